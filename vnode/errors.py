@@ -57,6 +57,10 @@ class WorkerError(VnodeError):
         super().__init__(message)
 
 
+class ClusterError(VnodeError):
+    """Jobs, traces or policies of a cluster are not what they must be, or a job cannot be found or changed."""
+
+
 class BatchError(VnodeError):
     """The batched arguments do not make up one batch."""
 

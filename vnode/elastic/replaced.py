@@ -8,7 +8,9 @@ Knows the loop of a run, and the supervisor's messages. Must not know why worker
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from vnode.elastic.driver import Driver
@@ -38,8 +40,9 @@ class ReplacedDriver(Driver):
     """
 
     def __init__(self, member: Membership, *args: Any) -> None:
-        self.member = member
-        super().__init__(*args)
+        self.member, self.number = member, -1
+        with self.reported():
+            super().__init__(*args)
 
     def begin(self, step: Any, state: Any) -> None:
         """Tells the supervisor that this worker has come to the run, and begins as any process."""
@@ -56,13 +59,15 @@ class ReplacedDriver(Driver):
         self.member.nodes = self.step.placement.own_nodes
 
     def run(self) -> Result:
-        """The loop.
-
-        Raises:
-          BaseException: what ended it; the supervisor is told.
-        """
-        try:
+        """The loop."""
+        with self.reported():
             return super().run()
+
+    @contextlib.contextmanager
+    def reported(self) -> Iterator[None]:
+        """Tells the supervisor of the error that ends this worker."""
+        try:
+            yield
         except SystemExit:
             raise
         except BaseException as error:

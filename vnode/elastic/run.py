@@ -240,7 +240,7 @@ def run_step(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
         member = Membership.from_environment()
         if member.order is None:
             return run_as_worker(member, step, state, data, load, options)
-        make = functools.partial(ReplacedDriver, member)
+        make, step = functools.partial(ReplacedDriver, member), step.on(world().devices)
         options = dataclasses.replace(options, progress=False)
     if world().several:
         facts = facts_of_run(step, state, data, options)

@@ -23,6 +23,9 @@ from vnode.workers.decisions import Decisions, exit_code
 from vnode.workers.messages import ended_early, ending, never_ran, not_come, one_line, too_few_nodes
 from vnode.workers.worker import ENDING, FINISHED, LOST, READY, STARTING, Limits, Worker
 
+PASSING = ("ProcessError", "CheckpointError")
+"""How errors begin that another worker, or a full disk, may be the cause of: it is tried again."""
+
 SAVES = "checkpoint=... in the script, or vnode run --checkpoint FOLDER"
 
 
@@ -80,6 +83,7 @@ class Restarts(Decisions):
         elif worker.state == STARTING and not self.trained and code >= 0 and not self.stopping:
             self.end(code or 1, never_ran(worker) if code == 0 else ended_early(worker))
         elif worker.state != LOST:
+            worker.error = worker.error or (ending(code) if code > 0 else None)
             self.lose(worker, ending(code), now)
         return self.settle(now)
 
@@ -245,8 +249,8 @@ class Restarts(Decisions):
         counts = {n: sum(now - t < limits.forget for t in times) for n, times in self.losses.items()}
         often = [n for n, times in counts.items() if times > limits.restarts]
         facts = [f"worker {number}: {error}" for number, error in sorted(self.failures.items())]
-        own = {one_line(error) for error in self.failures.values()}
-        if len(self.failures) == self.size and not self.lost and not any(e.startswith("ProcessError") for e in own):
+        passing = any(one_line(error).startswith(PASSING) for error in self.failures.values())
+        if len(self.failures) == self.size and not self.lost and not passing:
             self.end(1, layout_message("All workers have failed.", facts=facts))
         elif not self.trained and self.failures:
             self.end(1, layout_message("Workers failed before the first step.", facts=facts))

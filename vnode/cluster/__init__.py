@@ -1,0 +1,1 @@
+"""A cluster that jobs share: policies, a simulator, and a scheduler."""

@@ -1,0 +1,184 @@
+"""The jobs of a cluster: what a user asks for (`Job`), and the table of all of them that a policy reads (`Jobs`).
+
+Knows arrivals, priorities, demands and speeds. Must not know who decides, nor how time passes.
+
+A table has a column for each fact, as an array, so that a policy looks at hundreds of jobs in some microseconds. As a
+sequence it has a row for each job, for policies that are written by hand:
+
+    jobs.priority          ->  array([5., 1.])
+    jobs[1].priority       ->  1.0
+    jobs.speed[1, 4]       ->  units of work per second of the second job on 4 devices
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vnode.cluster.speeds import Speeds
+
+PENDING, STARTING, RUNNING, RESIZING, ENDED = range(5)
+"""States of a job: it has no device; its workers start; it makes steps; it makes steps while workers join or leave."""
+
+STATES = ("pending", "starting", "running", "resizing", "ended")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job that asks for devices.
+
+    Attributes:
+      id: its name, unique among the jobs.
+      arrival: seconds since the beginning.
+      work: units to do; what a unit is (a step, an epoch, the whole) is up to `speeds`.
+      speeds: units per second by count of devices; by kind of device if there are several.
+      demand: the most devices that it may have.
+      minimum: the fewest that it can use.
+      priority: its weight; twice the weight, twice the share.
+      virtual_nodes: of its step; it cannot have more devices. None: as many as it demands.
+      facts: more about it, for reports.
+
+    Raises:
+      ValueError: a field is not what it must be; the message names job and field.
+    """
+
+    id: str
+    arrival: float
+    work: float
+    speeds: Speeds | Mapping[str, Speeds]
+    demand: int
+    minimum: int = 1
+    priority: float = 1.0
+    virtual_nodes: int | None = None
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        def check(field: str, good: bool, must: str) -> None:
+            if not good:
+                raise ValueError(f"job {self.id!r}: {field} is {getattr(self, field)!r}; it must be {must}")
+
+        check("arrival", math.isfinite(self.arrival) and self.arrival >= 0, "a number of seconds, at least 0")
+        check("work", math.isfinite(self.work) and self.work > 0, "a number above 0")
+        check("priority", math.isfinite(self.priority) and self.priority > 0, "a number above 0")
+        check("demand", self.demand >= 1, "at least 1")
+        check("minimum", 1 <= self.minimum <= self.demand, f"from 1 to the demand, {self.demand}")
+        nodes = self.virtual_nodes
+        check("demand", nodes is None or self.demand <= nodes, f"at most its virtual nodes, {nodes}")
+        check("speeds", any(speeds.most for speeds in self.by_kind.values()), "above 0 on some count of devices")
+
+    @property
+    def by_kind(self) -> Mapping[str, Speeds]:
+        """Speeds by kind of device; the kind is empty where there is one."""
+        return {"": self.speeds} if isinstance(self.speeds, Speeds) else self.speeds
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One job of a table, as it is at some time.
+
+    Attributes:
+      id: its name.
+      arrival: seconds since the beginning.
+      priority: its weight.
+      demand: the most devices that it may have.
+      minimum: the fewest that it can use.
+      share: the devices that it was given by the last decision.
+      state: "pending", "starting", "running", "resizing" or "ended".
+      work: units to do.
+      remaining: units that are left.
+      speed: units per second by count of devices.
+    """
+
+    id: str
+    arrival: float
+    priority: float
+    demand: int
+    minimum: int
+    share: int
+    state: str
+    work: float
+    remaining: float
+    speed: np.ndarray
+
+
+@dataclasses.dataclass(eq=False)
+class Jobs(Sequence[Row]):
+    """A table of jobs at some time: those that have arrived and not ended.
+
+    Attributes:
+      id: their names.
+      rank: their order by arrival, then by name: ties are settled by it alone.
+      arrival, priority, demand, minimum, work: as of `Job`.
+      share: devices by the last decision.
+      state: PENDING, STARTING, RUNNING or RESIZING.
+      remaining: units of work that are left.
+      curve: for each job, its row of `curves`.
+      curves: ``[curves, counts]`` units per second by count of devices; jobs that are alike share one.
+      ended: when each has ended; NaN while it has not.
+      look_back: makes `arrived`.
+    """
+
+    id: Sequence[str]
+    rank: np.ndarray
+    arrival: np.ndarray
+    priority: np.ndarray
+    demand: np.ndarray
+    minimum: np.ndarray
+    work: np.ndarray
+    share: np.ndarray
+    state: np.ndarray
+    remaining: np.ndarray
+    curve: np.ndarray
+    curves: np.ndarray
+    ended: np.ndarray
+    look_back: Callable[[], Jobs] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, int | np.integer):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return Row(
+            self.id[index],
+            float(self.arrival[index]),
+            float(self.priority[index]),
+            int(self.demand[index]),
+            int(self.minimum[index]),
+            int(self.share[index]),
+            STATES[self.state[index]],
+            float(self.work[index]),
+            float(self.remaining[index]),
+            self.curves[self.curve[index]],
+        )
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
+
+    @functools.cached_property
+    def speed(self) -> np.ndarray:
+        """Units per second, ``[jobs, counts]``; on more devices than a job may have, as on the most that it may."""
+        counts = np.minimum(np.arange(self.curves.shape[1])[None, :], self.demand[:, None])
+        return self.curves[self.curve[:, None], counts]
+
+    @functools.cached_property
+    def arrived(self) -> Jobs:
+        """The table of all jobs that have arrived, those that have ended too, for policies that look back."""
+        return self if self.look_back is None else self.look_back()
+
+    @functools.cached_property
+    def runs(self) -> np.ndarray:
+        """Which have devices."""
+        return self.state != PENDING
+
+    @functools.cached_property
+    def order(self) -> np.ndarray:
+        """Indices in falling priority, then by arrival and name."""
+        return np.lexsort((self.rank, -self.priority))

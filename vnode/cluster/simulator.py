@@ -1,0 +1,393 @@
+"""Turns jobs, devices and a policy into what happens: when each job has how many devices, and when it ends.
+
+Knows events and time. Must not know how a policy decides. The same input gives the same output, bit by bit.
+
+An event is an arrival, the end of a start or of a growth, free devices, the end of a job, or a time for which the policy
+asked. After each, the policy decides about all jobs that are there. Progress is kept in arrays, and there is one timer:
+the earliest of what comes next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vnode.cluster.costs import FREE, Costs
+from vnode.cluster.jobs import ENDED, PENDING, RESIZING, RUNNING, STARTING, Job, Jobs
+from vnode.errors import ClusterError, layout_message
+
+Policy = Callable[[float, Jobs, int], Any]
+"""``decide(now, jobs, devices) -> shares``: devices by job, as an array in the order of `jobs`, or by name of job. A
+policy that wants to decide again before the next event returns a `Decision`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """Shares, and when to decide again.
+
+    Attributes:
+      shares: as a policy returns them.
+      again: seconds; the policy is asked then, if no event comes first. None: not before the next event.
+    """
+
+    shares: Any
+    again: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something that happened to a job.
+
+    Attributes:
+      time: seconds.
+      kind: "arrived", "share" (another number of devices was decided), "runs" (steps are made on so many devices),
+        "holds" (so many devices are not free because of it) or "ended".
+      job: its index.
+      devices: how many.
+    """
+
+    time: float
+    kind: str
+    job: int
+    devices: int = 0
+
+
+class Simulator:
+    """One run over time.
+
+    Args:
+      jobs: in any order.
+      devices: how many there are.
+      policy: decides.
+      costs: how long it takes to do what is decided.
+    """
+
+    def __init__(self, jobs: Sequence[Job], devices: int, policy: Policy, costs: Costs = FREE) -> None:
+        check(jobs, devices)
+        self.jobs = sorted(jobs, key=lambda job: (job.arrival, natural(job.id)))
+        self.devices, self.policy, self.costs = devices, policy, costs
+        count = len(jobs)
+        self.table = table_of(self.jobs)
+        self.starts = np.array([job.facts.get("start_seconds", costs.start) for job in self.jobs], float)
+        self.runs_on = np.zeros(count, np.int64)  # devices that make steps
+        self.holds = np.zeros(count, np.int64)  # devices that are not free because of it
+        self.rate = np.zeros(count)
+        self.since = np.zeros(count)  # work before then is in `remaining`
+        self.finish = np.full(count, math.inf)
+        self.ready = np.full(count, math.inf)  # the end of a start or growth
+        self.waits: set[int] = set()  # those that need more devices than they hold
+        self.free = devices
+        self.releases: list[tuple[float, int]] = []
+        self.now, self.arrivals, self.active = 0.0, 0, np.zeros(0, np.int64)
+        self.again = math.inf
+        self.dirty = False
+        self.events: list[Event] = []
+        self.decisions = 0
+
+    def run(self) -> None:
+        """Runs to the end of the last job.
+
+        Raises:
+          ClusterError: the policy gives devices that are not there, or leaves jobs without devices for ever.
+        """
+        count = len(self.jobs)
+        while self.arrivals < count or len(self.active):
+            time = self.next_time()
+            if time == math.inf:
+                names = [self.jobs[i].id for i in self.active[:3]]
+                raise ClusterError(
+                    layout_message(
+                        f"the policy leaves {len(self.active)} jobs without devices for ever: {', '.join(names)}.",
+                        facts=[f"{self.free} of {self.devices} devices are free at {self.now:g} s"],
+                    )
+                )
+            self.now = time
+            self.take_arrivals()
+            self.take_ends()
+            self.take_ready()
+            self.take_releases()
+            self.give_devices()
+            if self.now >= self.again:
+                self.again, self.dirty = math.inf, True
+            if self.dirty and self.may_decide():
+                self.dirty = False
+                self.decide()
+                self.give_devices()
+
+    def next_time(self) -> float:
+        """When something happens next."""
+        times = [self.again]
+        if self.arrivals < len(self.jobs):
+            times.append(float(self.table.arrival[self.arrivals]))
+        if self.releases:
+            times.append(self.releases[0][0])
+        if len(self.active):
+            times += [float(self.finish[self.active].min()), float(self.ready[self.active].min())]
+        if self.dirty and not (self.costs.settles and self.waits):
+            times.append(self.tick_after(self.now))
+        return max(min(times), self.now)
+
+    def tick_after(self, time: float) -> float:
+        """The first time from one on at which decisions are made."""
+        tick = self.costs.tick
+        return math.ceil(round(time / tick, 9)) * tick if tick else time
+
+    def may_decide(self) -> bool:
+        """Whether a decision is made now."""
+        if self.costs.settles and self.waits:
+            return False
+        return not self.costs.tick or self.tick_after(self.now) <= self.now
+
+    # What has happened
+
+    def take_arrivals(self) -> None:
+        """Jobs that arrive."""
+        first = self.arrivals
+        while self.arrivals < len(self.jobs) and self.table.arrival[self.arrivals] <= self.now:
+            self.events.append(Event(self.now, "arrived", self.arrivals))
+            self.arrivals += 1
+        if self.arrivals > first:
+            self.active = np.concatenate([self.active, np.arange(first, self.arrivals)])
+            self.dirty = True
+
+    def take_ends(self) -> None:
+        """Jobs that have done all of their work."""
+        ended = self.active[self.finish[self.active] <= self.now]
+        for job in ended.tolist():
+            self.table.state[job], self.table.ended[job], self.table.remaining[job] = ENDED, self.now, 0.0
+            self.rate[job], self.finish[job], self.ready[job] = 0.0, math.inf, math.inf
+            self.waits.discard(job)
+            self.let_go(job, int(self.holds[job]), self.costs.release)
+            self.table.share[job] = self.runs_on[job] = 0
+            self.events.append(Event(self.now, "ended", job))
+        if len(ended):
+            self.active = self.active[self.table.state[self.active] != ENDED]
+            self.dirty = True
+
+    def take_ready(self) -> None:
+        """Starts and growths that are over: the job makes steps on all that it holds."""
+        for job in self.active[self.ready[self.active] <= self.now].tolist():
+            grows = self.runs_on[job] > 0
+            self.ready[job] = math.inf
+            self.run_on(job, int(self.holds[job]), self.costs.growth_stall if grows else 0.0)
+            self.table.state[job] = RESIZING if job in self.waits else RUNNING
+
+    def take_releases(self) -> None:
+        """Devices that are free again."""
+        while self.releases and self.releases[0][0] <= self.now:
+            self.free += heapq.heappop(self.releases)[1]
+
+    def let_go(self, job: int, count: int, after: float) -> None:
+        """A job needs some devices no more; they are free a little later."""
+        if count:
+            self.holds[job] -= count
+            self.events.append(Event(self.now, "holds", job, int(self.holds[job])))
+            heapq.heappush(self.releases, (self.now + after, count))
+            if not after:
+                self.take_releases()
+
+    def give_devices(self) -> None:
+        """Gives free devices to those that wait for them, in falling priority."""
+        if not self.waits or not self.free:
+            return
+        table = self.table
+        for job in sorted(self.waits, key=lambda job: (-table.priority[job], job)):
+            more = int(table.share[job] - self.holds[job])
+            if more > self.free:
+                continue
+            self.free -= more
+            self.holds[job] += more
+            self.waits.discard(job)
+            self.events.append(Event(self.now, "holds", job, int(self.holds[job])))
+            starts = self.runs_on[job] == 0
+            if not (starts and self.ready[job] < math.inf):  # who is starting, starts on more devices
+                self.ready[job] = self.now + (self.starts[job] if starts else self.costs.growth)
+            table.state[job] = STARTING if starts else RESIZING
+        self.take_ready()  # those that take no time
+
+    def run_on(self, job: int, count: int, stall: float) -> None:
+        """From now on, a job makes steps on so many devices, after a stall."""
+        self.progress(np.array([job]))
+        self.runs_on[job] = count
+        self.rate[job] = self.table.curves[self.table.curve[job], min(count, int(self.table.demand[job]))]
+        self.since[job] = max(self.since[job], self.now) + stall
+        rate = self.rate[job]
+        self.finish[job] = self.since[job] + self.table.remaining[job] / rate if rate else math.inf
+        self.events.append(Event(self.now, "runs", job, count))
+
+    def progress(self, jobs: np.ndarray) -> None:
+        """Takes what was done until now from what remains."""
+        done = self.rate[jobs] * np.maximum(self.now - self.since[jobs], 0.0)
+        self.table.remaining[jobs] = np.maximum(self.table.remaining[jobs] - done, 0.0)
+        self.since[jobs] = np.maximum(self.since[jobs], self.now)
+
+    # What is decided
+
+    def decide(self) -> None:
+        """Asks the policy, and does what it says.
+
+        Raises:
+          ClusterError: it gives devices that are not there, or more than a job may have.
+        """
+        active, table = self.active, self.table
+        if not len(active):
+            return
+        self.progress(active)
+        view = rows_of(table, active)
+        count = self.arrivals
+        view.look_back = lambda: rows_of(table, np.arange(count))
+        decided = self.policy(self.now, view, self.devices)
+        self.decisions += 1
+        again = None
+        if isinstance(decided, Decision):
+            decided, again = decided.shares, decided.again
+        self.again = math.inf if again is None or again <= self.now else again
+        shares = as_array(decided, view)
+        total = int(shares.sum())
+        if total > self.devices or (len(shares) and (shares.min() < 0 or (shares > view.demand).any())):
+            raise ClusterError(wrong_shares(shares, view, self.devices))
+        changed = np.flatnonzero(shares != table.share[active])
+        for index in changed.tolist():
+            self.change(int(active[index]), int(shares[index]))
+
+    def change(self, job: int, share: int) -> None:
+        """A job gets another share."""
+        table, costs = self.table, self.costs
+        self.events.append(Event(self.now, "share", job, share))
+        table.share[job] = share
+        held = int(self.holds[job])
+        if share > held:
+            self.waits.add(job)
+            if table.state[job] == RUNNING:
+                table.state[job] = RESIZING
+            return
+        self.waits.discard(job)
+        if share == held:
+            if self.runs_on[job] == held and held:
+                table.state[job] = RUNNING
+            return
+        if share < self.runs_on[job]:
+            self.ready[job] = math.inf
+            self.run_on(job, share, costs.shrink if share else 0.0)
+            table.state[job] = RUNNING if share else PENDING
+            self.let_go(job, held - share, costs.shrink + costs.release)
+        else:  # of those that start or join, some are not needed
+            if share == 0:
+                self.ready[job], table.state[job] = math.inf, PENDING
+            elif share == self.runs_on[job]:
+                self.ready[job], table.state[job] = math.inf, RUNNING
+            self.let_go(job, held - share, costs.release)
+
+
+def table_of(jobs: Sequence[Job]) -> Jobs:
+    """The table of jobs that are sorted by arrival; jobs of the same speeds share a curve."""
+    most = max((job.demand for job in jobs), default=1)
+    numbers: dict[tuple[float, ...], int] = {}
+    curve = np.array([numbers.setdefault(job.by_kind[""].per_second, len(numbers)) for job in jobs], np.int64)
+    curves = np.zeros((max(len(numbers), 1), most + 1))
+    for speeds, number in numbers.items():
+        known = speeds[: most + 1]
+        curves[number, : len(known)] = known
+        curves[number, len(known) :] = known[-1]
+    count = len(jobs)
+
+    def column(field: str, kind: Any) -> np.ndarray:
+        return np.array([getattr(job, field) for job in jobs], kind)
+
+    return Jobs(
+        id=[job.id for job in jobs],
+        rank=np.arange(count),
+        arrival=column("arrival", float),
+        priority=column("priority", float),
+        demand=column("demand", np.int64),
+        minimum=column("minimum", np.int64),
+        work=column("work", float),
+        share=np.zeros(count, np.int64),
+        state=np.full(count, PENDING, np.int8),
+        remaining=column("work", float),
+        curve=curve,
+        curves=curves,
+        ended=np.full(count, math.nan),
+    )
+
+
+COLUMNS = ("rank", "arrival", "priority", "demand", "minimum", "work", "share", "state", "remaining", "curve", "ended")
+
+
+def rows_of(table: Jobs, rows: np.ndarray) -> Jobs:
+    """Some rows of a table, as they are now."""
+    columns = {name: getattr(table, name)[rows] for name in COLUMNS}
+    return Jobs(id=Names(table.id, rows), curves=table.curves, **columns)
+
+
+class Names(Sequence[str]):
+    """Names of some rows, looked up when they are asked for."""
+
+    def __init__(self, names: Sequence[str], rows: np.ndarray) -> None:
+        self.names, self.rows = names, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.names[self.rows[index]]
+
+
+def as_array(shares: Any, jobs: Jobs) -> np.ndarray:
+    """Shares as an array in the order of a table.
+
+    Raises:
+      ClusterError: they are of jobs that are not there, or no whole numbers.
+    """
+    if isinstance(shares, Mapping):
+        left = dict(shares)
+        found = [left.pop(name, 0) for name in jobs.id]
+        if left:
+            raise ClusterError(f"the policy gives devices to jobs that are not there: {', '.join(map(str, left))}")
+        shares = found
+    array = np.asarray(shares)
+    if array.shape != (len(jobs),) or not np.array_equal(array, np.floor(array)):
+        raise ClusterError(
+            f"a policy returns a whole number of devices for each of the {len(jobs)} jobs, not {array.dtype} of shape "
+            f"{array.shape}"
+        )
+    return array.astype(np.int64)
+
+
+def wrong_shares(shares: np.ndarray, jobs: Jobs, devices: int) -> str:
+    """The message of shares that cannot be."""
+    facts = [f"together {int(shares.sum())} of {devices} devices"]
+    for index in np.flatnonzero((shares < 0) | (shares > jobs.demand))[:5].tolist():
+        facts.append(f"job {jobs.id[index]}: {shares[index]}, it demands {jobs.demand[index]}")
+    return layout_message("the policy gives devices that are not there, or that a job may not have.", facts=facts)
+
+
+def check(jobs: Sequence[Job], devices: int) -> None:
+    """Looks whether jobs can run at all.
+
+    Raises:
+      ClusterError: two have one name, or one needs more devices than there are.
+    """
+    if devices < 1:
+        raise ClusterError(f"a cluster has at least one device, not {devices}")
+    seen: set[str] = set()
+    for job in jobs:
+        if job.id in seen:
+            raise ClusterError(f"two jobs are called {job.id!r}")
+        seen.add(job.id)
+        if job.minimum > devices:
+            raise ClusterError(f"job {job.id!r} needs {job.minimum} devices; there are {devices}")
+
+
+def natural(name: str) -> tuple[int, int, str]:
+    """Names in the order in which people count: "9" before "10".
+
+    >>> sorted(["b", "10", "9"], key=natural)
+    ['9', '10', 'b']
+    """
+    return (0, int(name), "") if name.isdigit() else (1, 0, name)
