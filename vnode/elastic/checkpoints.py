@@ -14,6 +14,7 @@ import math
 import os
 import re
 import socket
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -133,6 +134,9 @@ class Checkpoints(SharedReader):
             together = {"create": False, "multiprocessing_options": multiprocessing}
 
         def meet_at_end(key: str, timeout_ms: int) -> None:
+            failed = sys.exc_info()[1]
+            if failed is not None:  # orbax meets the others even so, who wait for this process at another place
+                raise failed
             with in_world(here):  # orbax calls it in a thread of its own
                 meet("to finish a checkpoint", key=key)
 

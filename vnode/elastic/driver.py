@@ -227,7 +227,19 @@ class Driver:
             raise
 
     def leave(self, result: Result) -> None:
-        """The run has ended, and its checkpoints are written."""
+        """The run has ended: waits until all checkpoints are written.
+
+        Raises:
+          CheckpointError: one cannot be; the error has the state.
+        """
+        if self.checkpoints is None:
+            return
+        try:
+            with self.stop.sheltered():
+                self.checkpoints.wait()
+        except CheckpointError as error:
+            error.step, error.state = result.step, result.state
+            raise
 
     def alone(self, error: Exception) -> bool:
         """Whether other processes know nothing of an error, and would go on: one of their runtimes may have none."""

@@ -107,8 +107,11 @@ class ReplacedDriver(Driver):
         """Tells the supervisor that the run has ended, and is saved.
 
         Raises:
+          CheckpointError: it is not.
           SystemExit: other workers go on with it, or the supervisor has died.
         """
+        with self.reported():
+            super().leave(result)
         member = self.member
         member.step = result.step
         if self.stopping and not member.stop:  # a signal to one of the workers: what that means, the supervisor says

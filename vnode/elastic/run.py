@@ -257,8 +257,6 @@ def run_step(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
         stack.callback(driver.close)
         driver.display = stack.enter_context(display(options.progress, driver.number, options.steps))
         result = driver.run()
-        if saved is not None:
-            finish_checkpoints(saved, result, stop)
         driver.leave(result)
         return result
 
@@ -298,8 +296,7 @@ def run_as_worker(member: Any, step: Any, state: Any, data: Any, load: Any, opti
         stack.callback(driver.close)
         driver.display = stack.enter_context(display(False, driver.number, options.steps))
         result = driver.run()
-        if driver.checkpoints is not None:
-            finish_checkpoints(driver.checkpoints, result, stop)
+        driver.leave(result)
         return result
 
 
@@ -347,20 +344,6 @@ def open_folder(options: RunOptions, stop: Stop) -> Iterator[Checkpoints]:
         raise
     with stop.sheltered():
         checkpoints.close()
-
-
-def finish_checkpoints(checkpoints: Checkpoints, result: Result, stop: Stop) -> None:
-    """Waits until everything is written.
-
-    Raises:
-      CheckpointError: it cannot be; the error has the state.
-    """
-    try:
-        with stop.sheltered():
-            checkpoints.wait()
-    except CheckpointError as error:
-        error.step, error.state = result.step, result.state
-        raise
 
 
 def with_known_nodes(
