@@ -4,6 +4,7 @@ Knows steps, states and batches. Must not know how many processes there are: eac
 """
 
 import contextlib
+import errno
 import functools
 import hashlib
 import os
@@ -427,10 +428,24 @@ def failures(folder: str, at: str) -> dict[str, list[Any]]:
         with unittest.mock.patch.object(Checkpoints, "write", failing):
             return run_error(checkpoint=f"{folder}/saved", checkpoint_every=1, steps=9)
 
+    def commits() -> str:
+        """Process 0 cannot give a checkpoint its name, in orbax's thread; the other process waits for it there."""
+        rename = os.rename
+
+        def full(source: Any, target: Any, **more: Any) -> None:
+            if "orbax-checkpoint-tmp" in str(source):
+                Path(folder, "commit").write_text(str(time.time()))
+                raise OSError(errno.ENOSPC, "No space left on device")
+            rename(source, target, **more)
+
+        with unittest.mock.patch.object(os, "rename", rename if last else full):
+            return run_error(checkpoint=f"{folder}/full", checkpoint_every=1, steps=9)
+
     ask("trace", lambda: fails_alone("trace", LONG))
     with unittest.mock.patch.object(jax.stages.Lowered, "compile", compiles_for_long):
         ask("compile", lambda: fails_alone("compile", 0))
     ask("save", saves)
+    ask("commit", commits)
     last_one = {"data": {"data": Failing(examples(16), 8)}, "callback": {"callback": callback, "steps": 60}}[at]
     ask(at, lambda: run_error(**last_one))
     return found

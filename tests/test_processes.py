@@ -213,6 +213,10 @@ def test_all_learn_of_an_error(at, tmp_path):
         assert raised in second[name][0]
         assert re.match(f"ProcessError: process 1 has failed: {raised}", first[name][0]), first[name]
 
+    assert "CheckpointError: could not write a checkpoint" in first["commit"][0]
+    assert "process 0 has failed: CheckpointError: could not write" in second["commit"][0]
+    assert max(first["commit"][1], second["commit"][1]) < process_cases.LONG / 3
+
     assert folders["other program"] == others["other program"]
     assert "process 1 does not do what the others do: program" in folders["other program"]
     assert re.search(r"(now|then): +mul\(0.5, float32\[\]\)|now: +mul\(.*0.5", folders["other program"])
