@@ -665,3 +665,23 @@ def sharded(size: int) -> list[str]:
     assert back.sharding.is_equivalent_to(sharding, 2)
     with waiting("the shards of the others"):
         return [bits(whole_everywhere(array)) for array in (new, back)]
+
+
+def large(size: int) -> str:
+    """A gradient of 16 MB, which travels by collectives of its own: by gloo never by a reduce-scatter."""
+
+    def descend(state, batch):
+        def loss_of(w):
+            return jnp.mean(jnp.tanh(batch["x"] @ w) ** 2)
+
+        return state - 0.1 * jax.grad(loss_of)(state), {}
+
+    step = vnode.virtualize(descend, virtual_nodes=V)
+    now = step.put(jnp.asarray(np.random.default_rng(5).normal(size=(36, 1 << 17)), jnp.float32))
+    batch = step.put(examples(size))
+    text = jax.jit(lambda now, batch: step(now, batch)).lower(now, batch).as_text()
+    assert ("reduce_scatter" in text) == (jax.process_count() == 1)
+    with waiting("the steps"):
+        for _ in range(6):
+            now, _ = step(now, batch)
+        return bits(now)

@@ -49,6 +49,7 @@ MORE = {
         ("batch_on_other_devices", {"size": 30}),
         ("explained", {"size": 32}),
         ("given_rows", {"size": 9, "counts": [3, 5]}),
+        ("large", {"size": 32}),
     ],
     3: [("given_rows", {"size": 30})],
     4: [("given_rows", {"size": 9})],  # the last has no example of its own

@@ -221,6 +221,16 @@ def world_of(devices: Sequence[Any]) -> World:
     return world_of_jax()
 
 
+def uses_gloo(devices: Sequence[Any]) -> bool:
+    """Whether gloo carries out collectives among devices: so it does for CPUs, once a process knows of others.
+
+    >>> uses_gloo(jax.devices()[:1])
+    False
+    """
+    on_cpus = bool(devices) and getattr(devices[0], "platform", "") == "cpu"
+    return on_cpus and (jax.distributed.is_initialized() or world_of(devices).several)
+
+
 def own_index(device: Any) -> int:
     """The number of this process in the world of a device."""
     client = getattr(device, "client", None)

@@ -34,6 +34,7 @@ from vnode.runtime.loops import (
     stacked,
 )
 from vnode.runtime.tree import Fold, Tree
+from vnode.spmd.reduce_scatter import reduce_scatter
 
 Parts = Sequence[int | None]
 """For each sum the dimension along which devices are to have parts of it; None for those that all have whole."""
@@ -65,7 +66,7 @@ def combined(sums: Sequence[Sum], totals: Sequence[Any], axis: str, parts: Parts
     groups: dict[Monoid, list[int]] = {}
     for i, (s, dim) in enumerate(itertools.zip_longest(sums, parts)):
         if dim is not None:
-            results[i] = lax.psum_scatter(totals[i], axis, scatter_dimension=dim, tiled=True)
+            results[i] = reduce_scatter(totals[i], axis, dim)
         else:
             groups.setdefault(s.monoid, []).append(i)
     for monoid, members in groups.items():
@@ -386,7 +387,7 @@ def added_in_groups(
     for members in levels:
         size = len(members[0])
         if size == 2:
-            value = lax.psum_scatter(value, axis, scatter_dimension=dim, axis_index_groups=members, tiled=True)
+            value = reduce_scatter(value, axis, dim, members)
             continue
         # A dimension of their own for the parts, or compilers bring the whole into another layout first.
         parts = value.reshape(*value.shape[:dim], size, value.shape[dim] // size, *value.shape[dim + 1 :])

@@ -26,6 +26,7 @@ from vnode.operators.control import Region
 from vnode.operators.in_program import InProgram, as_array
 from vnode.operators.rounding import Rounding
 from vnode.placement.placement import Placement
+from vnode.placement.world import uses_gloo
 from vnode.runtime.away import Work, brought, by_output, can_be_waited_for, can_wait, element
 from vnode.runtime.divided import Divided, Division
 from vnode.runtime.evaluate import Known, evaluate_once
@@ -35,6 +36,7 @@ from vnode.runtime.once import Together, divided_once, read_by, stands_apart
 from vnode.runtime.one_pass import PassEmission
 from vnode.spmd.layout import Layout
 from vnode.spmd.program import on_devices, spec_of
+from vnode.spmd.reduce_scatter import carried_out
 from vnode.spmd.run import Alike, Later
 from vnode.spmd.shares import stored
 
@@ -73,7 +75,8 @@ def emit(
     emission = Emission(schedule, placement, inputs, mode, lane, slotted, division, far)
     given = schedule.flow.program.inputs
     emission.arguments = set(given if arguments is None else [given[i] for i in arguments])
-    return emission.run()
+    with carried_out(by_gloo=uses_gloo(placement.devices)):
+        return emission.run()
 
 
 class Emission(PassEmission):

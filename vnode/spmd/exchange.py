@@ -24,6 +24,7 @@ from vnode.operators.splits import Interval
 from vnode.spmd.choice import itemsize
 from vnode.spmd.layout import Axes, Cut, Layout, count
 from vnode.spmd.parts import axes_of, index_at, parts_of, with_parts
+from vnode.spmd.reduce_scatter import reduce_scatter
 from vnode.spmd.route import ORDERED, Move, in_one, route
 
 MUCH = 64 << 10
@@ -137,7 +138,7 @@ def carry_out(value: Any, before: Layout, move: Move, shape: Sequence[int], axes
         case "all-reduce" | "all-gather" if move.monoid is not None:
             return combine(value, move.axes, move.monoid)
         case "reduce-scatter":
-            return lax.psum_scatter(value, move.axes, scatter_dimension=move.dim, tiled=True)
+            return reduce_scatter(value, move.axes, move.dim)
         case "all-to-all":
             pieces = lax.optimization_barrier(value) if platform() in SLICED else value
             pieces = lax.all_to_all(pieces, move.axes, move.other, move.dim, axis_index_groups=among, tiled=True)
