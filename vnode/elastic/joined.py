@@ -7,9 +7,11 @@ For workers that are replaced at each change (`vnode run --restart`): each is in
 
 from __future__ import annotations
 
+import os
 import runpy
 import socket
 import sys
+import types
 
 from vnode.elastic.membership import Membership
 
@@ -59,7 +61,17 @@ def main(arguments: list[str]) -> None:
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
-        runpy.run_path(arguments[0], run_name="__main__")
+        run_script(arguments[0])
+
+
+def run_script(path: str) -> None:
+    """Runs a script as Python would: it is the module ``__main__`` to the end, and finds modules beside it."""
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    module.__file__ = path
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec")
+    exec(code, module.__dict__)
 
 
 if __name__ == "__main__":

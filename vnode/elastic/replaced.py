@@ -68,9 +68,9 @@ class ReplacedDriver(Driver):
         """Tells the supervisor of the error that ends this worker."""
         try:
             yield
-        except SystemExit:
-            raise
         except BaseException as error:
+            if isinstance(error, Orphaned) or (isinstance(error, SystemExit) and self.member.end is not None):
+                raise
             self.member.send("error", text=one_line(error), step=self.number)
             raise
 

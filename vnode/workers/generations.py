@@ -20,6 +20,7 @@ from vnode.errors import WorkerError, layout_message
 from vnode.workers.actions import Action, EndService, Kill, Spawn, StartService
 from vnode.workers.decisions import Decisions, exit_code
 from vnode.workers.messages import (
+    RUN_ENDED,
     SAME,
     difference,
     ended_early,
@@ -137,12 +138,7 @@ class Generations(Decisions):
           WorkerError: so it is.
         """
         if self.call > 0 and workers > self.wanted:
-            raise WorkerError(
-                layout_message(
-                    "the run has come to its end; new workers cannot join what the script does then.",
-                    remedies=["call vnode.elastic.run once in a script"],
-                )
-            )
+            raise WorkerError(RUN_ENDED)
 
     def resized(self, changed: bool, now: float) -> None:
         """Gives up what is prepared for another number of workers; refused workers may try again."""

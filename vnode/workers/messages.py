@@ -20,6 +20,12 @@ SAME = (
 )
 """The remedy for a worker that differs from the others."""
 
+RUN_ENDED = layout_message(
+    "the run has come to its end; new workers cannot join what the script does then.",
+    remedies=["call vnode.elastic.run once in a script"],
+)
+"""The message of who asks for workers after the run."""
+
 SHOWN = 8
 """Facts that differ, of which a message tells."""
 

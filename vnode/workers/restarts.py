@@ -20,7 +20,7 @@ from typing import Any
 from vnode.errors import WorkerError, layout_message
 from vnode.workers.actions import Action, EndService, Kill, Spawn
 from vnode.workers.decisions import Decisions, exit_code
-from vnode.workers.messages import ended_early, ending, never_ran, not_come, one_line, too_few_nodes
+from vnode.workers.messages import RUN_ENDED, ended_early, ending, never_ran, not_come, one_line, too_few_nodes
 from vnode.workers.worker import ENDING, FINISHED, LOST, READY, STARTING, Limits, Worker
 
 PASSING = ("ProcessError", "CheckpointError")
@@ -93,11 +93,13 @@ class Restarts(Decisions):
         return self.settle(now)
 
     def check_resize(self, workers: int) -> None:
-        """Refuses another number of workers where there is no folder of checkpoints.
+        """Refuses another number of workers after the run, and where there is no folder of checkpoints.
 
         Raises:
           WorkerError: so it is.
         """
+        if self.codes or any(w.state == FINISHED for w in self.workers.values()):
+            raise WorkerError(RUN_ENDED)
         if workers != self.wanted and self.reference is not None and not self.saves:
             raise WorkerError(
                 layout_message(
