@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import vnode
+from vnode.cluster import command_simulate
 from vnode.workers import command_run, command_runs, command_workers
 
 REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9._-]+)\s*(\[[^]]*\])?\s*([^;]*?)\s*(?:;(.*))?$")
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor = commands.add_parser("doctor", help="versions, devices, extras, and a self-test of the same bits")
     doctor.add_argument("--cpu-devices", type=int, metavar="N", help="let the CPU count as N devices, on the CPU only")
     doctor.add_argument("--no-test", action="store_true", help="leave out the self-test")
-    for command in (command_run, command_workers, command_runs):
+    for command in (command_run, command_workers, command_runs, command_simulate):
         command.add_parser(commands)
     given = list(arguments or sys.argv[1:] or ["doctor"])
     end = given.index("--") if "--" in given else len(given)

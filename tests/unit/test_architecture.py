@@ -36,6 +36,7 @@ ROOMS = {
     ),
     "data": "errors placement threads",
     "workers": "errors files stopped",
+    "cluster": "errors",
     "elastic": "analysis data errors partition placement plan show step threads tracebacks workers",
     "integrations": "errors placement step tracebacks transform",
 }

@@ -41,6 +41,7 @@ class Job:
       minimum: the fewest that it can use.
       priority: its weight; twice the weight, twice the share.
       virtual_nodes: of its step; it cannot have more devices. None: as many as it demands.
+      start: seconds from its devices to its first step; None: as the costs of the cluster say.
       facts: more about it, for reports.
 
     Raises:
@@ -55,6 +56,7 @@ class Job:
     minimum: int = 1
     priority: float = 1.0
     virtual_nodes: int | None = None
+    start: float | None = None
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,6 +69,7 @@ class Job:
         check("priority", math.isfinite(self.priority) and self.priority > 0, "a number above 0")
         check("demand", self.demand >= 1, "at least 1")
         check("minimum", 1 <= self.minimum <= self.demand, f"from 1 to the demand, {self.demand}")
+        check("start", self.start is None or 0 <= self.start < math.inf, "a number of seconds, at least 0")
         nodes = self.virtual_nodes
         check("demand", nodes is None or self.demand <= nodes, f"at most its virtual nodes, {nodes}")
         check("speeds", any(speeds.most for speeds in self.by_kind.values()), "above 0 on some count of devices")
@@ -116,11 +119,13 @@ class Jobs(Sequence[Row]):
       arrival, priority, demand, minimum, work: as of `Job`.
       share: devices by the last decision.
       state: PENDING, STARTING, RUNNING or RESIZING.
+      start: seconds from a job's devices to its first step.
       remaining: units of work that are left.
       curve: for each job, its row of `curves`.
       curves: ``[curves, counts]`` units per second by count of devices; jobs that are alike share one.
       ended: when each has ended; NaN while it has not.
       look_back: makes `arrived`.
+      memo: what `from_curves` has computed, for all tables with these curves.
     """
 
     id: Sequence[str]
@@ -130,6 +135,7 @@ class Jobs(Sequence[Row]):
     demand: np.ndarray
     minimum: np.ndarray
     work: np.ndarray
+    start: np.ndarray
     share: np.ndarray
     state: np.ndarray
     remaining: np.ndarray
@@ -137,17 +143,18 @@ class Jobs(Sequence[Row]):
     curves: np.ndarray
     ended: np.ndarray
     look_back: Callable[[], Jobs] | None = None
+    memo: dict[Any, np.ndarray] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rank)
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, int | np.integer):
-            return [self[i] for i in range(*index.indices(len(self)))]
+            return [self[i] for i in range(*index.indices(len(self)))]  # pyright: ignore
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         return Row(
-            self.id[index],
+            self.id[int(index)],
             float(self.arrival[index]),
             float(self.priority[index]),
             int(self.demand[index]),
@@ -167,6 +174,12 @@ class Jobs(Sequence[Row]):
         """Units per second, ``[jobs, counts]``; on more devices than a job may have, as on the most that it may."""
         counts = np.minimum(np.arange(self.curves.shape[1])[None, :], self.demand[:, None])
         return self.curves[self.curve[:, None], counts]
+
+    def from_curves(self, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """What a function makes of the curves alone, a row for each job. It is called once."""
+        if function not in self.memo:
+            self.memo[function] = function(self.curves)
+        return self.memo[function][self.curve]
 
     @functools.cached_property
     def arrived(self) -> Jobs:

@@ -2,9 +2,9 @@
 
 Knows events and time. Must not know how a policy decides. The same input gives the same output, bit by bit.
 
-An event is an arrival, the end of a start or of a growth, free devices, the end of a job, or a time for which the policy
-asked. After each, the policy decides about all jobs that are there. Progress is kept in arrays, and there is one timer:
-the earliest of what comes next.
+An event is an arrival, the end of a start or of a growth, free devices, the end of a job, or a time for which the
+policy asked. After arrivals, ends and such times, the policy decides about all jobs that are there. Progress is kept in
+arrays, and there is one timer: the earliest of what comes next.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from vnode.cluster.costs import FREE, Costs
+from vnode.cluster.events import Event
 from vnode.cluster.jobs import ENDED, PENDING, RESIZING, RUNNING, STARTING, Job, Jobs
 from vnode.errors import ClusterError, layout_message
 
@@ -39,24 +40,6 @@ class Decision:
     again: float | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """Something that happened to a job.
-
-    Attributes:
-      time: seconds.
-      kind: "arrived", "share" (another number of devices was decided), "runs" (steps are made on so many devices),
-        "holds" (so many devices are not free because of it) or "ended".
-      job: its index.
-      devices: how many.
-    """
-
-    time: float
-    kind: str
-    job: int
-    devices: int = 0
-
-
 class Simulator:
     """One run over time.
 
@@ -72,17 +55,17 @@ class Simulator:
         self.jobs = sorted(jobs, key=lambda job: (job.arrival, natural(job.id)))
         self.devices, self.policy, self.costs = devices, policy, costs
         count = len(jobs)
-        self.table = table_of(self.jobs)
-        self.starts = np.array([job.facts.get("start_seconds", costs.start) for job in self.jobs], float)
+        self.table = table_of(self.jobs, costs)
         self.runs_on = np.zeros(count, np.int64)  # devices that make steps
-        self.holds = np.zeros(count, np.int64)  # devices that are not free because of it
+        self.holds = np.zeros(count, np.int64)  # devices that it has, or is about to have
         self.rate = np.zeros(count)
         self.since = np.zeros(count)  # work before then is in `remaining`
         self.finish = np.full(count, math.inf)
         self.ready = np.full(count, math.inf)  # the end of a start or growth
         self.waits: set[int] = set()  # those that need more devices than they hold
         self.free = devices
-        self.releases: list[tuple[float, int]] = []
+        self.releases: list[tuple[float, int, int]] = []  # when, of which job, how many devices are free again
+        self.leaving = np.zeros(count, np.int64)  # of each job, those that are to be free again
         self.now, self.arrivals, self.active = 0.0, 0, np.zeros(0, np.int64)
         self.again = math.inf
         self.dirty = False
@@ -162,9 +145,10 @@ class Simulator:
             self.table.state[job], self.table.ended[job], self.table.remaining[job] = ENDED, self.now, 0.0
             self.rate[job], self.finish[job], self.ready[job] = 0.0, math.inf, math.inf
             self.waits.discard(job)
-            self.let_go(job, int(self.holds[job]), self.costs.release)
+            held = int(self.holds[job])
             self.table.share[job] = self.runs_on[job] = 0
-            self.events.append(Event(self.now, "ended", job))
+            self.events.append(Event(self.now, "ended", job, held))
+            self.let_go(job, held, self.costs.release)
         if len(ended):
             self.active = self.active[self.table.state[self.active] != ENDED]
             self.dirty = True
@@ -180,14 +164,17 @@ class Simulator:
     def take_releases(self) -> None:
         """Devices that are free again."""
         while self.releases and self.releases[0][0] <= self.now:
-            self.free += heapq.heappop(self.releases)[1]
+            _, job, count = heapq.heappop(self.releases)
+            self.free += count
+            self.leaving[job] -= count
+            self.events.append(Event(self.now, "holds", job, int(self.holds[job] + self.leaving[job])))
 
     def let_go(self, job: int, count: int, after: float) -> None:
         """A job needs some devices no more; they are free a little later."""
         if count:
+            heapq.heappush(self.releases, (self.now + after, job, count))
+            self.leaving[job] += count
             self.holds[job] -= count
-            self.events.append(Event(self.now, "holds", job, int(self.holds[job])))
-            heapq.heappush(self.releases, (self.now + after, count))
             if not after:
                 self.take_releases()
 
@@ -203,10 +190,10 @@ class Simulator:
             self.free -= more
             self.holds[job] += more
             self.waits.discard(job)
-            self.events.append(Event(self.now, "holds", job, int(self.holds[job])))
+            self.events.append(Event(self.now, "holds", job, int(self.holds[job] + self.leaving[job])))
             starts = self.runs_on[job] == 0
             if not (starts and self.ready[job] < math.inf):  # who is starting, starts on more devices
-                self.ready[job] = self.now + (self.starts[job] if starts else self.costs.growth)
+                self.ready[job] = self.now + (float(table.start[job]) if starts else self.costs.growth)
             table.state[job] = STARTING if starts else RESIZING
         self.take_ready()  # those that take no time
 
@@ -218,7 +205,7 @@ class Simulator:
         self.since[job] = max(self.since[job], self.now) + stall
         rate = self.rate[job]
         self.finish[job] = self.since[job] + self.table.remaining[job] / rate if rate else math.inf
-        self.events.append(Event(self.now, "runs", job, count))
+        self.events.append(Event(self.now, "runs", job, count, stall))
 
     def progress(self, jobs: np.ndarray) -> None:
         """Takes what was done until now from what remains."""
@@ -275,7 +262,7 @@ class Simulator:
             self.ready[job] = math.inf
             self.run_on(job, share, costs.shrink if share else 0.0)
             table.state[job] = RUNNING if share else PENDING
-            self.let_go(job, held - share, costs.shrink + costs.release)
+            self.let_go(job, held - share, (costs.shrink if share else 0.0) + costs.release)
         else:  # of those that start or join, some are not needed
             if share == 0:
                 self.ready[job], table.state[job] = math.inf, PENDING
@@ -284,7 +271,7 @@ class Simulator:
             self.let_go(job, held - share, costs.release)
 
 
-def table_of(jobs: Sequence[Job]) -> Jobs:
+def table_of(jobs: Sequence[Job], costs: Costs) -> Jobs:
     """The table of jobs that are sorted by arrival; jobs of the same speeds share a curve."""
     most = max((job.demand for job in jobs), default=1)
     numbers: dict[tuple[float, ...], int] = {}
@@ -307,6 +294,7 @@ def table_of(jobs: Sequence[Job]) -> Jobs:
         demand=column("demand", np.int64),
         minimum=column("minimum", np.int64),
         work=column("work", float),
+        start=np.array([costs.start if job.start is None else job.start for job in jobs], float),
         share=np.zeros(count, np.int64),
         state=np.full(count, PENDING, np.int8),
         remaining=column("work", float),
@@ -316,13 +304,14 @@ def table_of(jobs: Sequence[Job]) -> Jobs:
     )
 
 
-COLUMNS = ("rank", "arrival", "priority", "demand", "minimum", "work", "share", "state", "remaining", "curve", "ended")
+COLUMNS = ("rank", "arrival", "priority", "demand", "minimum", "work", "start", "share", "state", "remaining", "curve")
+COLUMNS += ("ended",)
 
 
 def rows_of(table: Jobs, rows: np.ndarray) -> Jobs:
     """Some rows of a table, as they are now."""
     columns = {name: getattr(table, name)[rows] for name in COLUMNS}
-    return Jobs(id=Names(table.id, rows), curves=table.curves, **columns)
+    return Jobs(id=Names(table.id, rows), curves=table.curves, memo=table.memo, **columns)
 
 
 class Names(Sequence[str]):
@@ -335,7 +324,7 @@ class Names(Sequence[str]):
         return len(self.rows)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.names[self.rows[index]]
+        return self.names[int(self.rows[index])]
 
 
 def as_array(shares: Any, jobs: Jobs) -> np.ndarray:

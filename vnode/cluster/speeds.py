@@ -41,9 +41,7 @@ class Speeds:
         return max((count for count, speed in enumerate(self.per_second) if speed > 0), default=0)
 
     @classmethod
-    def from_times(
-        cls, times: Mapping[int, float], work: float = 1.0, allowed: Iterable[int] | None = None
-    ) -> Speeds:
+    def from_times(cls, times: Mapping[int, float], work: float = 1.0, allowed: Iterable[int] | None = None) -> Speeds:
         """Speeds between measured ones: the time is a line over 1/n between two neighbours, and flat outside of them.
 
         Args:
@@ -52,8 +50,8 @@ class Speeds:
           allowed: counts that the job can use; by default all up to the largest measured one. TPUs allow some only.
 
         Example:
-          >>> Speeds.from_times({1: 4.0, 2: 3.0, 4: 2.0}).per_second
-          (0.0, 0.25, 0.3333333333333333, 0.42857142857142855, 0.5)
+          >>> [round(speed, 3) for speed in Speeds.from_times({1: 4.0, 2: 3.0, 4: 2.0}).per_second]
+          [0.0, 0.25, 0.333, 0.429, 0.5]
         """
         known = sorted(times)
         if not known or known[0] < 1:
@@ -66,7 +64,8 @@ class Speeds:
         # np.interp wants rising places: from the largest count to the smallest
         found = np.interp(1 / counts, [1 / n for n in known[::-1]], [times[n] for n in known[::-1]])
         usable = set(range(1, most + 1) if allowed is None else allowed)
-        return cls((0.0, *(work / t if n in usable else 0.0 for n, t in zip(counts.tolist(), found.tolist(), strict=True))))
+        speeds = zip(counts.tolist(), found.tolist(), strict=True)
+        return cls((0.0, *(work / time if count in usable else 0.0 for count, time in speeds)))
 
     @classmethod
     def with_fixed_part(cls, at_demand: float, fixed: float, demand: int, most: int | None = None) -> Speeds:

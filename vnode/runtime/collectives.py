@@ -34,7 +34,7 @@ from vnode.runtime.loops import (
     stacked,
 )
 from vnode.runtime.tree import Fold, Tree
-from vnode.spmd.reduce_scatter import reduce_scatter
+from vnode.spmd.exchange import reduce_scatter
 
 Parts = Sequence[int | None]
 """For each sum the dimension along which devices are to have parts of it; None for those that all have whole."""

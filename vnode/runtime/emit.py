@@ -34,9 +34,9 @@ from vnode.runtime.mode import Mode
 from vnode.runtime.node import Once
 from vnode.runtime.once import Together, divided_once, read_by, stands_apart
 from vnode.runtime.one_pass import PassEmission
+from vnode.spmd.exchange import carried_out
 from vnode.spmd.layout import Layout
 from vnode.spmd.program import on_devices, spec_of
-from vnode.spmd.reduce_scatter import carried_out
 from vnode.spmd.run import Alike, Later
 from vnode.spmd.shares import stored
 

@@ -24,7 +24,6 @@ from vnode.operators.splits import Interval
 from vnode.spmd.choice import itemsize
 from vnode.spmd.layout import Axes, Cut, Layout, count
 from vnode.spmd.parts import axes_of, index_at, parts_of, with_parts
-from vnode.spmd.reduce_scatter import reduce_scatter
 from vnode.spmd.route import ORDERED, Move, in_one, route
 
 MUCH = 64 << 10
@@ -55,6 +54,20 @@ def in_step(*, everywhere: bool, in_branches: bool) -> Iterator[None]:
     finally:
         APART.reset(before[0])
         BRANCHES.reset(before[1])
+
+
+BY_GLOO: contextvars.ContextVar[bool] = contextvars.ContextVar("by_gloo", default=False)
+"""Whether gloo carries out the collectives of the program that is traced."""
+
+
+@contextlib.contextmanager
+def carried_out(by_gloo: bool) -> Iterator[None]:
+    """Says by what the collectives of a program that is traced are carried out."""
+    token = BY_GLOO.set(by_gloo)
+    try:
+        yield
+    finally:
+        BY_GLOO.reset(token)
 
 
 PLACES: contextvars.ContextVar[Mapping[str, jax.Array]] = contextvars.ContextVar("places", default=MappingProxyType({}))
@@ -154,6 +167,32 @@ def carry_out(value: Any, before: Layout, move: Move, shape: Sequence[int], axes
     assert after is not None
     part = index_along(move.axes, mesh)
     return take_block(value, move.dim, before.dims[move.dim], after, shape[move.dim], axes, part)
+
+
+def reduce_scatter(value: Any, axes: Any, dim: int, groups: Sequence[Sequence[int]] | None = None) -> Any:
+    """The sum of a value over devices, in any order, of which each device has its part along a dimension.
+
+    By gloo, by which CPUs of several processes exchange, this is an all-to-all and additions: gloo's reduce-scatter
+    overwrites what it has not sent yet. From some megabytes on, parts of sums were wrong now and then, without an error
+    (https://github.com/jax-ml/jax/issues/40830, jaxlib 0.10 to 0.12).
+
+    Args:
+      value: ``[..., n, ...]`` on each device.
+      axes: the mesh axis, or several, along which devices differ.
+      dim: the dimension of `n`, a multiple of the devices that add.
+      groups: of devices that add among themselves; None for all of them together.
+
+    Returns:
+      ``[..., n / devices, ...]``
+    """
+    named = None if groups is None else [list(group) for group in groups]
+    if not BY_GLOO.get():
+        return lax.psum_scatter(value, axes, scatter_dimension=dim, axis_index_groups=named, tiled=True)
+    size = lax.axis_size(axes) if named is None else len(named[0])
+    # A dimension of their own for the parts, or compilers bring the whole into another layout first.
+    parts = value.reshape(*value.shape[:dim], size, value.shape[dim] // size, *value.shape[dim + 1 :])
+    parts = lax.all_to_all(parts, axes, dim, dim, axis_index_groups=named, tiled=True)
+    return functools.reduce(lax.add, [lax.index_in_dim(parts, part, dim, keepdims=False) for part in range(size)])
 
 
 def platform() -> str:

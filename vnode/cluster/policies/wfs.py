@@ -69,9 +69,9 @@ def fair_shares(priorities: Sequence[float], demands: Sequence[int], devices: in
 
     Example:
       >>> fair_shares([1, 5], [4, 2], 4)
-      [1, 2]
+      [2, 2]
       >>> fair_shares([1, 5, 10], [8, 8, 8], 8)
-      [1, 2, 4]
+      [2, 2, 4]
     """
     shares, left = [0] * len(demands), devices
     unsettled = list(range(len(demands)))

@@ -1,0 +1,79 @@
+"""`vnode cluster simulate`: a trace of jobs, and what would become of them by one or several policies.
+
+Knows the command line. Must not know how a policy decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from vnode.errors import ClusterError
+
+SHOWN = (
+    ("makespan", "makespan", "{:.0f}"),
+    ("jct_mean", "mean JCT", "{:.0f}"),
+    ("jct_median", "median", "{:.0f}"),
+    ("jct_p99", "p99", "{:.0f}"),
+    ("queueing_median", "queueing", "{:.0f}"),
+    ("utilisation_allocated", "allocated", "{:.2f}"),
+    ("utilisation_effective", "effective", "{:.2f}"),
+    ("resizes", "resizes", "{}"),
+)
+"""Figures of the table: name, title, format."""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the command line."""
+    cluster = commands.add_parser("cluster", help="jobs that share devices: what would become of them")
+    inner = cluster.add_subparsers(dest="cluster_command", required=True)
+    parser = inner.add_parser("simulate", help="simulate a trace of jobs by one or several policies")
+    parser.add_argument("--trace", required=True, metavar="FILE", help="the jobs")
+    parser.add_argument("--run", metavar="NAME", help="which of several traces in the file; default: the last")
+    parser.add_argument("--devices", type=int, metavar="N", help="default: what the file says")
+    parser.add_argument("--policy", action="append", metavar="NAME", help="again for more; default: goodput")
+    parser.add_argument("--guarantee", type=float, default=1.1, metavar="C", help="of the policy guarantee")
+    parser.add_argument("--inner", default="goodput", metavar="NAME", help="the policy inside of a guarantee")
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON, by policy")
+    parser.set_defaults(execute=execute)
+
+
+def execute(chosen: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Returns:
+      0; 2 if it cannot be done.
+    """
+    from vnode.cluster import read, simulate
+
+    try:
+        trace = read(chosen.trace, chosen.run)
+        devices = chosen.devices or trace.devices
+        if not devices:
+            raise ClusterError("the file does not say how many devices there are; give --devices N")
+        found = {}
+        for policy in chosen.policy or ["goodput"]:
+            options = {"costs": trace.costs, "factor": chosen.guarantee, "inner": chosen.inner}
+            found[policy] = simulate(trace.jobs_for(policy), devices, policy, **options).figures()
+    except (ClusterError, ValueError) as error:
+        print(f"vnode: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found, indent=1) if chosen.json else table(found))
+    return 0
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """The figures as text, a line for each policy.
+
+    Example:
+      >>> print(table({"fifo": {name: 3 for name, _, _ in SHOWN}}))
+      policy  makespan  mean JCT  median  p99  queueing  allocated  effective  resizes
+      fifo           3         3       3    3         3       3.00       3.00        3
+    """
+    lines = [["policy", *(title for _, title, _ in SHOWN)]]
+    lines += [[name, *(form.format(figures[key]) for key, _, form in SHOWN)] for name, figures in found.items()]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    rows = [[text.rjust(width) for text, width in zip(line, widths, strict=True)] for line in lines]
+    return "\n".join("  ".join([line[0].ljust(widths[0]), *row[1:]]) for line, row in zip(lines, rows, strict=True))

@@ -1,0 +1,118 @@
+"""A guarantee around any other policy: no job ends later than c times as late as by static priority.
+
+Knows a virtual schedule of static priority, speeds, and what resizes cost. Must not know how the rest is shared.
+
+A job that would have its devices by now in the virtual schedule has a floor: the fewest devices with which it still
+ends in time. The virtual schedule fits on the devices, so the floors do. The inner policy shares what is left: it sees
+what it would give without floors, and jobs get the larger of both, as far as there are devices. Jobs that it began
+early have little left when their floors come.
+
+A job may end a little later than in the virtual schedule, if all that follow may, too: by a delay that is the same for
+all, so that the delayed schedule still fits. No job is done before it has started. So the delay is what the factor
+allows to a job that does nothing but start; it also pays for the seconds of resizes. With a factor of 1, or where a
+start takes no time, there is no delay.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vnode.cluster.costs import FREE, Costs
+from vnode.cluster.jobs import PENDING, STARTING, Jobs
+from vnode.cluster.policies.virtual_static import VirtualStatic
+from vnode.cluster.simulator import Decision, Policy, as_array
+
+
+def guarantee(factor: float, inner: Policy, costs: Costs = FREE) -> Policy:
+    """A policy by which no job ends later than `factor` times as late as by static priority.
+
+    The work that remains, and speeds, must be known. A job that is stopped for another one's floor starts again later,
+    which the floors count with.
+
+    Args:
+      factor: at least 1; for the time from arrival to end.
+      inner: who shares what is left.
+      costs: what resizes cost.
+
+    Raises:
+      ValueError: the factor is below 1.
+    """
+    if not factor >= 1:
+        raise ValueError(f"a guarantee is a factor of at least 1, not {factor!r}")
+    kept: list[VirtualStatic] = []  # what was computed of the arrivals so far; it could be computed again
+
+    def guaranteed(now: float, jobs: Jobs, devices: int) -> Decision:
+        arrived = jobs.arrived
+        if not kept or not kept[0].is_beginning_of(arrived, devices):
+            kept[:] = [VirtualStatic(devices, costs.release)]
+        virtual = kept[0]
+        virtual.learn(arrived)
+        starts, ends = np.array(virtual.starts)[jobs.rank], np.array(virtual.ends)[jobs.rank]
+        delay = (factor - 1) * min(costs.start, float(arrived.start.min(initial=costs.start)))
+        floors = floors_of(now, jobs, starts, ends + delay, devices, costs)
+        decided = inner(now, jobs, devices)
+        again = decided.again if isinstance(decided, Decision) else None
+        wanted = as_array(decided.shares if isinstance(decided, Decision) else decided, jobs)
+        later = starts[starts > now]
+        times = [*([float(later.min())] if len(later) else []), *([] if again is None else [again])]
+        return Decision(above(floors, wanted, jobs, devices), min(times, default=None))
+
+    return guaranteed
+
+
+def floors_of(
+    now: float, jobs: Jobs, starts: np.ndarray, deadlines: np.ndarray, devices: int, costs: Costs
+) -> np.ndarray:
+    """The fewest devices with which each job ends in time; 0 for those that are not due yet.
+
+    Args:
+      now: the time.
+      jobs: all that are there.
+      starts: when each is due.
+      deadlines: when it must end.
+      devices: how many there are; who is due first is given its floor first.
+      costs: what resizes cost.
+    """
+    floors = np.zeros(len(jobs), np.int64)
+    left = devices
+    for job in np.lexsort((jobs.rank, starts)).tolist():
+        if starts[job] > now or left <= 0:
+            break
+        most = min(int(jobs.demand[job]), devices)
+        floors[job] = min(fewest(now, jobs, job, float(deadlines[job]), most, costs), left)
+        left -= int(floors[job])
+    return floors
+
+
+def fewest(now: float, jobs: Jobs, job: int, deadline: float, most: int, costs: Costs) -> int:
+    """The fewest devices with which a job ends by a deadline; `most` if it cannot."""
+    speed, remaining, share = jobs.speed[job], float(jobs.remaining[job]), int(jobs.share[job])
+    waits = float(jobs.start[job]) if jobs.state[job] in (PENDING, STARTING) else 0.0
+    for count in range(int(jobs.minimum[job]), most):
+        if speed[count] <= 0:
+            continue
+        if not share or count <= share:
+            end = now + waits + remaining / speed[count] + (costs.shrink if 0 < count < share else 0.0)
+        else:
+            joins = costs.growth + costs.release  # meanwhile it goes on with what it has
+            end = now + waits + joins + max(remaining - joins * speed[share], 0.0) / speed[count]
+        if end <= deadline:
+            return count
+    return most
+
+
+def above(floors: np.ndarray, wanted: np.ndarray, jobs: Jobs, devices: int) -> np.ndarray:
+    """Floors, and above them what is wanted, as far as there are devices: running jobs first, then by priority.
+
+    A job that runs keeps the least that it can use before another one is given more than its floor.
+    """
+    shares, left = floors.copy(), devices - int(floors.sum())
+    order = jobs.order
+    for least in (True, False):
+        for job in [*order[jobs.runs[order]], *order[~jobs.runs[order]]]:
+            goal = min(int(jobs.minimum[job]), int(wanted[job])) if least else int(wanted[job])
+            more = min(goal - int(shares[job]), left)
+            if more > 0 and shares[job] + more >= jobs.minimum[job]:
+                shares[job] += more
+                left -= more
+    return shares

@@ -1,0 +1,53 @@
+"""Turns jobs, a number of devices and a policy into figures of what would happen.
+
+Knows the simulator, and policies by name. Must not know formats, nor pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vnode.cluster.costs import FREE, Costs
+from vnode.cluster.jobs import Job
+from vnode.cluster.policies import named
+from vnode.cluster.result import Result
+from vnode.cluster.simulator import Policy, Simulator
+
+
+def simulate(
+    jobs: Sequence[Job],
+    devices: int,
+    policy: str | Policy,
+    *,
+    costs: Costs = FREE,
+    factor: float = 1.1,
+    inner: str = "goodput",
+) -> Result:
+    """What would become of jobs that share devices.
+
+    Args:
+      jobs: in any order.
+      devices: how many there are, of one kind.
+      policy: its name, or a function ``decide(now, jobs, devices) -> shares``.
+      costs: seconds that starts and resizes take.
+      factor: of the policy ``"guarantee"``.
+      inner: the policy inside a guarantee.
+
+    Returns:
+      The result: events, and figures of them.
+
+    Raises:
+      ClusterError: two jobs have one name, one needs more devices than there are, or the policy decides what cannot be.
+
+    Example:
+      >>> from vnode.cluster import Job, Speeds
+      >>> speeds = Speeds((0.0, 1.0, 2.0))
+      >>> jobs = [Job(id=name, arrival=at, work=60, speeds=speeds, demand=2) for name, at in [("a", 0), ("b", 10)]]
+      >>> [(job.id, job.jct) for job in simulate(jobs, 2, "goodput").of_jobs()]
+      [('a', 50.0), ('b', 50.0)]
+    """
+    decide = named(policy, costs=costs, factor=factor, inner=inner) if isinstance(policy, str) else policy
+    simulator = Simulator(jobs, devices, decide, costs)
+    simulator.run()
+    name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
+    return Result(simulator.jobs, devices, simulator.events, name)
