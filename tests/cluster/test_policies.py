@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linprog
 
 from tests.budget import examples
 from tests.cluster import cases
 from vnode.cluster import FREE, Costs, Job, Speeds, policies, simulate
+from vnode.cluster.mixed import mixed_table
+from vnode.cluster.policies import gavel
 from vnode.cluster.policies.increments import concave, top_up
 from vnode.cluster.policies.wfs import fair_shares
 from vnode.errors import ClusterError
@@ -191,3 +194,83 @@ def test_policies_that_decide_what_cannot_be_are_refused() -> None:
     with pytest.raises(ClusterError, match="two jobs are called 'a'"):
         simulate(jobs * 2, 4, "fifo")
     assert simulate(jobs, 4, lambda now, jobs, devices: {job.id: job.demand for job in jobs}).makespan == 10
+
+
+def mixed(draw_speeds: list[list[float]], scales: list[int], priorities: list[float], devices: list[int]):
+    """A table of jobs on three kinds."""
+    kinds = dict(zip("abc", devices, strict=True))
+    jobs = [
+        Job(
+            id=str(i),
+            arrival=0,
+            work=100.0 * (i + 1),
+            demand=scale,
+            minimum=scale,
+            priority=priority,
+            speeds={
+                kind: Speeds((0.0,) * scale + (speed,)) for kind, speed in zip("abc", speeds, strict=True) if speed
+            },
+        )
+        for i, (speeds, scale, priority) in enumerate(zip(draw_speeds, scales, priorities, strict=True))
+    ]
+    return mixed_table(jobs, kinds)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.data(), st.integers(1, 6), st.sampled_from(["gavel_max_min", "gavel_makespan", "gavel_ftf"]), st.booleans())
+def test_time_shares_reach_the_optimum_of_the_whole_programme(data, count, name, aware) -> None:
+    """Solved again by another method (simplex), with a row for every job and the formulas of the paper."""
+    speed = st.sampled_from([0.0, 1.0, 2.0, 3.5, 10.0])
+    speeds = data.draw(st.lists(st.tuples(speed, speed, speed), min_size=count, max_size=count))
+    speeds = [[s or 1.0 if k == 0 else s for k, s in enumerate(each)] for each in speeds]
+    scales = data.draw(st.lists(st.sampled_from([1, 2]), min_size=count, max_size=count))
+    priorities = data.draw(st.lists(st.sampled_from([1.0, 5.0]), min_size=count, max_size=count))
+    table = mixed(speeds, scales, priorities, data.draw(st.lists(st.integers(2, 4), min_size=3, max_size=3)))
+    table.age[:] = data.draw(st.lists(st.integers(0, 50), min_size=count, max_size=count))
+    allocate = gavel.allocation(name + "_aware" * aware)
+    assert allocate is not None
+    x = allocate(table)
+    assert (x >= -1e-9).all() and (x.sum(1) <= 1 + 1e-6).all()
+    assert (table.scale @ x <= table.devices * (1 + 1e-6)).all()
+    flat = np.ones_like(table.speed) if name == "gavel_max_min" else np.repeat(table.speed.max(1)[:, None], 3, 1)
+    known = table.speed if aware else flat
+
+    def best(levels: np.ndarray) -> float:
+        """The largest least level."""
+        c, rows, bounds = np.zeros(3 * count + 1), [], []
+        c[-1] = -1
+        for j in range(count):
+            row = np.zeros(3 * count + 1)
+            row[3 * j : 3 * j + 3], row[-1] = -levels[j], 1
+            total = np.zeros(3 * count + 1)
+            total[3 * j : 3 * j + 3] = 1
+            rows, bounds = [*rows, row, total], [*bounds, 0, 1]
+        for k in range(3):
+            row = np.zeros(3 * count + 1)
+            row[k:-1:3] = table.scale
+            rows, bounds = [*rows, row], [*bounds, table.devices[k]]
+        return -linprog(c, A_ub=np.array(rows), b_ub=bounds, method="highs-ds").fun
+
+    if name == "gavel_ftf":
+        part = np.minimum(1 / (table.devices / count / table.scale[:, None]).sum(1), 1)
+        alone = table.remaining / ((known * table.devices).sum(1) / count / table.scale * part)
+        ratio = ((table.age + table.remaining / (known * x).sum(1)) / alone).max()
+        for factor, good in ((1 + 1e-6, True), (1 - 1e-6, False)):  # no smaller ratio can be had
+            slack = ratio * factor * alone - table.age
+            reached = (slack > 0).all() and best(known * (slack / table.remaining)[:, None]) >= 1
+            assert reached == good
+        return
+    weights = {
+        "gavel_max_min": table.scale / table.priority / (known @ (table.devices / table.devices.sum())),
+        "gavel_makespan": 1 / table.remaining,
+    }[name]
+    levels = known * weights[:, None]
+    assert (levels * x).sum(1).min() == pytest.approx(best(levels), rel=1e-6)
+
+
+def test_fifo_on_kinds_is_in_the_order_of_arrival() -> None:
+    table = mixed([[1, 5, 0], [2, 4, 0], [9, 9, 9]], [2, 1, 1], [1, 1, 1], [2, 2, 1])
+    aware, agnostic = (gavel.allocation(name) for name in ("gavel_fifo_aware", "gavel_fifo"))
+    assert aware is not None and agnostic is not None
+    assert aware(table).tolist() == [[0, 1, 0], [1, 0, 0], [1, 0, 0]]
+    assert agnostic(table).tolist() == [[1, 0, 0], [0, 1, 0], [0, 1, 0]]

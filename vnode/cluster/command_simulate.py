@@ -32,12 +32,25 @@ def add_parser(commands: Any) -> None:
     parser = inner.add_parser("simulate", help="simulate a trace of jobs by one or several policies")
     parser.add_argument("--trace", required=True, metavar="FILE", help="the jobs")
     parser.add_argument("--run", metavar="NAME", help="which of several traces in the file; default: the last")
-    parser.add_argument("--devices", type=int, metavar="N", help="default: what the file says")
+    parser.add_argument("--throughputs", metavar="FILE", help="of Gavel's, for a trace of Gavel's")
+    parser.add_argument("--devices", type=devices, metavar="N", help="or v100=4,p100=8; default: what the file says")
+    parser.add_argument("--rounds", type=float, default=360, metavar="SECONDS", help="of Gavel's policies")
     parser.add_argument("--policy", action="append", metavar="NAME", help="again for more; default: goodput")
     parser.add_argument("--guarantee", type=float, default=1.1, metavar="C", help="of the policy guarantee")
     parser.add_argument("--inner", default="goodput", metavar="NAME", help="the policy inside of a guarantee")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON, by policy")
     parser.set_defaults(execute=execute)
+
+
+def devices(text: str) -> int | dict[str, int]:
+    """Devices that a text names.
+
+    >>> devices("8"), devices("v100=4,p100=8")
+    (8, {'v100': 4, 'p100': 8})
+    """
+    if "=" not in text:
+        return int(text)
+    return {kind.strip(): int(count) for kind, _, count in (each.partition("=") for each in text.split(","))}
 
 
 def execute(chosen: argparse.Namespace) -> int:
@@ -49,14 +62,18 @@ def execute(chosen: argparse.Namespace) -> int:
     from vnode.cluster import read, simulate
 
     try:
-        trace = read(chosen.trace, chosen.run)
-        devices = chosen.devices or trace.devices
-        if not devices:
+        kinds = chosen.devices if isinstance(chosen.devices, dict) else {}
+        if chosen.throughputs and not kinds:
+            raise ClusterError("Gavel's throughputs are by kind of device; give --devices v100=4,p100=8")
+        trace = read(chosen.trace, chosen.run, throughputs=chosen.throughputs, kinds=list(kinds))
+        there = chosen.devices or trace.devices
+        if not there:
             raise ClusterError("the file does not say how many devices there are; give --devices N")
         found = {}
         for policy in chosen.policy or ["goodput"]:
             options = {"costs": trace.costs, "factor": chosen.guarantee, "inner": chosen.inner}
-            found[policy] = simulate(trace.jobs_for(policy), devices, policy, **options).figures()
+            options["round_seconds"] = chosen.rounds
+            found[policy] = simulate(trace.jobs_for(policy), there, policy, **options).figures()
     except (ClusterError, ValueError) as error:
         print(f"vnode: {error}", file=sys.stderr)
         return 2

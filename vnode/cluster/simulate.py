@@ -5,33 +5,37 @@ Knows the simulator, and policies by name. Must not know formats, nor pictures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vnode.cluster.costs import FREE, Costs
 from vnode.cluster.jobs import Job
-from vnode.cluster.policies import named
+from vnode.cluster.policies import gavel, named
 from vnode.cluster.result import Result
+from vnode.cluster.rounds import simulate_rounds
 from vnode.cluster.simulator import Policy, Simulator
+from vnode.errors import ClusterError, layout_message
 
 
 def simulate(
     jobs: Sequence[Job],
-    devices: int,
+    devices: int | Mapping[str, int],
     policy: str | Policy,
     *,
     costs: Costs = FREE,
     factor: float = 1.1,
     inner: str = "goodput",
+    round_seconds: float = 360.0,
 ) -> Result:
     """What would become of jobs that share devices.
 
     Args:
       jobs: in any order.
-      devices: how many there are, of one kind.
+      devices: how many there are; by kind for Gavel's policies, in the order in which kinds are looked at.
       policy: its name, or a function ``decide(now, jobs, devices) -> shares``.
       costs: seconds that starts and resizes take.
       factor: of the policy ``"guarantee"``.
       inner: the policy inside a guarantee.
+      round_seconds: of Gavel's policies, whose jobs take turns.
 
     Returns:
       The result: events, and figures of them.
@@ -46,6 +50,18 @@ def simulate(
       >>> [(job.id, job.jct) for job in simulate(jobs, 2, "goodput").of_jobs()]
       [('a', 50.0), ('b', 50.0)]
     """
+    allocate = gavel.allocation(policy) if isinstance(policy, str) else None
+    if allocate is not None:
+        kinds = {"": devices} if isinstance(devices, int) else devices
+        shuffles = not str(policy).endswith("_aware")
+        return simulate_rounds(jobs, kinds, allocate, seconds=round_seconds, shuffles=shuffles, policy=str(policy))
+    if not isinstance(devices, int):
+        raise ClusterError(
+            layout_message(
+                f"policy {policy!r} knows one kind of device, not {', '.join(devices)}.",
+                remedies=["give a number of devices", f"or use one of {', '.join(gavel.NAMES)}"],
+            )
+        )
     decide = named(policy, costs=costs, factor=factor, inner=inner) if isinstance(policy, str) else policy
     simulator = Simulator(jobs, devices, decide, costs)
     simulator.run()

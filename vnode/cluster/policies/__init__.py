@@ -11,6 +11,7 @@ rows, or arrays with an entry for each job. It returns devices as an array, or b
 from __future__ import annotations
 
 from vnode.cluster.costs import FREE, Costs
+from vnode.cluster.policies import gavel
 from vnode.cluster.policies.goodput import goodput
 from vnode.cluster.policies.guarantee import guarantee
 from vnode.cluster.policies.max_min import max_min
@@ -55,7 +56,8 @@ def named(name: str, *, costs: Costs = FREE, factor: float = 1.1, inner: str = "
     if name not in POLICIES:
         raise ClusterError(
             layout_message(
-                f"there is no policy {name!r}.", remedies=[f"use one of {', '.join([*POLICIES, 'guarantee'])}"]
+                f"there is no policy {name!r}.",
+                remedies=[f"use one of {', '.join([*POLICIES, 'guarantee', *gavel.NAMES])}"],
             )
         )
     return POLICIES[name]
