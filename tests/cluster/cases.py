@@ -37,7 +37,7 @@ def jobs(draw: st.DrawFn, most: int = 6, devices: int = 8, powers: bool = False,
 
 def table(jobs: Sequence[Job], shares: Sequence[int] = (), remaining: Sequence[float] = ()) -> Jobs:
     """The table of jobs that have all arrived, with the shares that they have."""
-    made = table_of(sorted(jobs, key=lambda job: (job.arrival, int(job.id))), FREE)
+    made = table_of(sorted(jobs, key=lambda job: (job.arrival, int(job.id))), FREE, {"": 8})
     if len(shares):
         made.share[:] = shares
         made.state[made.share > 0] = RUNNING

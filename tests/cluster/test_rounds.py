@@ -110,7 +110,8 @@ def test_what_is_missing_for_kinds_is_said(files: tuple[Path, Path], tmp_path: P
         read(files[0])
     jobs = read(files[0], throughputs=files[1], kinds=KINDS).jobs
     with pytest.raises(
-        ClusterError, match=r"(?s)knows one kind of device, not fast, slow.*gavel_fifo, gavel_fifo_aware"
+        ClusterError,
+        match=r"(?s)for one kind of device, not for fast, slow.*heterogeneous, gavel_fifo, gavel_fifo_aware",
     ):
         simulate(jobs, {"fast": 1, "slow": 1}, "goodput")
     big = [Job(id="a", arrival=0, work=1, demand=2, speeds={"fast": Speeds((0.0, 1.0, 2.0))})]

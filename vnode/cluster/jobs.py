@@ -42,6 +42,7 @@ class Job:
       priority: its weight; twice the weight, twice the share.
       virtual_nodes: of its step; it cannot have more devices. None: as many as it demands.
       start: seconds from its devices to its first step; None: as the costs of the cluster say.
+      together: measured speeds on several kinds at once, by kind and count in the order of names.
       facts: more about it, for reports.
 
     Raises:
@@ -57,6 +58,7 @@ class Job:
     priority: float = 1.0
     virtual_nodes: int | None = None
     start: float | None = None
+    together: Mapping[tuple[tuple[str, int], ...], float] = dataclasses.field(default_factory=dict)
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -78,6 +80,45 @@ class Job:
     def by_kind(self) -> Mapping[str, Speeds]:
         """Speeds by kind of device; the kind is empty where there is one."""
         return {"": self.speeds} if isinstance(self.speeds, Speeds) else self.speeds
+
+    def speed_on(self, counts: Mapping[str, int]) -> float:
+        """Units of work per second on devices of one or several kinds.
+
+        On several kinds that were not measured together, virtual nodes are shared out so that the kinds need as equal a
+        time as whole nodes allow (`vnode.balance`).
+
+        Args:
+          counts: devices by kind.
+        """
+        used = {kind: count for kind, count in counts.items() if count}
+        alone = {kind: self.by_kind[kind].at(count) if kind in self.by_kind else 0.0 for kind, count in used.items()}
+        if len(used) < 2:
+            return sum(alone.values())
+        if (known := self.together.get(tuple(sorted(used.items())))) is not None:
+            return known
+        return balanced(list(alone.values()), self.virtual_nodes)
+
+
+def balanced(speeds: Sequence[float], nodes: int | None) -> float:
+    """The speed of kinds that share the nodes of each step so that all need as equal a time as can be.
+
+    Args:
+      speeds: of each kind alone.
+      nodes: how many there are to share; None for any parts.
+
+    Example:
+      >>> balanced([3.0, 1.0], None), balanced([3.0, 1.0], 4), balanced([3.0, 1.0], 2)
+      (4.0, 4.0, 3.0)
+    """
+    if nodes is None:
+        return sum(speeds)
+    shares = [0] * len(speeds)
+    usable = [i for i, speed in enumerate(speeds) if speed > 0]
+    for _ in range(nodes if usable else 0):
+        kind = min(usable, key=lambda i: (shares[i] + 1) / speeds[i])
+        shares[kind] += 1
+    slowest = max((shares[i] / speeds[i] for i in usable), default=math.inf)
+    return nodes / slowest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +158,14 @@ class Jobs(Sequence[Row]):
       id: their names.
       rank: their order by arrival, then by name: ties are settled by it alone.
       arrival, priority, demand, minimum, work: as of `Job`.
-      share: devices by the last decision.
+      share: devices by the last decision; ``[jobs, kinds]`` where there are several kinds.
       state: PENDING, STARTING, RUNNING or RESIZING.
       start: seconds from a job's devices to its first step.
       remaining: units of work that are left.
       curve: for each job, its row of `curves`.
       curves: ``[curves, counts]`` units per second by count of devices; jobs that are alike share one.
       ended: when each has ended; NaN while it has not.
+      job: what was asked for, for policies that need more than the columns.
       look_back: makes `arrived`.
       memo: what `from_curves` has computed, for all tables with these curves.
     """
@@ -142,6 +184,7 @@ class Jobs(Sequence[Row]):
     curve: np.ndarray
     curves: np.ndarray
     ended: np.ndarray
+    job: Sequence[Job] = ()
     look_back: Callable[[], Jobs] | None = None
     memo: dict[Any, np.ndarray] = dataclasses.field(default_factory=dict)
 
@@ -159,7 +202,7 @@ class Jobs(Sequence[Row]):
             float(self.priority[index]),
             int(self.demand[index]),
             int(self.minimum[index]),
-            int(self.share[index]),
+            int(np.sum(self.share[index])),
             STATES[self.state[index]],
             float(self.work[index]),
             float(self.remaining[index]),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from vnode.cluster.costs import FREE, Costs
 from vnode.cluster.jobs import Job
-from vnode.cluster.policies import gavel, named
+from vnode.cluster.policies import POLICIES, gavel, named
 from vnode.cluster.result import Result
 from vnode.cluster.rounds import simulate_rounds
 from vnode.cluster.simulator import Policy, Simulator
@@ -30,7 +30,8 @@ def simulate(
 
     Args:
       jobs: in any order.
-      devices: how many there are; by kind for Gavel's policies, in the order in which kinds are looked at.
+      devices: how many there are; by kind for Gavel's policies (in the order in which they look at kinds) and for
+        ``"heterogeneous"``.
       policy: its name, or a function ``decide(now, jobs, devices) -> shares``.
       costs: seconds that starts and resizes take.
       factor: of the policy ``"guarantee"``.
@@ -50,20 +51,23 @@ def simulate(
       >>> [(job.id, job.jct) for job in simulate(jobs, 2, "goodput").of_jobs()]
       [('a', 50.0), ('b', 50.0)]
     """
+    there = {"": devices} if isinstance(devices, int) else devices
     allocate = gavel.allocation(policy) if isinstance(policy, str) else None
     if allocate is not None:
-        kinds = {"": devices} if isinstance(devices, int) else devices
         shuffles = not str(policy).endswith("_aware")
-        return simulate_rounds(jobs, kinds, allocate, seconds=round_seconds, shuffles=shuffles, policy=str(policy))
-    if not isinstance(devices, int):
+        return simulate_rounds(jobs, there, allocate, seconds=round_seconds, shuffles=shuffles, policy=str(policy))
+    several = len(there) > 1
+    if isinstance(policy, str) and several != (policy == "heterogeneous"):
+        knows, kinds = ("one kind", ", ".join(there)) if several else ("several kinds", "one")
+        others = ["heterogeneous", *gavel.NAMES] if several else [*POLICIES, "guarantee"]
         raise ClusterError(
             layout_message(
-                f"policy {policy!r} knows one kind of device, not {', '.join(devices)}.",
-                remedies=["give a number of devices", f"or use one of {', '.join(gavel.NAMES)}"],
+                f"policy {policy!r} is for {knows} of device, not for {kinds}.",
+                remedies=[f"use one of {', '.join(others)}"],
             )
         )
     decide = named(policy, costs=costs, factor=factor, inner=inner) if isinstance(policy, str) else policy
     simulator = Simulator(jobs, devices, decide, costs)
     simulator.run()
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
-    return Result(simulator.jobs, devices, simulator.events, name)
+    return Result(simulator.jobs, sum(simulator.kinds.values()), simulator.events, name)

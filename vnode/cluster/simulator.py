@@ -22,7 +22,7 @@ from vnode.cluster.events import Event
 from vnode.cluster.jobs import ENDED, PENDING, RESIZING, RUNNING, STARTING, Job, Jobs
 from vnode.errors import ClusterError, layout_message
 
-Policy = Callable[[float, Jobs, int], Any]
+Policy = Callable[[float, Jobs, Any], Any]
 """``decide(now, jobs, devices) -> shares``: devices by job, as an array in the order of `jobs`, or by name of job. A
 policy that wants to decide again before the next event returns a `Decision`."""
 
@@ -45,27 +45,31 @@ class Simulator:
 
     Args:
       jobs: in any order.
-      devices: how many there are.
+      devices: how many there are; by kind if there are several.
       policy: decides.
       costs: how long it takes to do what is decided.
     """
 
-    def __init__(self, jobs: Sequence[Job], devices: int, policy: Policy, costs: Costs = FREE) -> None:
-        check(jobs, devices)
+    def __init__(
+        self, jobs: Sequence[Job], devices: int | Mapping[str, int], policy: Policy, costs: Costs = FREE
+    ) -> None:
+        self.kinds = {"": devices} if isinstance(devices, int) else dict(devices)
+        check(jobs, self.kinds)
         self.jobs = sorted(jobs, key=lambda job: (job.arrival, natural(job.id)))
         self.devices, self.policy, self.costs = devices, policy, costs
-        count = len(jobs)
-        self.table = table_of(self.jobs, costs)
-        self.runs_on = np.zeros(count, np.int64)  # devices that make steps
-        self.holds = np.zeros(count, np.int64)  # devices that it has, or is about to have
-        self.rate = np.zeros(count)
-        self.since = np.zeros(count)  # work before then is in `remaining`
-        self.finish = np.full(count, math.inf)
-        self.ready = np.full(count, math.inf)  # the end of a start or growth
+        shape = len(jobs), len(self.kinds)
+        self.table = table_of(self.jobs, costs, self.kinds)
+        self.share = self.table.share.reshape(shape)  # the same numbers
+        self.runs_on = np.zeros(shape, np.int64)  # devices that make steps
+        self.holds = np.zeros(shape, np.int64)  # devices that it has, or is about to have
+        self.leaving = np.zeros(shape, np.int64)  # those that are to be free again
+        self.rate = np.zeros(len(jobs))
+        self.since = np.zeros(len(jobs))  # work before then is in `remaining`
+        self.finish = np.full(len(jobs), math.inf)
+        self.ready = np.full(len(jobs), math.inf)  # the end of a start or growth
         self.waits: set[int] = set()  # those that need more devices than they hold
-        self.free = devices
-        self.releases: list[tuple[float, int, int]] = []  # when, of which job, how many devices are free again
-        self.leaving = np.zeros(count, np.int64)  # of each job, those that are to be free again
+        self.free = np.array(list(self.kinds.values()), np.int64)
+        self.releases: list[tuple[float, int, tuple[int, ...]]] = []  # when, of which job, devices are free again
         self.now, self.arrivals, self.active = 0.0, 0, np.zeros(0, np.int64)
         self.again = math.inf
         self.dirty = False
@@ -145,10 +149,9 @@ class Simulator:
             self.table.state[job], self.table.ended[job], self.table.remaining[job] = ENDED, self.now, 0.0
             self.rate[job], self.finish[job], self.ready[job] = 0.0, math.inf, math.inf
             self.waits.discard(job)
-            held = int(self.holds[job])
-            self.table.share[job] = self.runs_on[job] = 0
-            self.events.append(Event(self.now, "ended", job, held))
-            self.let_go(job, held, self.costs.release)
+            self.share[job] = self.runs_on[job] = 0
+            self.tell("ended", job, self.holds[job] + self.leaving[job])
+            self.let_go(job, self.holds[job].copy(), self.costs.release)
         if len(ended):
             self.active = self.active[self.table.state[self.active] != ENDED]
             self.dirty = True
@@ -156,56 +159,65 @@ class Simulator:
     def take_ready(self) -> None:
         """Starts and growths that are over: the job makes steps on all that it holds."""
         for job in self.active[self.ready[self.active] <= self.now].tolist():
-            grows = self.runs_on[job] > 0
+            grows = self.runs_on[job].any()
             self.ready[job] = math.inf
-            self.run_on(job, int(self.holds[job]), self.costs.growth_stall if grows else 0.0)
+            self.run_on(job, self.holds[job], self.costs.growth_stall if grows else 0.0)
             self.table.state[job] = RESIZING if job in self.waits else RUNNING
 
     def take_releases(self) -> None:
         """Devices that are free again."""
         while self.releases and self.releases[0][0] <= self.now:
-            _, job, count = heapq.heappop(self.releases)
-            self.free += count
-            self.leaving[job] -= count
-            self.events.append(Event(self.now, "holds", job, int(self.holds[job] + self.leaving[job])))
+            _, job, counts = heapq.heappop(self.releases)
+            self.free += counts
+            self.leaving[job] -= counts
+            self.tell("holds", job, self.holds[job] + self.leaving[job])
 
-    def let_go(self, job: int, count: int, after: float) -> None:
+    def let_go(self, job: int, counts: np.ndarray, after: float) -> None:
         """A job needs some devices no more; they are free a little later."""
-        if count:
-            heapq.heappush(self.releases, (self.now + after, job, count))
-            self.leaving[job] += count
-            self.holds[job] -= count
+        if counts.any():
+            heapq.heappush(self.releases, (self.now + after, job, tuple(counts.tolist())))
+            self.leaving[job] += counts
+            self.holds[job] -= counts
             if not after:
                 self.take_releases()
 
     def give_devices(self) -> None:
         """Gives free devices to those that wait for them, in falling priority."""
-        if not self.waits or not self.free:
+        if not self.waits or not self.free.any():
             return
         table = self.table
         for job in sorted(self.waits, key=lambda job: (-table.priority[job], job)):
-            more = int(table.share[job] - self.holds[job])
-            if more > self.free:
+            more = self.share[job] - self.holds[job]
+            if (more > self.free).any():
                 continue
             self.free -= more
             self.holds[job] += more
             self.waits.discard(job)
-            self.events.append(Event(self.now, "holds", job, int(self.holds[job] + self.leaving[job])))
-            starts = self.runs_on[job] == 0
+            self.tell("holds", job, self.holds[job] + self.leaving[job])
+            starts = not self.runs_on[job].any()
             if not (starts and self.ready[job] < math.inf):  # who is starting, starts on more devices
                 self.ready[job] = self.now + (float(table.start[job]) if starts else self.costs.growth)
             table.state[job] = STARTING if starts else RESIZING
         self.take_ready()  # those that take no time
 
-    def run_on(self, job: int, count: int, stall: float) -> None:
+    def run_on(self, job: int, counts: np.ndarray, stall: float) -> None:
         """From now on, a job makes steps on so many devices, after a stall."""
         self.progress(np.array([job]))
-        self.runs_on[job] = count
-        self.rate[job] = self.table.curves[self.table.curve[job], min(count, int(self.table.demand[job]))]
+        self.runs_on[job] = counts
+        self.rate[job] = rate = self.speed_on(job, counts)
         self.since[job] = max(self.since[job], self.now) + stall
-        rate = self.rate[job]
         self.finish[job] = self.since[job] + self.table.remaining[job] / rate if rate else math.inf
-        self.events.append(Event(self.now, "runs", job, count, stall))
+        self.tell("runs", job, counts, stall)
+
+    def speed_on(self, job: int, counts: np.ndarray) -> float:
+        """Units of work per second of a job on devices, by kind."""
+        if len(counts) > 1:
+            return self.jobs[job].speed_on(dict(zip(self.kinds, counts.tolist(), strict=True)))
+        return float(self.table.curves[self.table.curve[job], min(int(counts[0]), int(self.table.demand[job]))])
+
+    def tell(self, kind: str, job: int, counts: np.ndarray, stall: float = 0.0) -> None:
+        """Writes an event down."""
+        self.events.append(Event(self.now, kind, job, int(counts.sum()), stall))
 
     def progress(self, jobs: np.ndarray) -> None:
         """Takes what was done until now from what remains."""
@@ -234,48 +246,42 @@ class Simulator:
         if isinstance(decided, Decision):
             decided, again = decided.shares, decided.again
         self.again = math.inf if again is None or again <= self.now else again
-        shares = as_array(decided, view)
-        total = int(shares.sum())
-        if total > self.devices or (len(shares) and (shares.min() < 0 or (shares > view.demand).any())):
-            raise ClusterError(wrong_shares(shares, view, self.devices))
-        changed = np.flatnonzero(shares != table.share[active])
-        for index in changed.tolist():
-            self.change(int(active[index]), int(shares[index]))
+        shares = as_array(decided, view).reshape(len(active), len(self.kinds))
+        limits = view.demand if len(self.kinds) == 1 else np.full(len(active), np.iinfo(np.int64).max)
+        there = np.array(list(self.kinds.values()))
+        if (shares.sum(0) > there).any() or (shares < 0).any() or (shares.sum(1) > limits).any():
+            raise ClusterError(wrong_shares(shares.sum(1), view, int(there.sum())))
+        for index in np.flatnonzero((shares != self.share[active]).any(1)).tolist():
+            self.change(int(active[index]), shares[index])
 
-    def change(self, job: int, share: int) -> None:
-        """A job gets another share."""
-        table, costs = self.table, self.costs
-        self.events.append(Event(self.now, "share", job, share))
-        table.share[job] = share
-        held = int(self.holds[job])
-        if share > held:
-            self.waits.add(job)
-            if table.state[job] == RUNNING:
-                table.state[job] = RESIZING
-            return
-        self.waits.discard(job)
-        if share == held:
-            if self.runs_on[job] == held and held:
-                table.state[job] = RUNNING
-            return
-        if share < self.runs_on[job]:
-            self.ready[job] = math.inf
-            self.run_on(job, share, costs.shrink if share else 0.0)
-            table.state[job] = RUNNING if share else PENDING
-            self.let_go(job, held - share, (costs.shrink if share else 0.0) + costs.release)
+    def change(self, job: int, share: np.ndarray) -> None:
+        """A job gets another share: what it need not hold any longer goes, and it waits for what it needs besides."""
+        table, costs, held = self.table, self.costs, self.holds[job].copy()
+        self.tell("share", job, share)
+        self.share[job] = share
+        kept = np.minimum(held, share)
+        runs = np.minimum(self.runs_on[job], kept)
+        if (runs < self.runs_on[job]).any():
+            stall = costs.shrink if runs.any() else 0.0
+            self.run_on(job, runs, stall)
+            self.let_go(job, held - kept, stall + costs.release)
         else:  # of those that start or join, some are not needed
-            if share == 0:
-                self.ready[job], table.state[job] = math.inf, PENDING
-            elif share == self.runs_on[job]:
-                self.ready[job], table.state[job] = math.inf, RUNNING
-            self.let_go(job, held - share, costs.release)
+            self.let_go(job, held - kept, costs.release)
+        if (kept == runs).all():  # nobody is about to join
+            self.ready[job] = math.inf
+            table.state[job] = RUNNING if runs.any() else PENDING
+        if (share > held).any():
+            self.waits.add(job)
+            table.state[job] = RESIZING if table.state[job] == RUNNING else table.state[job]
+        else:
+            self.waits.discard(job)
 
 
-def table_of(jobs: Sequence[Job], costs: Costs) -> Jobs:
+def table_of(jobs: Sequence[Job], costs: Costs, kinds: Mapping[str, int]) -> Jobs:
     """The table of jobs that are sorted by arrival; jobs of the same speeds share a curve."""
     most = max((job.demand for job in jobs), default=1)
     numbers: dict[tuple[float, ...], int] = {}
-    curve = np.array([numbers.setdefault(job.by_kind[""].per_second, len(numbers)) for job in jobs], np.int64)
+    curve = np.array([numbers.setdefault(speeds_of(job, kinds), len(numbers)) for job in jobs], np.int64)
     curves = np.zeros((max(len(numbers), 1), most + 1))
     for speeds, number in numbers.items():
         known = speeds[: most + 1]
@@ -295,13 +301,19 @@ def table_of(jobs: Sequence[Job], costs: Costs) -> Jobs:
         minimum=column("minimum", np.int64),
         work=column("work", float),
         start=np.array([costs.start if job.start is None else job.start for job in jobs], float),
-        share=np.zeros(count, np.int64),
+        share=np.zeros(count if len(kinds) == 1 else (count, len(kinds)), np.int64),
         state=np.full(count, PENDING, np.int8),
         remaining=column("work", float),
         curve=curve,
         curves=curves,
         ended=np.full(count, math.nan),
+        job=jobs,
     )
+
+
+def speeds_of(job: Job, kinds: Mapping[str, int]) -> tuple[float, ...]:
+    """The speeds of a job on devices of one kind; on several kinds there is no such curve."""
+    return job.by_kind[next(iter(kinds))].per_second if len(kinds) == 1 else (0.0,)
 
 
 COLUMNS = ("rank", "arrival", "priority", "demand", "minimum", "work", "start", "share", "state", "remaining", "curve")
@@ -311,20 +323,20 @@ COLUMNS += ("ended",)
 def rows_of(table: Jobs, rows: np.ndarray) -> Jobs:
     """Some rows of a table, as they are now."""
     columns = {name: getattr(table, name)[rows] for name in COLUMNS}
-    return Jobs(id=Names(table.id, rows), curves=table.curves, memo=table.memo, **columns)
+    return Jobs(id=Picked(table.id, rows), curves=table.curves, memo=table.memo, job=Picked(table.job, rows), **columns)
 
 
-class Names(Sequence[str]):
-    """Names of some rows, looked up when they are asked for."""
+class Picked(Sequence[Any]):
+    """Some entries of a sequence, looked up when they are asked for."""
 
-    def __init__(self, names: Sequence[str], rows: np.ndarray) -> None:
-        self.names, self.rows = names, rows
+    def __init__(self, entries: Sequence[Any], rows: np.ndarray) -> None:
+        self.entries, self.rows = entries, rows
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.names[int(self.rows[index])]
+        return self.entries[int(self.rows[index])]
 
 
 def as_array(shares: Any, jobs: Jobs) -> np.ndarray:
@@ -335,12 +347,13 @@ def as_array(shares: Any, jobs: Jobs) -> np.ndarray:
     """
     if isinstance(shares, Mapping):
         left = dict(shares)
-        found = [left.pop(name, 0) for name in jobs.id]
+        none = np.zeros(jobs.share.shape[1:], np.int64)
+        found = np.array([left.pop(name, none) for name in jobs.id])
         if left:
             raise ClusterError(f"the policy gives devices to jobs that are not there: {', '.join(map(str, left))}")
         shares = found
     array = np.asarray(shares)
-    if array.shape != (len(jobs),) or not np.array_equal(array, np.floor(array)):
+    if array.shape != jobs.share.shape or not np.array_equal(array, np.floor(array)):
         raise ClusterError(
             f"a policy returns a whole number of devices for each of the {len(jobs)} jobs, not {array.dtype} of shape "
             f"{array.shape}"
@@ -356,21 +369,23 @@ def wrong_shares(shares: np.ndarray, jobs: Jobs, devices: int) -> str:
     return layout_message("the policy gives devices that are not there, or that a job may not have.", facts=facts)
 
 
-def check(jobs: Sequence[Job], devices: int) -> None:
+def check(jobs: Sequence[Job], kinds: Mapping[str, int]) -> None:
     """Looks whether jobs can run at all.
 
     Raises:
-      ClusterError: two have one name, or one needs more devices than there are.
+      ClusterError: two have one name, or one needs more devices than there are, or of another kind.
     """
-    if devices < 1:
-        raise ClusterError(f"a cluster has at least one device, not {devices}")
+    if not kinds or min(kinds.values()) < 1:
+        raise ClusterError(f"a cluster has at least one device of each kind, not {', '.join(map(str, kinds.values()))}")
     seen: set[str] = set()
     for job in jobs:
         if job.id in seen:
             raise ClusterError(f"two jobs are called {job.id!r}")
         seen.add(job.id)
-        if job.minimum > devices:
-            raise ClusterError(f"job {job.id!r} needs {job.minimum} devices; there are {devices}")
+        if job.minimum > sum(kinds.values()):
+            raise ClusterError(f"job {job.id!r} needs {job.minimum} devices; there are {sum(kinds.values())}")
+        if not any(kind in job.by_kind for kind in kinds):
+            raise ClusterError(f"job {job.id!r} has no speed on {', '.join(kinds)}, only on {', '.join(job.by_kind)}")
 
 
 def natural(name: str) -> tuple[int, int, str]:

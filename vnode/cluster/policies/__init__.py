@@ -14,6 +14,7 @@ from vnode.cluster.costs import FREE, Costs
 from vnode.cluster.policies import gavel
 from vnode.cluster.policies.goodput import goodput
 from vnode.cluster.policies.guarantee import guarantee
+from vnode.cluster.policies.heterogeneous import heterogeneous
 from vnode.cluster.policies.max_min import max_min
 from vnode.cluster.policies.shortest_remaining import shortest_remaining
 from vnode.cluster.policies.static import fifo, static, static_backfill
@@ -53,11 +54,13 @@ def named(name: str, *, costs: Costs = FREE, factor: float = 1.1, inner: str = "
     """
     if name == "guarantee":
         return guarantee(factor, named(inner), costs)
+    if name == "heterogeneous":
+        return heterogeneous()
     if name not in POLICIES:
         raise ClusterError(
             layout_message(
                 f"there is no policy {name!r}.",
-                remedies=[f"use one of {', '.join([*POLICIES, 'guarantee', *gavel.NAMES])}"],
+                remedies=[f"use one of {', '.join([*POLICIES, 'guarantee', 'heterogeneous', *gavel.NAMES])}"],
             )
         )
     return POLICIES[name]

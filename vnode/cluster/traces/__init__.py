@@ -46,6 +46,8 @@ def read(
             layout_message(f"{path} looks like a trace of Gavel's; it needs throughputs.", remedies=remedies)
         )
     found = parsed(text, path)
+    if isinstance(found, dict) and "traces" in found and "samples_per_s" in found:
+        return virtualflow.read_mixed(found, str(path), run)
     if isinstance(found, dict) and "gpus" in found and ("jobs" in found or "runs" in found):
         return virtualflow.read(found, str(path), run)
     if isinstance(found, dict) and "jobs" in found:

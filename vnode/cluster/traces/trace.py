@@ -21,14 +21,14 @@ class Trace:
 
     Attributes:
       jobs: of the trace.
-      devices: how many the file speaks of; None if of none.
+      devices: how many the file speaks of, by kind if of several; None if of none.
       costs: what it says of starts and resizes.
       logged: what was measured when the jobs really ran, by policy, for comparisons.
       starts: by policy, the seconds that each job's start took in the log of that policy.
     """
 
     jobs: Sequence[Job]
-    devices: int | None = None
+    devices: int | Mapping[str, int] | None = None
     costs: Costs = FREE
     logged: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     starts: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)

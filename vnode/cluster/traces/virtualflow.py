@@ -1,4 +1,4 @@
-"""Turns the published runs of VirtualFlow (arXiv 2009.09523) into jobs: arrivals, priorities, demands, times.
+"""Turns the published runs of VirtualFlow (arXiv 2009.09523) into jobs, on one kind of device and on several.
 
 Knows the fields of these files. Must not know policies.
 
@@ -43,6 +43,64 @@ def read(found: Mapping[str, Any], path: str, run: str | None) -> Trace:
                 starts[policy].append(seconds)
     with at(path):
         return Trace(jobs, number(found, "gpus", int), VIRTUALFLOW, logged, starts)
+
+
+def read_mixed(found: Mapping[str, Any], path: str, run: str | None) -> Trace:
+    """The jobs of a file of traces on several kinds of devices, of which each job takes all of a kind.
+
+    Speeds on pairs of kinds are in the file; all three are taken to be as fast as the best pair.
+
+    Args:
+      found: the file.
+      path: of the file, for errors.
+      run: jobs per hour, by which the file tells traces apart.
+
+    Raises:
+      ClusterError: a field is missing or wrong, or there is no such trace.
+    """
+    traces = found["traces"]
+    name = run if run is not None else list(traces)[-1]
+    if name not in traces:
+        raise ClusterError(f"{path} has no trace of {run!r} jobs per hour; it has {', '.join(traces)}")
+    with at(path):
+        kinds = {kind: int(count) for kind, count in found["gpus"].items()}
+        alone, together = {}, {}
+        for model, measured in found["samples_per_s"].items():
+            pairs = {parts_of(key): float(speed) for key, speed in measured.items()}
+            alone[model] = {
+                kind: Speeds((0.0,) * count + (speed,))
+                for parts, speed in pairs.items()
+                if len(parts) == 1
+                for kind, count in parts
+            }
+            together[model] = {parts: speed for parts, speed in pairs.items() if len(parts) > 1}
+            together[model].setdefault(tuple(sorted(kinds.items())), max(pairs.values()))
+    jobs = []
+    for index, record in enumerate(traces[name]["jobs"]):
+        with at(f"{path}, traces[{name!r}], jobs[{index}]"):
+            jobs.append(
+                Job(
+                    id=str(record["job"]),
+                    arrival=number(record, "arrival"),
+                    work=number(record, "samples"),
+                    speeds=alone[record["kind"]],
+                    together=together[record["kind"]],
+                    demand=max(kinds.values()),
+                    facts={"model": record["kind"]},
+                )
+            )
+    logged = {key: traces[name][key] for key in ("gavel_avg_jct", "mixed_avg_jct") if key in traces[name]}
+    return Trace(jobs, kinds, logged=logged)
+
+
+def parts_of(text: str) -> tuple[tuple[str, int], ...]:
+    """Devices by kind, in the order of names.
+
+    >>> parts_of("8xP100+16xK80")
+    (('K80', 16), ('P100', 8))
+    """
+    pairs = (part.split("x", 1) for part in text.split("+"))
+    return tuple(sorted((kind, int(count)) for count, kind in pairs))
 
 
 def read_job(record: Mapping[str, Any]) -> tuple[Job, dict[str, float]]:
