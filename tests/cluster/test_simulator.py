@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -145,3 +146,25 @@ def test_what_cannot_be_read_or_run_is_said(trace: Path, tmp_path: Path, capsys:
         assert message in capsys.readouterr().err
     with pytest.raises(ClusterError, match="job 'a' needs 3 devices; there are 2"):
         simulate([Job(id="a", arrival=0, work=1, speeds=Speeds.linear(1, 4), demand=4, minimum=3)], 2, "fifo")
+
+
+def test_a_report_shows_every_job_and_seed(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A page that is well-formed, with a bar for each span for which a job holds devices."""
+    out = tmp_path / "report"
+    arguments = ["--trace", str(trace), "--policy", "wfs", "--policy", "static", "--seeds", "3", "--out", str(out)]
+    assert cli.main(["cluster", "simulate", *arguments]) == 0
+    said = capsys.readouterr()
+    assert "wfs, 3 seeds: mean JCT" in said.out and str(out / "index.html") in said.err
+    page = (out / "index.html").read_text()
+    pictures = [
+        ElementTree.fromstring(part.split("</svg>")[0].join(["<svg", "</svg>"])) for part in page.split("<svg")[1:]
+    ]
+    assert len(pictures) == 2 + 1 + 1 + 2  # devices by policy, completion times, seeds, who has devices by policy
+    spans = [title.text for title in pictures[-2].iter("title")]
+    assert spans == [
+        "0: 4 of 4, 0 to 110 s",
+        "0: 2 of 4, 110 to 480 s",
+        "0: 4 of 4, 480 to 886 s",
+        "1: 2 of 2, 110 to 480 s",
+    ]
+    assert [title.text for title in pictures[-1].iter("title")] == ["0: 4 of 4, 0 to 670 s", "1: 2 of 2, 670 to 1030 s"]

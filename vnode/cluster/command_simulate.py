@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from vnode.errors import ClusterError
@@ -38,6 +39,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--policy", action="append", metavar="NAME", help="again for more; default: goodput")
     parser.add_argument("--guarantee", type=float, default=1.1, metavar="C", help="of the policy guarantee")
     parser.add_argument("--inner", default="goodput", metavar="NAME", help="the policy inside of a guarantee")
+    parser.add_argument("--seeds", type=int, default=0, metavar="N", help="draw N other traces from these jobs, too")
+    parser.add_argument("--out", metavar="FOLDER", help="write a page with the table and pictures")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON, by policy")
     parser.set_defaults(execute=execute)
 
@@ -59,7 +62,8 @@ def execute(chosen: argparse.Namespace) -> int:
     Returns:
       0; 2 if it cannot be done.
     """
-    from vnode.cluster import read, simulate
+    from vnode.cluster import read, report, simulate
+    from vnode.cluster.traces.draw import draw
 
     try:
         kinds = chosen.devices if isinstance(chosen.devices, dict) else {}
@@ -69,15 +73,27 @@ def execute(chosen: argparse.Namespace) -> int:
         there = chosen.devices or trace.devices
         if not there:
             raise ClusterError("the file does not say how many devices there are; give --devices N")
-        found = {}
+        found, results, seeds = {}, {}, {}
         for policy in chosen.policy or ["goodput"]:
             options = {"costs": trace.costs, "factor": chosen.guarantee, "inner": chosen.inner}
             options["round_seconds"] = chosen.rounds
-            found[policy] = simulate(trace.jobs_for(policy), there, policy, **options).figures()
-    except (ClusterError, ValueError) as error:
+            results[policy] = simulate(trace.jobs_for(policy), there, policy, **options)
+            found[policy] = results[policy].figures()
+            drawn = (draw(trace.jobs, seed) for seed in range(chosen.seeds))
+            seeds[policy] = [simulate(jobs, there, policy, **options).figures()["jct_mean"] for jobs in drawn]
+        if chosen.out:
+            drawn = seeds if chosen.seeds else {}
+            print(f"written: {report.write(Path(chosen.out), results, table(found), drawn)}", file=sys.stderr)
+    except (ClusterError, ValueError, OSError) as error:
         print(f"vnode: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(found, indent=1) if chosen.json else table(found))
+    if chosen.json:
+        print(json.dumps(found, indent=1))
+        return 0
+    print(table(found))
+    for policy, means in seeds.items() if chosen.seeds else ():
+        middle = sorted(means)[len(means) // 2]
+        print(f"{policy}, {chosen.seeds} seeds: mean JCT {middle:.0f} s (median), {min(means):.0f} to {max(means):.0f}")
     return 0
 
 

@@ -130,6 +130,8 @@ class Result:
         for event in self.events:
             if event.kind == "holds":
                 found[event.job].append((event.time, event.devices))
+        for times in found:
+            times.append((self.makespan, 0))
         return [
             [(start, end, count) for (start, count), (end, _) in itertools.pairwise(times) if count and end > start]
             for times in found
