@@ -26,7 +26,7 @@ from vnode.workers.worker import ENDING, FINISHED, LOST, READY, STARTING, Limits
 PASSING = ("ProcessError", "CheckpointError")
 """How errors begin that another worker, or a full disk, may be the cause of: it is tried again."""
 
-SAVES = "checkpoint=... in the script, or vnode run --checkpoint FOLDER"
+FOLDER = "checkpoint=... in the script, or vnode run --checkpoint FOLDER"
 
 
 class Restarts(Decisions):
@@ -103,7 +103,7 @@ class Restarts(Decisions):
         if workers != self.wanted and self.reference is not None and not self.saves:
             raise WorkerError(
                 layout_message(
-                    "workers that are replaced at each change need a folder of checkpoints.", remedies=[SAVES]
+                    "workers that are replaced at each change need a folder of checkpoints.", remedies=[FOLDER]
                 )
             )
 
@@ -121,7 +121,7 @@ class Restarts(Decisions):
         if not any(w.state == READY for w in self.workers.values()):
             self.end(code, f"Stopped before it trained{' again' if self.trained else ''}: {why}.")
         elif not self.anew:
-            self.ask("stop", why, now)
+            self.ask(why, now, anew=False)
 
     # What workers say
 
@@ -162,7 +162,7 @@ class Restarts(Decisions):
         if self.reference is None:
             self.reference = worker
             if not self.saves:
-                self.record("no checkpoints", None, f"a loss of a worker ends the job: it has none. Use {SAVES}")
+                self.record("no checkpoints", None, f"a loss of a worker ends the job: it has none. Use {FOLDER}")
         if worker.virtual_nodes < self.wanted:
             self.end(1, too_few_nodes(worker.virtual_nodes, self.wanted))
         if all(w.state == READY for w in self.workers.values()) and self.is_whole:
@@ -261,7 +261,7 @@ class Restarts(Decisions):
             self.end(1, layout_message("Workers are lost again and again.", facts=facts))
         elif self.trained and not self.saves:
             text = "A worker is lost, and the run has no checkpoint to begin again with."
-            self.end(1, layout_message(text, facts=facts, remedies=[SAVES]))
+            self.end(1, layout_message(text, facts=facts, remedies=[FOLDER]))
         else:
             self.record("all replaced", None, "new workers begin with the newest checkpoint")
             return True
@@ -272,18 +272,18 @@ class Restarts(Decisions):
         if self.anew or self.stopping or self.broken is not None:
             return
         if all(w.state == READY for w in self.workers.values()):
-            self.ask("anew", why, now)
+            self.ask(why, now, anew=True)
         else:
             for worker in list(self.workers.values()):
                 self.put_down(worker)
         self.anew = why
 
-    def ask(self, what: str, why: str, now: float) -> None:
-        """Asks all workers to save a checkpoint and end, for good or (``anew``) to be replaced."""
+    def ask(self, why: str, now: float, *, anew: bool) -> None:
+        """Asks all workers to save a checkpoint and end: for good, or so that others go on."""
         self.asked = now + self.limits.busy
         for worker in self.workers.values():
             if worker.may_train:
-                self.send(worker, kind="stop", why=why, anew=what == "anew")
+                self.send(worker, kind="stop", why=why, anew=anew)
 
     def put_down(self, worker: Worker) -> None:
         """Kills a worker whose set is over; that is no loss of its own."""
