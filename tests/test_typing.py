@@ -45,7 +45,7 @@ def test_only_public_names_are_there() -> None:
     """Beside submodules, which Python puts where they are imported."""
     submodules = {module.name for module in pkgutil.iter_modules(vnode.__path__)}
     assert {name for name in vars(vnode) if not name.startswith("_")} - submodules <= set(vnode.__all__)
-    lazy = {"data", "elastic", "grain", "nnx", "partition"}
+    lazy = {"cluster", "data", "elastic", "grain", "nnx", "partition"}
     assert lazy | {"__version__", *vnode.__all__} == set(dir(vnode))
     assert vnode.__all__ == sorted(set(vnode.__all__), key=vnode.__all__.index)
     for name in dir(vnode):

@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 if _typing.TYPE_CHECKING:
+    from vnode import cluster as cluster
     from vnode import data as data
     from vnode import elastic as elastic
     from vnode import operators as operators
@@ -74,6 +75,7 @@ if _typing.TYPE_CHECKING:
     __version__: str
 
 _LAZY = {
+    "cluster": "vnode.cluster",
     "data": "vnode.data",
     "elastic": "vnode.elastic",
     "grain": "vnode.data.grain",

@@ -6,14 +6,19 @@ Devices may be given and taken at any time, as the result of a job does not depe
     vnode.cluster.simulate(jobs, 8, "goodput").figures()["jct_mean"]
 """
 
-from vnode.cluster import policies
-from vnode.cluster.costs import FREE, VIRTUALFLOW, VNODE, Costs
-from vnode.cluster.jobs import Job, Jobs
-from vnode.cluster.result import Result
-from vnode.cluster.simulate import simulate
-from vnode.cluster.simulator import Decision
-from vnode.cluster.speeds import Speeds
-from vnode.cluster.traces import Trace, read
+import importlib as _importlib
+import typing as _typing
+
+if _typing.TYPE_CHECKING:
+    from vnode.cluster import policies as policies
+    from vnode.cluster.costs import FREE, VIRTUALFLOW, VNODE, Costs
+    from vnode.cluster.jobs import Job, Jobs
+    from vnode.cluster.result import Result
+    from vnode.cluster.simulation import simulate
+    from vnode.cluster.simulator import Decision
+    from vnode.cluster.speeds import Speeds
+    from vnode.cluster.traces import read
+    from vnode.cluster.traces.trace import Trace
 
 __all__ = [
     "FREE",
@@ -30,3 +35,32 @@ __all__ = [
     "read",
     "simulate",
 ]
+
+_LAZY = {  # the command line is imported without numpy
+    "FREE": "costs",
+    "VIRTUALFLOW": "costs",
+    "VNODE": "costs",
+    "Costs": "costs",
+    "Decision": "simulator",
+    "Job": "jobs",
+    "Jobs": "jobs",
+    "Result": "result",
+    "Speeds": "speeds",
+    "Trace": "traces.trace",
+    "read": "traces",
+    "simulate": "simulation",
+}
+
+
+if not _typing.TYPE_CHECKING:  # or type checkers would believe that any name is there
+
+    def __getattr__(name: str) -> _typing.Any:
+        if name == "policies":
+            return _importlib.import_module("vnode.cluster.policies")
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(_importlib.import_module(f"vnode.cluster.{_LAZY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

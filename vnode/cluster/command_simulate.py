@@ -62,7 +62,8 @@ def execute(chosen: argparse.Namespace) -> int:
     Returns:
       0; 2 if it cannot be done.
     """
-    from vnode.cluster import read, report, simulate
+    from vnode.cluster import read, simulate
+    from vnode.cluster.report import write
     from vnode.cluster.traces.draw import draw
 
     try:
@@ -83,7 +84,7 @@ def execute(chosen: argparse.Namespace) -> int:
             seeds[policy] = [simulate(jobs, there, policy, **options).figures()["jct_mean"] for jobs in drawn]
         if chosen.out:
             drawn = seeds if chosen.seeds else {}
-            print(f"written: {report.write(Path(chosen.out), results, table(found), drawn)}", file=sys.stderr)
+            print(f"written: {write(Path(chosen.out), results, table(found), drawn)}", file=sys.stderr)
     except (ClusterError, ValueError, OSError) as error:
         print(f"vnode: {error}", file=sys.stderr)
         return 2

@@ -134,7 +134,7 @@ class Checkpoints(SharedReader):
             together = {"create": False, "multiprocessing_options": multiprocessing}
 
         def meet_at_end(key: str, timeout_ms: int) -> None:
-            failed = sys.exc_info()[1]
+            failed = sys.exc_info()[1] if here.several else None
             if failed is not None:  # orbax meets the others even so, who wait for this process at another place
                 raise failed
             with in_world(here):  # orbax calls it in a thread of its own

@@ -276,6 +276,7 @@ class Placement(Drawn, Bound):
         """How many nodes this process computes, some perhaps together with others: along a further axis of the mesh.
 
         Example:
+          >>> import jax
           >>> Placement(4, jax.devices()[:1]).own_nodes
           4
         """

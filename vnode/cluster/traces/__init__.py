@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vnode.cluster.costs import FREE, VIRTUALFLOW
 from vnode.cluster.traces import gavel, own, virtualflow
 from vnode.cluster.traces.trace import Trace
 from vnode.errors import ClusterError, layout_message
@@ -79,5 +78,3 @@ def parsed(text: str, path: Path) -> Any:
     except json.JSONDecodeError as error:
         raise ClusterError(f"{path}, line {error.lineno}: no JSON: {error.msg}") from error
 
-
-__all__ = ["FREE", "VIRTUALFLOW", "Trace", "read"]
