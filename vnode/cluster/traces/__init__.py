@@ -77,4 +77,3 @@ def parsed(text: str, path: Path) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ClusterError(f"{path}, line {error.lineno}: no JSON: {error.msg}") from error
-
