@@ -150,7 +150,7 @@ class World:
     def disturb(self) -> None:
         """Something that happens to workers."""
         kind, fakes = self.draw.choice(["kill", "kill", "resize", "signal", "stopped"]), list(self.fakes.values())
-        if kind == "resize":
+        if kind == "resize" and not self.done:  # after the run it is refused
             self.do(self.job.resize(self.draw.randint(1, 4), self.now))
         elif fakes:
             fake = self.draw.choice(fakes)

@@ -251,10 +251,11 @@ class Restarts(Decisions):
         counts = {n: sum(now - t < limits.forget for t in times) for n, times in self.losses.items()}
         often = [n for n, times in counts.items() if times > limits.restarts]
         facts = [f"worker {number}: {error}" for number, error in sorted(self.failures.items())]
-        passing = any(one_line(error).startswith(PASSING) for error in self.failures.values())
+        errors = [one_line(error) for error in self.failures.values()]
+        passing = any(error.startswith(PASSING) for error in errors)
         if len(self.failures) == self.size and not self.lost and not passing:
             self.end(1, layout_message("All workers have failed.", facts=facts))
-        elif not self.trained and self.failures:
+        elif not self.trained and not all(error.startswith("ProcessError") for error in errors):
             self.end(1, layout_message("Workers failed before the first step.", facts=facts))
         elif often:
             facts = [f"worker {n} was lost {counts[n]} times in {limits.forget:g} s" for n in often] + facts
