@@ -1,4 +1,4 @@
-"""What policies do to jobs that share a cluster, by simulation.
+"""Simulates policies for jobs that share a cluster, and compares them with published runs.
 
     python -m benchmarks.cluster --data DIR            # published logs: virtualflow/*.json, gavel/*
     python -m benchmarks.cluster --scale               # needs no data

@@ -42,7 +42,7 @@ class Fake:
 
 
 class World:
-    """Workers and time. All that train make a step each tenth of a second, and save one in ten.
+    """Workers and time. Workers that train make a step each tenth of a second, and save every tenth step.
 
     Args:
       seed: of all that happens.
@@ -107,7 +107,7 @@ class World:
             self.do(self.job.tick(self.now))
 
     def live(self, fake: Fake) -> None:
-        """What a worker does by itself."""
+        """A worker connects, arrives, fails or gives a sign of life."""
         if not fake.connected and self.now >= fake.connects and self.over is None:
             fake.connected = True
             self.do(self.job.connected(fake.number, 100 + fake.number, self.now))

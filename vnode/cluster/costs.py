@@ -1,4 +1,4 @@
-"""What it takes, in seconds, until a decision about devices is carried out.
+"""Seconds until a decision about devices is carried out.
 
 Knows the phases of a start, of a resize and of an end. Must not know who decides.
 """

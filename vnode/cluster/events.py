@@ -1,4 +1,4 @@
-"""What happens to jobs of a cluster, as plain values, whether it is simulated or live.
+"""Events of jobs in a cluster, simulated or live, as plain values.
 
 Knows nothing else. Must not know why something happened.
 """

@@ -219,7 +219,7 @@ class Jobs(Sequence[Row]):
         return self.curves[self.curve[:, None], counts]
 
     def from_curves(self, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """What a function makes of the curves alone, a row for each job. It is called once."""
+        """Calls a function of the curves once; returns its row for each job."""
         if function not in self.memo:
             self.memo[function] = function(self.curves)
         return self.memo[function][self.curve]

@@ -68,7 +68,8 @@ class Simulator:
         self.finish = np.full(len(jobs), math.inf)
         self.ready = np.full(len(jobs), math.inf)  # the end of a start or growth
         self.waits: set[int] = set()  # those that need more devices than they hold
-        self.free = np.array(list(self.kinds.values()), np.int64)
+        self.there = np.array(list(self.kinds.values()), np.int64)
+        self.free = self.there.copy()
         self.releases: list[tuple[float, int, tuple[int, ...]]] = []  # when, of which job, devices are free again
         self.now, self.arrivals, self.active = 0.0, 0, np.zeros(0, np.int64)
         self.again = math.inf
@@ -247,10 +248,9 @@ class Simulator:
             decided, again = decided.shares, decided.again
         self.again = math.inf if again is None or again <= self.now else again
         shares = as_array(decided, view).reshape(len(active), len(self.kinds))
-        limits = view.demand if len(self.kinds) == 1 else np.full(len(active), np.iinfo(np.int64).max)
-        there = np.array(list(self.kinds.values()))
-        if (shares.sum(0) > there).any() or (shares < 0).any() or (shares.sum(1) > limits).any():
-            raise ClusterError(wrong_shares(shares.sum(1), view, int(there.sum())))
+        beyond = len(self.kinds) == 1 and (shares[:, 0] > view.demand).any()
+        if beyond or (shares.sum(0) > self.there).any() or (shares < 0).any():
+            raise ClusterError(wrong_shares(shares.sum(1), view, int(self.there.sum())))
         for index in np.flatnonzero((shares != self.share[active]).any(1)).tolist():
             self.change(int(active[index]), shares[index])
 

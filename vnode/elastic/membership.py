@@ -17,14 +17,16 @@ import pathlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from vnode.errors import ProcessError, layout_message
 from vnode.placement.board import Notice
+from vnode.placement.records import flat, short
 from vnode.placement.world import World
 from vnode.threads import background
 from vnode.workers import INTERFACE, NUMBER, PROTOCOL, SUPERVISOR, TOKEN_FILE
+from vnode.workers.registry import real_path
 from vnode.workers.wire import Channel, WireError
 
 logger = logging.getLogger("vnode")
@@ -118,6 +120,19 @@ class Membership:
         """Tells the supervisor something; nothing if it is gone, which the receiving thread finds out."""
         with contextlib.suppress(WireError):
             self.channel.send({"kind": kind, **message})
+
+    def arrive(self, facts: Mapping[str, Any], virtual_nodes: int, checkpoint: Any, **more: Any) -> None:
+        """Tells the supervisor that this worker has come to `run`, and can be used.
+
+        Args:
+          facts: of the run, by name; those that are None are not known.
+          virtual_nodes: of its step.
+          checkpoint: the folder of checkpoints, or None.
+          more: for the supervisor.
+        """
+        said = {name: short(value) for name, value in flat(facts, ["state"]).items() if value is not None}
+        folder = None if checkpoint is None else real_path(str(checkpoint))
+        self.send("arrived", facts=said, virtual_nodes=virtual_nodes, checkpoint=folder, **more)
 
     def beat(self) -> None:
         """The thread that gives signs of life."""

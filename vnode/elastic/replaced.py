@@ -18,10 +18,8 @@ from vnode.elastic.identity import facts_of_run
 from vnode.elastic.membership import ORPHANED, WORD, Membership, Orphaned
 from vnode.elastic.metrics import numbers
 from vnode.elastic.result import Result
-from vnode.placement.records import flat, short
 from vnode.placement.waiting import meet
 from vnode.placement.world import one_line
-from vnode.workers.registry import real_path
 
 logger = logging.getLogger("vnode")
 
@@ -46,15 +44,9 @@ class ReplacedDriver(Driver):
 
     def begin(self, step: Any, state: Any) -> None:
         """Tells the supervisor that this worker has come to the run, and begins as any process."""
-        facts = flat(facts_of_run(step, state, self.data, self.options), ["state"])
-        folder = self.options.checkpoint
+        facts = facts_of_run(step, state, self.data, self.options)
         self.member.doing = "to begin the run"
-        self.member.send(
-            "arrived",
-            facts={name: short(value) for name, value in facts.items() if value is not None},
-            virtual_nodes=step.options.virtual_nodes,
-            checkpoint=None if folder is None else real_path(str(folder)),
-        )
+        self.member.arrive(facts, step.options.virtual_nodes, self.options.checkpoint)
         super().begin(step, state)
         self.member.nodes = self.step.placement.own_nodes
 

@@ -44,12 +44,11 @@ from vnode.placement.exchange import whole_everywhere
 from vnode.placement.gone import given_away
 from vnode.placement.leaves import bytes_of, is_key
 from vnode.placement.placement import Placement
-from vnode.placement.records import check_same, flat, short
+from vnode.placement.records import check_same
 from vnode.placement.succession import settled
 from vnode.placement.waiting import exchange_words, is_runtime_error, ready
 from vnode.placement.world import ALONE, in_world, one_line, world
 from vnode.workers.messages import is_out_of_memory
-from vnode.workers.registry import real_path
 
 logger = logging.getLogger("vnode")
 
@@ -115,14 +114,12 @@ class WorkerDriver(Driver):
     def arrive(self) -> None:
         """Tells the supervisor that this worker can be used."""
         self.member.doing, self.member.waits = "to join", True
-        facts = flat({"script": script_checksum(), **self.facts_of_run}, ["state"])
-        self.member.send(
-            "arrived",
+        self.member.arrive(
+            {"script": script_checksum(), **self.facts_of_run},
+            self.home.options.virtual_nodes,
+            self.options.checkpoint,
             call=self.call,
-            facts={name: short(value) for name, value in facts.items() if value is not None},
             handover=self.handover.address,
-            virtual_nodes=self.home.options.virtual_nodes,
-            checkpoint=None if self.options.checkpoint is None else real_path(str(self.options.checkpoint)),
         )
 
     def run(self) -> Result:

@@ -75,11 +75,10 @@ class Restarts(Decisions):
         if worker is None or self.over:
             return self.settle(now)
         worker.code = code
-        if worker.state == FINISHED:
-            self.codes[number] = code
+        if worker.state in (FINISHED, ENDING):
             self.record("exited", worker, ending(code))
-        elif worker.state == ENDING:
-            self.record("exited", worker, ending(code))
+            if worker.state == FINISHED:
+                self.codes[number] = code
         elif worker.state == STARTING and not self.trained and code >= 0 and not self.stopping:
             self.end(code or 1, never_ran(worker) if code == 0 else ended_early(worker))
         elif worker.state != LOST:

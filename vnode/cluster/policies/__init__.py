@@ -33,7 +33,7 @@ POLICIES: dict[str, Policy] = {
     "goodput": goodput,
     "shortest_remaining": shortest_remaining,
 }
-"""Those that need nothing besides."""
+"""Policies without arguments, by name."""
 
 
 def named(name: str, *, costs: Costs = FREE, factor: float = 1.1, inner: str = "goodput") -> Policy:

@@ -47,8 +47,9 @@ def guarantee(factor: float, inner: Policy, costs: Costs = FREE) -> Policy:
             kept[:] = [VirtualStatic(devices, costs.release)]
         virtual = kept[0]
         virtual.learn(arrived)
-        starts, ends = np.array(virtual.starts)[jobs.rank], np.array(virtual.ends)[jobs.rank]
-        delay = (factor - 1) * min(costs.start, float(arrived.start.min(initial=costs.start)))
+        ranks = jobs.rank.tolist()
+        starts, ends = (np.array([times[rank] for rank in ranks]) for times in (virtual.starts, virtual.ends))
+        delay = (factor - 1) * min(costs.start, virtual.least_start)
         floors = floors_of(now, jobs, starts, ends + delay, devices, costs)
         decided = inner(now, jobs, devices)
         again = decided.again if isinstance(decided, Decision) else None

@@ -68,14 +68,14 @@ class Shares:
         self.order: list[int] = jobs.order.tolist()
 
     def value(self, job: int, counts: Counts) -> float:
-        """What a job counts with so many devices of each kind."""
+        """The weighted relative speed of a job on devices."""
         if (job, counts) not in self.known:
             allowed = self.mixes or sum(count > 0 for count in counts) < 2
             speed = self.jobs.job[job].speed_on(dict(zip(self.kinds, counts, strict=True))) if allowed else 0.0
             self.known[job, counts] = speed * self.weight[job]
         return self.known[job, counts]
 
-    def moved(self, counts: Counts, kind: int, by: int) -> Counts:
+    def with_units(self, counts: Counts, kind: int, by: int) -> Counts:
         """Devices of a job with some units more of a kind, or fewer."""
         return tuple(count + by * self.units[k] * (k == kind) for k, count in enumerate(counts))
 
@@ -97,7 +97,7 @@ class Shares:
             counts: dict[int, Counts] = {}
             for kind, owner in zip(kinds, owners, strict=True):
                 if owner != nobody:
-                    counts[owner] = self.moved(counts.get(owner, (0,) * len(self.kinds)), kind, 1)
+                    counts[owner] = self.with_units(counts.get(owner, (0,) * len(self.kinds)), kind, 1)
             value = sum(self.value(job, each) for job, each in counts.items())
             if value > best * (1 + LEAST):
                 best = value
@@ -109,14 +109,14 @@ class Shares:
             best, chosen = LEAST, None
             for job, kind in itertools.product(self.order, range(len(self.kinds))):
                 if self.free[kind] >= self.units[kind]:
-                    counts = self.moved(self.counts[job], kind, 1)
+                    counts = self.with_units(self.counts[job], kind, 1)
                     gain = self.value(job, counts) - self.value(job, self.counts[job])
                     if gain > best:
                         best, chosen = gain, (job, kind)
             if chosen is None:
                 return
             job, kind = chosen
-            self.counts[job] = self.moved(self.counts[job], kind, 1)
+            self.counts[job] = self.with_units(self.counts[job], kind, 1)
             self.free[kind] -= self.units[kind]
 
     def improve(self) -> bool:
@@ -137,14 +137,14 @@ class Shares:
         return chosen is not None
 
     def exchanges(self, giver: Counts, taker: Counts) -> list[tuple[Counts, Counts]]:
-        """What two jobs may have after one has given a unit to the other, and perhaps got one of another kind."""
+        """Lists exchanges of two jobs: one gives a unit, and may get one of another kind for it."""
         found = []
         for kind in range(len(self.kinds)):
             if giver[kind]:
-                first, second = self.moved(giver, kind, -1), self.moved(taker, kind, 1)
+                first, second = self.with_units(giver, kind, -1), self.with_units(taker, kind, 1)
                 found.append((first, second))
                 back = (k for k, count in enumerate(taker) if count and k != kind)
-                found += [(self.moved(first, k, 1), self.moved(second, k, -1)) for k in back]
+                found += [(self.with_units(first, k, 1), self.with_units(second, k, -1)) for k in back]
         return found
 
 

@@ -23,7 +23,7 @@ def shortest_remaining(now: float, jobs: Jobs, devices: int) -> np.ndarray:
 
 
 def gains_by_remaining(jobs: Jobs, devices: int) -> np.ndarray:
-    """What the n-th device is worth to each job, ``[jobs, counts]``."""
+    """The gain of each job by its n-th device, ``[jobs, counts]``."""
     full = speed_at_demand(jobs, devices)
     return jobs.from_curves(gains_of) / (full * np.sqrt(np.maximum(jobs.remaining / full, TINY)))[:, None]
 

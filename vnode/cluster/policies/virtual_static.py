@@ -26,6 +26,7 @@ class VirtualStatic:
     Attributes:
       starts: when each job would have its devices, by rank.
       ends: when it would end.
+      least_start: the fewest seconds that a start takes.
     """
 
     def __init__(self, devices: int, release: float) -> None:
@@ -37,6 +38,7 @@ class VirtualStatic:
         self.facts: list[tuple[float, float, int, float]] = []  # arrival, priority, demand, seconds of each job
         self.starts: list[float] = []
         self.ends: list[float] = []
+        self.least_start = float("inf")
 
     def is_beginning_of(self, arrived: Jobs, devices: int) -> bool:
         """Whether it knows the first of the jobs that have arrived, and no others."""
@@ -55,6 +57,7 @@ class VirtualStatic:
         if len(arrived) == self.known:
             return
         new = slice(self.known, len(arrived))
+        self.least_start = min(self.least_start, float(arrived.start[new].min()))
         seconds = arrived.start + arrived.work / speed_at_demand(arrived, self.devices)
         demand = np.minimum(arrived.demand, self.devices)
         columns = (arrived.arrival[new], arrived.priority[new], demand[new], seconds[new])
