@@ -17,7 +17,11 @@ from typing import Any
 
 import vnode
 from vnode.cluster import command_simulate
+from vnode.cluster.live import command_job, command_queue, command_serve, command_submit
 from vnode.workers import command_run, command_runs, command_workers
+
+TAKE_ARGUMENTS = {"run", "submit"}
+"""Commands with more behind ``--``."""
 
 REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9._-]+)\s*(\[[^]]*\])?\s*([^;]*?)\s*(?:;(.*))?$")
 """Of a requirement: a name, its extras, its versions, and a condition."""
@@ -40,8 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor = commands.add_parser("doctor", help="versions, devices, extras, and a self-test of the same bits")
     doctor.add_argument("--cpu-devices", type=int, metavar="N", help="let the CPU count as N devices, on the CPU only")
     doctor.add_argument("--no-test", action="store_true", help="leave out the self-test")
-    for command in (command_run, command_workers, command_runs, command_simulate):
+    for command in (command_run, command_workers, command_runs, command_submit, command_queue, command_job):
         command.add_parser(commands)
+    cluster = commands.add_parser("cluster", help="jobs that share devices: a scheduler, and what would become of them")
+    inner = cluster.add_subparsers(dest="cluster_command", required=True)
+    for command in (command_serve, command_simulate):
+        command.add_parser(inner)
     given = list(arguments or sys.argv[1:] or ["doctor"])
     end = given.index("--") if "--" in given else len(given)
     chosen = parser.parse_args(given[:end])
@@ -50,9 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if chosen.command == "doctor":
         return examine(chosen.cpu_devices, not chosen.no_test)
-    if end < len(given) and chosen.command != "run":
+    if end < len(given) and chosen.command not in TAKE_ARGUMENTS:
         parser.error(f"vnode {chosen.command} takes no arguments after --")
-    chosen.arguments = given[end + 1 :]  # of the script
+    chosen.arguments = given[end + 1 :]  # of the script; the command of a job
     return chosen.execute(chosen)
 
 

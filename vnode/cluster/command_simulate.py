@@ -28,9 +28,7 @@ SHOWN = (
 
 def add_parser(commands: Any) -> None:
     """Adds the command to the command line."""
-    cluster = commands.add_parser("cluster", help="jobs that share devices: what would become of them")
-    inner = cluster.add_subparsers(dest="cluster_command", required=True)
-    parser = inner.add_parser("simulate", help="simulate a trace of jobs by one or several policies")
+    parser = commands.add_parser("simulate", help="simulate a trace of jobs by one or several policies")
     parser.add_argument("--trace", required=True, metavar="FILE", help="the jobs")
     parser.add_argument("--run", metavar="NAME", help="which of several traces in the file; default: the last")
     parser.add_argument("--throughputs", metavar="FILE", help="of Gavel's, for a trace of Gavel's")

@@ -121,18 +121,21 @@ class Membership:
         with contextlib.suppress(WireError):
             self.channel.send({"kind": kind, **message})
 
-    def arrive(self, facts: Mapping[str, Any], virtual_nodes: int, checkpoint: Any, **more: Any) -> None:
+    def arrive(
+        self, facts: Mapping[str, Any], virtual_nodes: int, checkpoint: Any, steps: int, **more: Any
+    ) -> None:
         """Tells the supervisor that this worker has come to `run`, and can be used.
 
         Args:
           facts: of the run, by name; those that are None are not known.
           virtual_nodes: of its step.
           checkpoint: the folder of checkpoints, or None.
+          steps: of the run in all.
           more: for the supervisor.
         """
         said = {name: short(value) for name, value in flat(facts, ["state"]).items() if value is not None}
         folder = None if checkpoint is None else real_path(str(checkpoint))
-        self.send("arrived", facts=said, virtual_nodes=virtual_nodes, checkpoint=folder, **more)
+        self.send("arrived", facts=said, virtual_nodes=virtual_nodes, checkpoint=folder, steps=steps, **more)
 
     def beat(self) -> None:
         """The thread that gives signs of life."""

@@ -46,7 +46,7 @@ class ReplacedDriver(Driver):
         """Tells the supervisor that this worker has come to the run, and begins as any process."""
         facts = facts_of_run(step, state, self.data, self.options)
         self.member.doing = "to begin the run"
-        self.member.arrive(facts, step.options.virtual_nodes, self.options.checkpoint)
+        self.member.arrive(facts, step.options.virtual_nodes, self.options.checkpoint, self.options.steps)
         super().begin(step, state)
         self.member.nodes = self.step.placement.own_nodes
 

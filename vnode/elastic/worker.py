@@ -118,6 +118,7 @@ class WorkerDriver(Driver):
             {"script": script_checksum(), **self.facts_of_run},
             self.home.options.virtual_nodes,
             self.options.checkpoint,
+            self.options.steps,
             call=self.call,
             handover=self.handover.address,
         )

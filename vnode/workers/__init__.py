@@ -15,6 +15,9 @@ NUMBER = "VNODE_WORKER"
 JOB = "VNODE_JOB"
 """The folder of the job."""
 
+DEVICE = "VNODE_DEVICE"
+"""The device of the worker, if the job was given devices by name."""
+
 CHECKPOINT = "VNODE_CHECKPOINT"
 """The folder of checkpoints that the job was given; not set if it was given none."""
 

@@ -27,6 +27,12 @@ class Kill(NamedTuple):
     worker: int
 
 
+class Terminate(NamedTuple):
+    """Asks the process of a worker to end, with SIGTERM."""
+
+    worker: int
+
+
 class StartService(NamedTuple):
     """Starts a coordination service; `Generations.service` is told its address."""
 
@@ -55,4 +61,4 @@ class End(NamedTuple):
     why: str
 
 
-Action = Send | Spawn | Kill | StartService | EndService | Record | End
+Action = Send | Spawn | Kill | Terminate | StartService | EndService | Record | End

@@ -23,6 +23,7 @@ class Decisions(abc.ABC):
 
     Attributes:
       keeps_programs: whether a worker may read the programs that one before it with its number has compiled.
+      connects: whether workers connect to the supervisor.
       wanted: how many workers shall train.
       workers: the processes that have not ended, by number.
       reference: the first worker that called `run`; None if none has.
@@ -34,6 +35,7 @@ class Decisions(abc.ABC):
     """
 
     keeps_programs = False
+    connects = True
 
     def __init__(self, workers: int, most: int | None, limits: Limits | None) -> None:
         self.wanted, self.most, self.limits = workers, most, limits or Limits()
@@ -206,6 +208,8 @@ class Decisions(abc.ABC):
             "metrics": members[0].metrics if members else {},
             "starting": sum(w.is_starting for w in self.workers.values()),
             "spares": self.standing_by(),
+            "steps": self.reference.steps if self.reference else None,
+            "virtual_nodes": self.reference.virtual_nodes if self.reference else None,
         }
 
     @abc.abstractmethod

@@ -214,6 +214,7 @@ class Generations(Decisions):
         """A worker has come to `run`, and may differ from the others."""
         worker.call, worker.handover = int(message["call"]), str(message["handover"])
         worker.facts, worker.virtual_nodes = dict(message["facts"]), int(message["virtual_nodes"])
+        worker.steps = message.get("steps")
         worker.checkpoint = message.get("checkpoint") or None
         if worker.call != self.call:
             self.tell_end(worker, "the other workers are in another run of the script", 0, now)

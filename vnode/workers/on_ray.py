@@ -172,6 +172,10 @@ class Actor:
             self.killed = True
             self.ray.kill(self.actor)
 
+    def terminate(self) -> None:
+        """Ends the actor: Ray sends no signals."""
+        self.kill()
+
     def is_stopped(self) -> bool:
         """Whether the process is known to be stopped: only one on this host is."""
         return self.code is None and self.pid != 0 and self.place.is_stopped()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from vnode.stopped import Resident
+from vnode.workers import DEVICE
 
 
 class Handle(Protocol):
@@ -27,6 +28,10 @@ class Handle(Protocol):
 
     def kill(self) -> None:
         """Ends the process, whatever it does; again does nothing."""
+        ...
+
+    def terminate(self) -> None:
+        """Asks the process to end."""
         ...
 
     def is_stopped(self) -> bool:
@@ -67,9 +72,17 @@ class Child:
 
     def kill(self) -> None:
         """Ends it, and the processes of its session."""
+        self.send(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """Sends SIGTERM to it, and to the processes of its session."""
+        self.send(signal.SIGTERM)
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to it, and to the processes of its session."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+                os.killpg(self.pid, number)
 
     def is_stopped(self) -> bool:
         """Whether the kernel says that it is stopped."""
@@ -84,7 +97,7 @@ class Processes:
       folder: where ``worker-0.out`` and ``worker-0.err`` are written. Files, and no pipes: a worker goes on to print
         while it saves, when the supervisor is gone.
       environment: variables for all workers, besides those of this process; ``{worker}`` in a value is the number of
-        the worker.
+        the worker, ``{device}`` its device.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -97,7 +110,7 @@ class Processes:
         Raises:
           OSError: the system starts no process.
         """
-        own = of_worker(self.environment, number)
+        own = of_worker(self.environment, number, environment.get(DEVICE))
         variables = {**os.environ, "PYTHONUNBUFFERED": "1", **own, **environment}
         with (
             open(self.folder / f"worker-{number}.out", "ab") as out,
@@ -109,10 +122,18 @@ class Processes:
         return Child(process)
 
 
-def of_worker(environment: Mapping[str, str], number: int) -> dict[str, str]:
+def of_worker(environment: Mapping[str, str], number: int, device: str | None = None) -> dict[str, str]:
     """The variables of one worker.
+
+    Args:
+      environment: of all workers.
+      number: of the worker.
+      device: its device, if it was given one.
 
     >>> of_worker({"CUDA_VISIBLE_DEVICES": "{worker}"}, 3)
     {'CUDA_VISIBLE_DEVICES': '3'}
+    >>> of_worker({"CUDA_VISIBLE_DEVICES": "{device}"}, 3, "7")
+    {'CUDA_VISIBLE_DEVICES': '7'}
     """
-    return {name: value.replace("{worker}", str(number)) for name, value in environment.items()}
+    found = {name: value.replace("{worker}", str(number)) for name, value in environment.items()}
+    return found if device is None else {name: value.replace("{device}", device) for name, value in found.items()}

@@ -197,14 +197,16 @@ class Entry:
     Args:
       script: what it runs, for those who look.
       checkpoint: its folder of checkpoints, if it has one.
+      folder: the job's own, which is made; by default one among the jobs of this user.
 
     Raises:
       WorkerError: another supervisor has that folder, or it cannot be written.
     """
 
-    def __init__(self, script: str, checkpoint: str | None) -> None:
+    def __init__(self, script: str, checkpoint: str | None, folder: Path | None = None) -> None:
         since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self.folder = home() / f"{since[:19].replace(':', '')}-{uuid.uuid4().hex[:8]}"
+        own = folder is None  # it is deleted some time after the job
+        self.folder = home() / f"{since[:19].replace(':', '')}-{uuid.uuid4().hex[:8]}" if folder is None else folder
         self.checkpoint = None if checkpoint is None else real_path(checkpoint)
         pid = os.getpid()
         self.facts: dict[str, Any] = {
@@ -223,7 +225,8 @@ class Entry:
         write_privately(self.folder / "token", self.token)
         self.log: TextIO = open(self.folder / "events.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self.save()
-        clean()
+        if own:
+            clean()
 
     @property
     def token_file(self) -> Path:

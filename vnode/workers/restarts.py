@@ -157,6 +157,7 @@ class Restarts(Decisions):
         """A worker has called `run`."""
         worker.facts, worker.checkpoint = dict(message["facts"]), message["checkpoint"]
         worker.virtual_nodes, worker.state = int(message["virtual_nodes"]), READY
+        worker.steps = message.get("steps")
         self.record("arrived", worker, f"process {worker.pid}")
         if self.reference is None:
             self.reference = worker

@@ -20,6 +20,7 @@ from vnode.workers.on_ray import Ray
 from vnode.workers.processes import Backend, Processes
 from vnode.workers.registry import Entry
 from vnode.workers.restarts import Restarts
+from vnode.workers.rigid import Rigid
 from vnode.workers.supervisor import Supervisor
 from vnode.workers.worker import Limits
 
@@ -47,6 +48,8 @@ class Spec:
       port: of the supervisor; 0 for any that is free.
       env: further variables of the workers.
       resources: of Ray that each worker needs, or None.
+      rigid: whether the command is no vnode program: it runs once, with all devices, of which there are `workers`.
+      devices: names of the devices for the workers, or None where nobody counts them.
     """
 
     command: tuple[str, ...]
@@ -65,6 +68,8 @@ class Spec:
     port: int = 0
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     resources: Mapping[str, float] | None = None
+    rigid: bool = False
+    devices: tuple[str, ...] | None = None
 
     def check(self) -> None:
         """Looks at what can be seen before anything is started.
@@ -95,6 +100,13 @@ class Spec:
                 layout_message(
                     f"restart and {other} cannot be together: all workers are replaced at each change.",
                     remedies=[f"leave one of them out: --restart or --{other}"],
+                )
+            )
+        if self.rigid and (self.restart or self.rejoin or self.spares or self.backend == "ray"):
+            raise WorkerError(
+                layout_message(
+                    "a command that is no vnode program has no workers that could be replaced, or placed by Ray.",
+                    remedies=["leave restart, rejoin, spares and backend out", "or submit a vnode program"],
                 )
             )
         if self.workers < 1 or self.spares < 0:
@@ -129,6 +141,8 @@ class Spec:
 
     def decisions(self) -> Decisions:
         """What is done about what happens to workers."""
+        if self.rigid:
+            return Rigid(self.workers)
         limits = Limits(start=self.start_timeout, restarts=self.max_restarts, silence=self.silence)
         if self.restart:
             return Restarts(self.workers, most=self.max_workers, limits=limits)
@@ -140,6 +154,7 @@ class Spec:
         out: TextIO | None = None,
         err: TextIO | None = None,
         observe: Callable[[dict[str, Any], dict[str, Any] | None], None] | None = None,
+        folder: Path | None = None,
     ) -> Supervisor:
         """Makes the job's folder and its supervisor; `run` of that starts the workers.
 
@@ -147,12 +162,13 @@ class Spec:
           out: where the output of the lowest rank goes.
           err: where errors of all workers go.
           observe: is told of the job's status, and of events.
+          folder: the job's own; by default a new one among those of this user.
 
         Raises:
           WorkerError: another supervisor has the folder of checkpoints, the port is in use, or Ray does not answer.
         """
         self.check()
-        entry = Entry(self.name, self.checkpoint)
+        entry = Entry(self.name, self.checkpoint, folder)
         try:
             return Supervisor(
                 self.started_by(entry.folder),
@@ -161,6 +177,7 @@ class Spec:
                 interface=self.interface,
                 port=self.port,
                 checkpoint=entry.checkpoint,
+                devices=self.devices,
                 out=out,
                 err=err,
                 observe=observe,

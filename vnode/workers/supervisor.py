@@ -15,14 +15,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from vnode.errors import WorkerError, layout_message
-from vnode.workers import CHECKPOINT, JOB, NUMBER, PROTOCOL, SUPERVISOR, TOKEN_FILE
-from vnode.workers.actions import Action, End, EndService, Kill, Record, Send, Spawn, StartService
+from vnode.workers import CHECKPOINT, DEVICE, JOB, NUMBER, PROTOCOL, SUPERVISOR, TOKEN_FILE
+from vnode.workers.actions import Action, End, EndService, Kill, Record, Send, Spawn, StartService, Terminate
 from vnode.workers.decisions import Decisions
+from vnode.workers.devices import Devices
 from vnode.workers.processes import Backend, Handle
 from vnode.workers.registry import STOPPED_SECONDS, Entry, started
 from vnode.workers.wire import LARGEST, Channel, Message, WireError
@@ -99,6 +100,7 @@ class Supervisor:
       interface: the address at which it and the services listen.
       port: of the supervisor; 0 for any that is free.
       checkpoint: the folder of checkpoints, which workers are told of.
+      devices: names of the devices that the job has, one for each worker; None where nobody counts devices.
       out: where the output of the lowest rank goes.
       err: where errors of all workers go, and the supervisor's words.
       observe: called a few times a second with what `Decisions.status` says, and with each event.
@@ -116,6 +118,7 @@ class Supervisor:
         interface: str = "127.0.0.1",
         port: int = 0,
         checkpoint: str | None = None,
+        devices: Sequence[str] | None = None,
         out: TextIO | None = None,
         err: TextIO | None = None,
         observe: Callable[[dict[str, Any], dict[str, Any] | None], None] | None = None,
@@ -124,6 +127,8 @@ class Supervisor:
         self.out, self.err = out or sys.stdout, err or sys.stderr
         self.observer = observe
         self.checkpoint = checkpoint
+        self.devices = None if devices is None else Devices(devices)
+        self.waiting: list[int] = []  # workers that are to be started once there is a device for them
         self.decisions = decisions
         self.running: dict[int, Running] = {}
         self.tails: dict[int, list[Tail]] = {}
@@ -138,7 +143,7 @@ class Supervisor:
         self.address = f"[{interface}]:{port}" if ":" in interface else f"{interface}:{port}"
         entry.save(address=self.address)
         threading.Thread(target=self.accept, name="vnode accept", daemon=True).start()
-        self.keeper = self.start_keeper()
+        self.keeper = self.start_keeper() if decisions.connects else None
 
     # From other threads, and signal handlers
 
@@ -222,9 +227,9 @@ class Supervisor:
                     worker.channel.close()
         for service in self.decisions.services:
             self.tell_keeper(f"end {service}")
-        with contextlib.suppress(OSError):
-            assert self.keeper.stdin is not None
-            self.keeper.stdin.close()
+        if self.keeper is not None and self.keeper.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.keeper.stdin.close()
         self.entry.close(self.over.code, self.over.why, self.decisions.status()["step"])
         return self.over.code
 
@@ -246,12 +251,17 @@ class Supervisor:
         """Looks at processes, output and deadlines."""
         for number, worker in list(self.running.items()):
             self.look_at(number, worker, now)
+        waiting, self.waiting = self.waiting, []
+        for number in waiting:
+            self.spawn(number)
+        if self.devices is not None:
+            self.devices.trim(self.decisions.wanted)
         if now >= self.told + ALIVE_SECONDS:
             self.told = now
             self.do([Send(number, {"kind": "alive"}) for number in self.running])
         self.pass_on()
         self.learn_checkpoint()
-        if self.keeper.poll() is not None and self.over is None:
+        if self.keeper is not None and self.keeper.poll() is not None and self.over is None:
             self.over = End(1, "The process that keeps jax's coordination services has ended; see keeper.err.")
         self.do(self.decisions.tick(now))
         self.observe(None)
@@ -268,6 +278,8 @@ class Supervisor:
                 worker.channel.close()
             for tail in self.tails.get(number, []):
                 tail.look(whole=True)
+            if self.devices is not None:
+                self.devices.free(number)
             self.do(self.decisions.exited(number, code, now))
             self.save_children()
         elif worker.handle.is_stopped():
@@ -341,18 +353,37 @@ class Supervisor:
         kind = message["kind"]
         try:
             if kind == "resize":
-                self.do(self.decisions.resize(int(message["workers"]), now))
+                self.resize(int(message["workers"]), message.get("devices", []), now)
             elif kind == "stop":
-                self.stop_now(str(message.get("why") or "asked for"), 143, now)
+                if not (message.get("once") and self.decisions.stopping):
+                    self.stop_now(str(message.get("why") or "asked for"), 143, now)
             elif kind == "kill":
                 self.end_now(137, "killed by request")
             elif kind != "status":
                 raise WorkerError(f"a supervisor does not know {kind!r}")
-            answer = {"kind": "ok", **self.decisions.status()}
+            answer = {"kind": "ok", **self.status()}
         except (WorkerError, KeyError, TypeError, ValueError) as error:
             answer = {"kind": "error", "text": str(error)}
         with contextlib.suppress(WireError):
             channel.send(answer)
+
+    def resize(self, workers: int, devices: Sequence[str], now: float) -> None:
+        """Someone asks for another number of workers, and grants devices for them.
+
+        Raises:
+          WorkerError: so many cannot be.
+        """
+        if self.devices is not None:
+            self.devices.grant(map(str, devices))
+        try:
+            self.do(self.decisions.resize(workers, now))
+        finally:
+            if self.devices is not None:
+                self.devices.trim(self.decisions.wanted)
+
+    def status(self) -> dict[str, Any]:
+        """What is said of the job, and which devices it has."""
+        return {**self.decisions.status(), "devices": None if self.devices is None else self.devices.granted}
 
     def stop_now(self, why: str, code: int, now: float) -> None:
         """The run shall end."""
@@ -383,6 +414,12 @@ class Supervisor:
             elif isinstance(action, Kill):
                 if action.worker in self.running:
                     self.running[action.worker].handle.kill()
+                elif action.worker in self.waiting:
+                    self.waiting.remove(action.worker)
+                    self.events.put(lambda now, number=action.worker: self.do(self.decisions.exited(number, -9, now)))
+            elif isinstance(action, Terminate):
+                if action.worker in self.running:
+                    self.running[action.worker].handle.terminate()
             elif isinstance(action, StartService):
                 self.asked.append(action.generation)
                 self.tell_keeper(f"start {self.interface}")
@@ -394,7 +431,27 @@ class Supervisor:
                 self.over = self.over or action
 
     def spawn(self, number: int) -> None:
-        """Starts a worker."""
+        """Starts a worker; later, if all devices are in use."""
+        environment = {} if not self.decisions.connects else self.membership(number)
+        if self.devices is not None:
+            device = self.devices.take(number) if self.decisions.connects else ",".join(self.devices.granted)
+            if device is None:
+                self.waiting.append(number)
+                return
+            environment[DEVICE] = device
+        try:
+            self.running[number] = Running(self.backend.spawn(number, environment))
+        except OSError as error:
+            self.over = self.over or End(1, f"Worker {number} cannot be started: {error}")
+            return
+        if number not in self.tails:
+            out = Tail(self.entry.folder / f"worker-{number}.out", lambda line: self.printed(number, line))
+            err = Tail(self.entry.folder / f"worker-{number}.err", lambda line: self.say(line, number))
+            self.tails[number] = [out, err]
+        self.save_children()
+
+    def membership(self, number: int) -> dict[str, str]:
+        """The variables by which a worker finds this supervisor."""
         environment = {
             SUPERVISOR: self.address,
             TOKEN_FILE: str(self.entry.token_file),
@@ -407,16 +464,7 @@ class Supervisor:
             environment |= {"JAX_COMPILATION_CACHE_DIR": str(self.entry.folder / programs), **KEEP_ALL}
         if self.checkpoint is not None:
             environment[CHECKPOINT] = self.checkpoint
-        try:
-            self.running[number] = Running(self.backend.spawn(number, environment))
-        except OSError as error:
-            self.over = self.over or End(1, f"Worker {number} cannot be started: {error}")
-            return
-        if number not in self.tails:
-            out = Tail(self.entry.folder / f"worker-{number}.out", lambda line: self.printed(number, line))
-            err = Tail(self.entry.folder / f"worker-{number}.err", lambda line: self.say(line, number))
-            self.tails[number] = [out, err]
-        self.save_children()
+        return environment
 
     def save_children(self) -> None:
         """Writes down which processes there are: a later supervisor of the same folder waits for them."""
@@ -432,7 +480,7 @@ class Supervisor:
 
     def say(self, text: str, number: int | None = None) -> None:
         """Passes on a line that a worker has written to its stderr, or says something itself."""
-        prefix = "" if number is None else f"[worker {number}] "
+        prefix = "" if number is None or not self.decisions.connects else f"[worker {number}] "
         with contextlib.suppress(OSError):
             print(f"{prefix}{text}", file=self.err, flush=True)
 
@@ -466,7 +514,7 @@ class Supervisor:
 
     def tell_keeper(self, line: str) -> None:
         """Gives the keeper a command."""
-        assert self.keeper.stdin is not None
+        assert self.keeper is not None and self.keeper.stdin is not None
         with contextlib.suppress(OSError):  # it has ended, which `look` finds
             self.keeper.stdin.write(f"{line}\n")
 

@@ -148,12 +148,21 @@ class Channel:
         """Opens a connection.
 
         Args:
-          address: ``host:port``.
+          address: ``host:port``, or the path of a socket of this host.
           timeout: seconds that it may take.
 
         Raises:
           OSError: nobody listens there.
         """
+        if address.startswith("/"):
+            sock = socket.socket(socket.AF_UNIX)
+            sock.settimeout(timeout)
+            try:
+                sock.connect(address)
+            except OSError:
+                sock.close()
+                raise
+            return cls(sock)
         host, _, port = address.rpartition(":")
         return cls(socket.create_connection((host.strip("[]"), int(port)), timeout))
 

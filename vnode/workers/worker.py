@@ -57,6 +57,7 @@ class Worker:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     handover: str = ""
     virtual_nodes: int = 0
+    steps: int | None = None
     checkpoint: str | None = None
     step: int | None = None
     doing: str = "starts"

@@ -1,0 +1,95 @@
+"""`vnode submit -- python train.py`: hands a job to the scheduler, and prints its id.
+
+Knows the command line. Must not know what a scheduler does with a job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from vnode.cluster.live.arguments import add_state, times
+from vnode.cluster.live.door import ask
+from vnode.cluster.live.shown import job_in
+from vnode.cluster.live.submission import Submission, worker_range
+from vnode.cluster.live.view import look
+from vnode.errors import ClusterError
+
+LOOK = 0.3
+"""Seconds between two looks at a job that is waited for."""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the command line."""
+    parser = commands.add_parser(
+        "submit",
+        help="hand a job to the scheduler of this machine",
+        usage="vnode submit [options] -- COMMAND [ARGUMENTS]",
+        description="Prints the id of the job, and only that, once the job is on the disk. It runs in this folder with "
+        "this environment.",
+    )
+    parser.add_argument("--name", default="", help="of the job, for people; default: its script's")
+    parser.add_argument("--priority", type=float, default=1, metavar="N", help="its weight; default: 1")
+    parser.add_argument("--workers", type=worker_range, default=(1, 1), metavar="MIN:MAX", help="one device each; or N")
+    parser.add_argument("--rigid", action="store_true", help="no vnode program: runs once, and keeps its N devices")
+    parser.add_argument("--restart", action="store_true", default=None, help="replace all workers at each change")
+    parser.add_argument("--checkpoint", metavar="FOLDER", help="of checkpoints, if the script names none")
+    parser.add_argument("--step-seconds", type=times, default={}, metavar="1=4.0,8=0.7", help="by number of workers")
+    parser.add_argument("--steps", type=int, metavar="N", help="of the run, where its workers do not tell")
+    parser.add_argument("--wait", action="store_true", help="wait for its end; the exit code is the job's")
+    add_state(parser)
+    parser.set_defaults(execute=execute)
+
+
+def execute(chosen: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Returns:
+      0, or with ``--wait`` the exit code of the job; 2 if it cannot be submitted.
+    """
+    try:
+        job = Submission(
+            command=chosen.arguments,
+            workers=chosen.workers,
+            name=chosen.name,
+            priority=chosen.priority,
+            rigid=chosen.rigid,
+            restart=chosen.restart,
+            checkpoint=chosen.checkpoint,
+            step_seconds=chosen.step_seconds,
+            steps=chosen.steps,
+        )
+        name = ask("submit", chosen.state, job=job.facts())["answer"]
+    except (ClusterError, ValueError) as error:
+        print(f"vnode: {error}", file=sys.stderr)
+        return 2
+    print(name, flush=True)
+    return wait(name, chosen.state) if chosen.wait else 0
+
+
+def wait(name: str, state: str | None) -> int:
+    """Waits for the end of a job, also of one whose scheduler is started again meanwhile.
+
+    Returns:
+      Its exit code; 130 after Ctrl-C, which leaves the job as it is.
+    """
+    complaint = ""
+    try:
+        while True:
+            try:
+                job = job_in(look(state)[0], name)
+                complaint = ""
+                if job["ended"] is not None:
+                    if job["why"]:
+                        print(f"vnode: job {name} {job['state']}: {job['why']}", file=sys.stderr)
+                    return 143 if job["code"] is None else job["code"]
+            except ClusterError as error:
+                if str(error) != complaint:
+                    complaint = str(error)
+                    print(f"vnode: {complaint}\nvnode: job {name} is waited for all the same", file=sys.stderr)
+            time.sleep(LOOK)
+    except KeyboardInterrupt:
+        print(f"vnode: job {name} goes on; end it: vnode cancel {name}", file=sys.stderr)
+        return 130

@@ -1,0 +1,170 @@
+"""Turns the jobs of a book into shares by a policy, with a reason for each change.
+
+Knows policies and their tables. Must not know how shares are carried out.
+
+A decision depends on the book, the policy and the time alone: `replay` makes all decisions of a log again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vnode.cluster.costs import VNODE
+from vnode.cluster.jobs import PENDING, RESIZING, RUNNING, STARTING, Job, Jobs
+from vnode.cluster.live.book import Book, LiveJob
+from vnode.cluster.live.estimates import remaining_of, speeds_of
+from vnode.cluster.live.records import Record
+from vnode.cluster.policies import POLICIES, named
+from vnode.cluster.simulator import Decision, Policy, as_array, table_of
+from vnode.errors import ClusterError, layout_message
+
+STATES = {"pending": PENDING, "starting": STARTING, "running": RUNNING, "resizing": RESIZING}
+
+
+@dataclasses.dataclass(frozen=True)
+class Decided:
+    """A decision.
+
+    Attributes:
+      shares: devices by job, of all jobs that have not ended.
+      again: when to decide again, if nothing happens before; in seconds since 1970.
+    """
+
+    shares: Mapping[str, int]
+    again: float | None = None
+
+
+def policy_of(name: str, options: Mapping[str, Any]) -> Policy:
+    """The policy of a scheduler.
+
+    Raises:
+      ClusterError: there is none of that name, or it is not for one kind of device.
+    """
+    if name not in POLICIES and name != "guarantee":
+        raise ClusterError(
+            layout_message(
+                f"a scheduler has no policy {name!r}.",
+                facts=["it has devices of one kind"],
+                remedies=[f"use one of {', '.join([*POLICIES, 'guarantee'])}"],
+            )
+        )
+    return named(name, costs=VNODE, factor=options.get("factor", 1.1), inner=options.get("inner", "goodput"))
+
+
+def decide(book: Book, policy: Policy, time: float) -> Decided:
+    """Asks a policy.
+
+    Rigid jobs keep their devices once they have them: the policy shares the others. A share that a job cannot use,
+    because it needs more or because the scheduler has other counts, is rounded down.
+
+    Args:
+      book: the jobs.
+      policy: decides.
+      time: in seconds since 1970.
+
+    Raises:
+      ClusterError: the policy fails, or decides what cannot be.
+    """
+    active = book.active()
+    shares = {job.id: len(job.devices) if job.keeps else 0 for job in active}
+    there = len(book.devices) - sum(shares.values())
+    asked = [job for job in active if not job.keeps and not job.cancel]
+    if not asked or there < 1:
+        return Decided(shares)
+    jobs = table(book, asked, time)
+    jobs.look_back = lambda: table(book, list(book.jobs.values()), time)
+    assert book.epoch is not None
+    try:
+        found = policy(time - book.epoch, jobs, there)
+        again = None
+        if isinstance(found, Decision):
+            found, again = found.shares, found.again
+        given = as_array(found, jobs)
+        if given.sum() > there or (given < 0).any():
+            raise ValueError(f"it gives {given.tolist()} of {there} devices")
+    except Exception as error:
+        raise ClusterError(f"the policy fails: {type(error).__name__}: {error}") from error
+    for job, share in zip(asked, given.tolist(), strict=True):
+        shares[job.id] = usable(job, share, book.options.get("counts"))
+    return Decided(shares, None if again is None else again + book.epoch)
+
+
+def usable(job: LiveJob, share: int, counts: Sequence[int] | None) -> int:
+    """The largest number of devices up to a share that a job can use."""
+    share = min(share, job.limit)
+    if counts is not None and not job.submission.rigid:
+        share = max((count for count in counts if count <= share), default=0)
+    return share if share >= min(job.submission.range[0], job.limit) else 0
+
+
+def table(book: Book, jobs: Sequence[LiveJob], time: float) -> Jobs:
+    """The table of jobs that a policy reads, in the order of submission."""
+    most = len(book.devices)
+    assert book.epoch is not None
+    asked = []
+    for job in jobs:
+        low = job.submission.range[0]
+        demand = max(min(job.limit, most), 1)
+        asked.append(
+            Job(
+                id=job.id,
+                arrival=job.submitted - book.epoch,
+                work=float(max(job.steps or 0, job.step + remaining_of(job))),
+                speeds=speeds_of(job, demand),
+                demand=demand,
+                minimum=min(low, demand),
+                priority=job.priority,
+            )
+        )
+    found = table_of(asked, VNODE, {"": most})
+    found.rank[:] = [job.number for job in jobs]
+    found.share[:] = [job.share for job in jobs]
+    found.state[:] = [STATES.get(job.state, PENDING) for job in jobs]
+    found.remaining[:] = [remaining_of(job) for job in jobs]
+    ended = [np.nan if job.ended is None else job.ended - book.epoch for job in jobs]
+    found.ended[:] = ended
+    return found
+
+
+def reasons(book: Book, shares: Mapping[str, int], causes: Iterable[str]) -> dict[str, str]:
+    """Why shares change, by job, for people.
+
+    Args:
+      book: with the shares before.
+      shares: after.
+      causes: what has happened since the last decision.
+    """
+    cause = "; ".join(dict.fromkeys(causes)) or "time has passed"
+    found = {}
+    for name, share in shares.items():
+        before = book.jobs[name].share
+        if share != before:
+            word = "starts on" if not before else "stops" if not share else "grown" if share > before else "shrunk"
+            change = f"{word} {share}" if not before else word if not share else f"{word} {before} -> {share}"
+            found[name] = f"{change}: {cause}"
+    return found
+
+
+def replay(records: Iterable[Record], policy: Policy | None = None) -> Iterator[tuple[Record, Decided]]:
+    """Makes the decisions of a log again.
+
+    Args:
+      records: of a scheduler.
+      policy: the function that decided, if it was none of vnode's.
+
+    Yields:
+      Each record of a decision, with the decision that the same policy makes in its place.
+    """
+    book = Book()
+    chosen: tuple[Any, Policy] | None = None
+    for record in records:
+        if record.kind == "decided":
+            key = book.policy, tuple(sorted(book.options.items(), key=str))
+            if chosen is None or str(chosen[0]) != str(key):
+                chosen = key, policy or policy_of(book.policy, book.options)
+            yield record, decide(book, chosen[1], record.time)
+        book.add(record)

@@ -1,0 +1,504 @@
+"""Runs a cluster: takes jobs in, asks the policy who has how many devices, and tells the jobs' supervisors.
+
+Knows the book, the file it is kept in, supervisors. Must not know how a policy decides, nor how a job resizes.
+
+Whatever happens is recorded before it has an effect: a scheduler may be killed at any moment, and the next one goes on.
+A device is free when the supervisor of its job says that no process uses it, or when that and all workers are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import queue
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vnode.cluster.live.book import Book, LiveJob, rows
+from vnode.cluster.live.deciding import decide, policy_of, reasons
+from vnode.cluster.live.door import Door, Reply
+from vnode.cluster.live.outcome import outcome
+from vnode.cluster.live.pace import Pace
+from vnode.cluster.live.records import Record
+from vnode.cluster.live.shown import job_in, shown, snapshot
+from vnode.cluster.live.state import State
+from vnode.cluster.live.submission import Submission
+from vnode.cluster.live.supervised import Report, Supervised, start
+from vnode.cluster.simulator import Policy
+from vnode.errors import ClusterError, layout_message
+from vnode.workers.detached import OWN
+
+TICK = 0.1
+"""Seconds between two looks at what is to be done."""
+
+AGAIN = 5.0
+"""Seconds after which something that failed for want of room on a disk is tried again."""
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO}
+"""Errors of a system that has no room now, and may have some later."""
+
+PATIENCE = 30.0
+"""Seconds that a job which was cancelled has to save and end, before it is killed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How a scheduler does it.
+
+    Attributes:
+      devices: names of the devices.
+      policy: the name of the policy, or a function.
+      options: `factor` and `inner` of a guarantee; `counts`: numbers of devices that a job may have.
+      backend: what places workers: "processes" or "ray".
+      resources: of Ray that each worker needs.
+      restart: whether jobs replace all workers at each change, unless they say otherwise.
+      env: variables of all workers; ``{device}`` in a value is the worker's device.
+    """
+
+    devices: Sequence[str]
+    policy: str | Policy = "goodput"
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    backend: str = "processes"
+    resources: Mapping[str, float] | None = None
+    restart: bool = False
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.devices or len(set(self.devices)) < len(self.devices):
+            raise ClusterError(f"a cluster has one device or more, each with a name of its own, not {self.devices}")
+
+    @property
+    def policy_name(self) -> str:
+        """What the policy is called."""
+        return self.policy if isinstance(self.policy, str) else getattr(self.policy, "__name__", "policy")
+
+
+class Scheduler:
+    """One scheduler, which has a state file.
+
+    Args:
+      state: the file; made if it is not there.
+      setup: how it does it.
+      say: called with each line for people.
+
+    Attributes:
+      book: the jobs.
+      shown: the last snapshot, for the page.
+
+    Raises:
+      ClusterError: another scheduler has the file, or it cannot be used; or the policy is not known.
+    """
+
+    def __init__(self, state: Path, setup: Setup, say: Callable[[str], None] | None = None) -> None:
+        self.setup, self.say = setup, say or (lambda line: print(line, file=sys.stderr, flush=True))
+        self.policy = policy_of(setup.policy, setup.options) if isinstance(setup.policy, str) else setup.policy
+        self.state = State(state)
+        try:
+            self.book = Book(self.state.records())
+            self.check_devices()
+            self.queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+            self.supervised: dict[str, Supervised] = {}
+            self.paces: dict[str, Pace] = {}
+            self.said: dict[str, Mapping[str, Any]] = {}
+            self.causes: list[str] = []
+            self.again: float | None = None
+            self.dirty, self.ended = True, False
+            self.blocked_until = 0.0
+            self.cancelled: dict[str, float] = {}
+            self.complaint = ""
+            self.changed: dict[str, LiveJob] = {}
+            self.state.renew(rows(self.book.jobs.values()))
+            facts = {"devices": list(setup.devices), "policy": setup.policy_name, "options": dict(setup.options)}
+            self.record(Record(self.now(), "began", None, facts))
+            self.causes.append(f"the scheduler began with {len(setup.devices)} devices")
+            self.door = Door(self.state.path, self.take_request)
+        except BaseException:
+            self.state.close()
+            raise
+        for job in self.book.active():
+            if job.alive:
+                self.supervise(job)
+        self.shown: dict[str, Any] = self.snapshot()
+
+    def check_devices(self) -> None:
+        """Looks whether the devices that jobs have are still there.
+
+        Raises:
+          ClusterError: some are not.
+        """
+        for job in self.book.active():
+            if gone := [name for name in job.devices if name not in self.setup.devices]:
+                raise ClusterError(
+                    layout_message(
+                        f"{job.called} still has device {gone[0]}, which this scheduler is not to have.",
+                        facts=[f"devices before: {', '.join(self.book.devices)}"],
+                        remedies=["start the scheduler with the devices that it had, and cancel the job or wait"],
+                    )
+                )
+
+    def now(self) -> float:
+        """The time, which does not go back."""
+        return max(time.time(), self.book.last)
+
+    # The loop
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Runs until it is closed, or until something is so.
+
+        Args:
+          until: asked after each turn.
+        """
+        while not self.ended and not until():
+            self.turn()
+
+    def turn(self) -> None:
+        """Takes in what has happened, and does what follows from it."""
+        with contextlib.suppress(queue.Empty):
+            event = self.queue.get(timeout=TICK)
+            while True:
+                with self.complaining():
+                    event()
+                event = self.queue.get_nowait()
+        if time.monotonic() >= self.blocked_until:
+            with self.complaining():
+                if self.dirty or (self.again is not None and self.now() >= self.again):
+                    self.decide()
+                for job in sorted(self.book.active(), key=lambda job: (-job.priority, job.number)):
+                    self.carry_out(job)
+        if self.changed:
+            with contextlib.suppress(ClusterError):  # the table is made anew when a scheduler begins
+                self.state.append([], rows(self.changed.values()))
+                self.changed = {}
+        self.shown = self.snapshot()
+
+    @contextlib.contextmanager
+    def complaining(self) -> Any:
+        """What cannot be done now, as on a full disk, is said, and tried again some time later."""
+        try:
+            yield
+            self.complaint = ""
+        except (ClusterError, OSError) as error:
+            self.blocked_until = time.monotonic() + AGAIN
+            if str(error) != self.complaint:
+                self.complaint = str(error)
+                self.say(f"vnode: {error}")
+
+    def stop(self) -> None:
+        """Ends the scheduler. Jobs go on."""
+        self.queue.put(lambda: setattr(self, "ended", True))
+
+    def close(self) -> None:
+        """Lets another scheduler have the file."""
+        self.door.close()
+        for supervised in self.supervised.values():
+            supervised.close()
+        self.state.close()
+
+    # Records
+
+    def record(self, *records: Record) -> None:
+        """Writes records down, and takes them in.
+
+        Raises:
+          ClusterError: they cannot be written; nothing is changed then.
+        """
+        self.state.append(records)
+        for record in records:
+            if (job := self.book.add(record)) is not None:
+                self.changed[job.id] = job
+
+    def note(self, job: LiveJob, kind: str, **facts: Any) -> None:
+        """Writes one record of a job down."""
+        self.record(Record(self.now(), kind, job.id, facts))
+
+    # Requests
+
+    def take_request(self, request: Mapping[str, Any], reply: Reply) -> None:
+        """Takes a request from the thread of a connection."""
+        self.queue.put(lambda: self.answer(request, reply))
+
+    def answer(self, request: Mapping[str, Any], reply: Reply) -> None:
+        """Answers a request."""
+        try:
+            kind = request["kind"]
+            handlers: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+                "submit": self.submit,
+                "queue": lambda request: self.snapshot(),
+                "status": lambda request: self.show(self.job_of(request)),
+                "priority": self.change_priority,
+                "cancel": self.cancel,
+            }
+            if kind not in handlers:
+                raise ClusterError(f"this scheduler does not know {kind!r}: it may be of another version of vnode.")
+            found = handlers[kind](request)
+        except ClusterError as error:
+            reply({"kind": "error", "text": str(error)})
+        except (KeyError, TypeError, ValueError) as error:
+            reply({"kind": "error", "text": f"the request cannot be read: {type(error).__name__}: {error}"})
+        else:
+            reply({"kind": "ok", "answer": found})
+
+    def job_of(self, request: Mapping[str, Any]) -> LiveJob:
+        """The job that a request is about.
+
+        Raises:
+          ClusterError: there is none.
+        """
+        return self.book.jobs[job_in(self.snapshot(), str(request["job"]))["id"]]
+
+    def submit(self, request: Mapping[str, Any]) -> str:
+        """Takes a job in; its id is returned once it is on the disk."""
+        submission = Submission.from_facts(request["job"])
+        submission.__post_init__()
+        low, high = submission.range
+        there = len(self.setup.devices)
+        if low > there:
+            raise ClusterError(
+                layout_message(
+                    f"a job that needs {low} workers never runs here.",
+                    facts=[f"the cluster has {there} devices, one for each worker"],
+                    remedies=[f"ask for fewer: --workers 1:{min(high, there)}"],
+                )
+            )
+        counts = self.setup.options.get("counts")
+        if counts and not submission.rigid and not any(low <= count <= high for count in counts):
+            raise ClusterError(
+                layout_message(
+                    f"a job with {low}:{high} workers never runs here.",
+                    facts=[f"jobs have {', '.join(map(str, counts))} workers"],
+                    remedies=["ask for a range that holds one of these"],
+                )
+            )
+        if submission.rigid and self.setup.backend != "processes":
+            raise ClusterError("workers are placed by Ray here, which runs vnode programs, no rigid jobs.")
+        name = self.book.next_id()
+        self.record(Record(self.now(), "submitted", name, submission.facts()))
+        job = self.book.jobs[name]
+        self.happened(f"{job.called} with priority {job.priority:g} arrived")
+        return name
+
+    def change_priority(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Gives a job another priority."""
+        job, priority = self.job_of(request), float(request["priority"])
+        if not 0 < priority < float("inf"):
+            raise ClusterError(f"a priority is a number above 0, not {priority:g}.")
+        self.check_there(job)
+        if priority != job.priority:
+            self.note(job, "priority", priority=priority)
+            self.happened(f"the priority of {job.called} is {priority:g} now")
+        return self.show(job)
+
+    def cancel(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Ends a job."""
+        job = self.job_of(request)
+        self.check_there(job)
+        if not job.cancel:
+            self.note(job, "cancel")
+            self.happened(f"{job.called} was cancelled")
+        if request.get("now"):
+            self.cancelled[job.id] = 0.0
+        return self.show(job)
+
+    def check_there(self, job: LiveJob) -> None:
+        """Refuses to change a job that has ended.
+
+        Raises:
+          ClusterError: it has.
+        """
+        if job.is_over:
+            raise ClusterError(f"{job.called} has ended: {job.state}.")
+
+    def happened(self, cause: str) -> None:
+        """Something after which the policy decides."""
+        self.causes.append(cause)
+        self.dirty = True
+
+    # News of supervisors
+
+    def supervise(self, job: LiveJob, process: Any = None) -> Supervised:
+        """Speaks with the supervisor of a job from now on."""
+        self.paces[job.id] = Pace(job.seconds, job.step)
+        self.said.pop(job.id, None)
+        take = lambda report: self.queue.put(lambda: self.hear(report))  # noqa: E731
+        supervised = Supervised(job.id, job.attempt, self.attempt(job), take, process, job.submission.rigid)
+        self.supervised[job.id] = supervised
+        return supervised
+
+    def attempt(self, job: LiveJob) -> Path:
+        """The folder of a job's supervisor."""
+        return self.state.jobs / job.id / f"run-{job.attempt}"
+
+    def hear(self, report: Report) -> None:
+        """Takes in news of a supervisor."""
+        job = self.book.jobs[report.job]
+        if job.attempt != report.attempt or job.is_over or not job.alive:
+            return
+        if report.kind == "gone":
+            self.take_end(job, report)
+        elif report.kind == "status":
+            self.take_status(job, report)
+        elif report.kind == "refused":
+            self.take_refusal(job, report)
+
+    def take_status(self, job: LiveJob, report: Report) -> None:
+        """Takes in how a job is."""
+        said = report.facts
+        self.said[job.id] = said
+        if job.submission.rigid:
+            return
+        members, step = len(said["workers"]), said["step"]
+        trains = members if step is not None and step >= 0 else 0
+        if job.steps is not None and step is not None and step >= job.steps:
+            trains = job.trains  # the rest of the script
+        self.paces[job.id].look(time.monotonic(), trains, step)
+        if (said["virtual_nodes"], said["steps"]) != (job.nodes, job.steps) and said["virtual_nodes"]:
+            limit = job.limit
+            self.note(job, "learned", nodes=said["virtual_nodes"], steps=said["steps"])
+            if job.limit < limit:
+                self.happened(f"{job.called} has {job.nodes} virtual nodes")
+        if trains != job.trains:
+            self.note(job, "trains", workers=trains, step=step or 0)
+        held = said["devices"]
+        if report.serial == self.supervised[job.id].serial and held is not None and set(job.devices) - set(held):
+            self.note(job, "holds", devices=[name for name in job.devices if name in held])
+
+    def take_refusal(self, job: LiveJob, report: Report) -> None:
+        """A supervisor does not do what is wanted: the job keeps the workers that it has."""
+        text = str(report.facts["text"])
+        if report.serial == self.supervised[job.id].serial and not job.submission.rigid:
+            workers = max(job.trains, 1)
+            if workers < job.limit:
+                self.note(job, "limited", workers=workers, why=text)
+                self.happened(f"{job.called} stays at {workers}")
+
+    def take_end(self, job: LiveJob, report: Report) -> None:
+        """The supervisor and all workers of a job are gone."""
+        supervised = self.supervised[job.id]
+        try:
+            self.measure(job)
+            self.record(outcome(job, report.facts, self.attempt(job) / OWN, self.now()))
+        except ClusterError:
+            self.queue.put(lambda: self.hear(report))  # it is not written down: again
+            time.sleep(TICK)
+            raise
+        if self.supervised.get(job.id) is supervised:
+            del self.supervised[job.id]
+        self.cancelled.pop(job.id, None)
+        for path in (self.attempt(job) / OWN).glob("programs*"):
+            shutil.rmtree(path, ignore_errors=True)
+        self.happened(f"{job.called} {job.state if job.is_over else 'has no workers'}")
+        if job.is_over:
+            self.say(f"{job.called}: {job.state}" + (f" (exit code {job.code})" if job.code else ""))
+
+    # What follows
+
+    def measure(self, job: LiveJob) -> None:
+        """Writes down how fast a job is, if that has changed."""
+        pace = self.paces.get(job.id)
+        if pace is not None and (pace.seconds != job.seconds or pace.step != job.step):
+            seconds = {str(n): seconds for n, seconds in pace.seconds.items()}
+            self.note(job, "measured", step=pace.step, seconds=seconds)
+
+    def decide(self) -> None:
+        """Asks the policy, and writes down what it decides."""
+        for job in self.book.active():
+            self.measure(job)
+        moment = self.now()
+        decided = decide(self.book, self.policy, moment)
+        why = reasons(self.book, decided.shares, self.causes)
+        again = decided.again if decided.again is None or decided.again > moment else None
+        facts = {"shares": dict(decided.shares), "again": again, "why": why}
+        self.record(Record(moment, "decided", None, facts))
+        self.again, self.dirty, self.causes = again, False, []
+        for name, line in why.items():
+            self.say(f"{self.book.jobs[name].called}: {line}")
+
+    def carry_out(self, job: LiveJob) -> None:
+        """Does for a job what was decided, as far as there are devices."""
+        supervised = self.supervised.get(job.id)
+        if job.alive and supervised is None:
+            self.begin(job)  # it could not be, for want of room
+        elif job.cancel:
+            self.end(job, supervised)
+        elif supervised is None:
+            if job.share and len(free := self.book.free()) >= job.share:
+                moment = self.now()
+                granted = Record(moment, "granted", job.id, {"devices": free[: job.share]})
+                self.record(granted, Record(moment, "starting", job.id, {"attempt": job.attempt + 1}))
+                self.begin(job)
+        elif job.submission.rigid:
+            return
+        elif not job.share:
+            if not job.stopping:
+                self.note(job, "stopping", why="other jobs need its devices")
+            supervised.stop("other jobs need its devices")
+        elif not job.stopping:
+            more = job.share - len(job.devices)
+            if more > 0 and len(free := self.book.free()) >= more:
+                self.note(job, "granted", devices=free[:more])
+            if more <= 0 or len(job.devices) == job.share:
+                supervised.want(job.share, job.devices)
+
+    def begin(self, job: LiveJob) -> None:
+        """Starts the supervisor of a job.
+
+        Raises:
+          ClusterError: it cannot be written down, or started; it is tried again later.
+        """
+        submission, folder = job.submission, self.state.jobs / job.id
+        spec: dict[str, Any] = {
+            "command": list(submission.command),
+            "name": submission.title,
+            "workers": len(job.devices),
+            "backend": self.setup.backend,
+            "resources": self.setup.resources,
+            "max_workers": submission.range[1],
+            "devices": list(job.devices),
+            "env": dict(self.setup.env),
+            "rigid": submission.rigid,
+        }
+        if not submission.rigid:
+            spec["restart"] = self.setup.restart if submission.restart is None else submission.restart
+            spec["checkpoint"] = submission.checkpoint or str(folder / "checkpoint")
+        try:
+            process = start(self.attempt(job), spec, submission.directory, submission.env, folder)
+        except (ClusterError, OSError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if isinstance(cause, OSError) and cause.errno in NO_ROOM:
+                raise
+            self.note(job, "ended", state="failed", code=2, why=f"it cannot be started: {error}", step=job.step)
+            self.happened(f"{job.called} failed")
+        else:
+            self.supervise(job, process)
+
+    def end(self, job: LiveJob, supervised: Supervised | None) -> None:
+        """Has a job end that was cancelled: with a checkpoint, or after a while without."""
+        if supervised is None:
+            if not job.alive:
+                self.note(job, "ended", state="cancelled", code=None, why="", step=job.step)
+            return
+        if job.id not in self.cancelled:
+            self.cancelled[job.id] = time.monotonic() + PATIENCE
+            supervised.stop("cancelled")
+        elif time.monotonic() >= self.cancelled[job.id]:
+            supervised.kill()
+
+    # What is shown
+
+    def facts(self) -> dict[str, Any]:
+        """Facts of this scheduler."""
+        return {"state": str(self.state.path), "folder": str(self.state.jobs), "pid": os.getpid()}
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that is shown."""
+        return snapshot(self.book, self.now(), self.facts(), self.said, self.paces)
+
+    def show(self, job: LiveJob) -> dict[str, Any]:
+        """What is shown of a job."""
+        return shown(job, self.state.jobs, self.said.get(job.id, {}), self.paces.get(job.id))

@@ -1,0 +1,98 @@
+"""Turns a book, and what supervisors say, into plain data for commands and for the page.
+
+Knows what people look at. Must not know terminals, nor HTML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vnode.cluster.live.book import Book, LiveJob
+from vnode.cluster.live.pace import Pace
+from vnode.errors import ClusterError, layout_message
+
+
+def snapshot(
+    book: Book, time: float, facts: Mapping[str, Any], said: Mapping[str, Mapping[str, Any]], paces: Mapping[str, Pace]
+) -> dict[str, Any]:
+    """All that is shown of a cluster.
+
+    Args:
+      book: the jobs.
+      time: now, in seconds since 1970.
+      facts: of the scheduler: state, pid.
+      said: by job, the last status of its supervisor.
+      paces: by job, how fast it is.
+    """
+    folder = Path(facts["folder"])
+    return {
+        "cluster": {
+            "devices": book.devices,
+            "free": book.free(),
+            "policy": book.policy,
+            "state": facts["state"],
+            "pid": facts["pid"],
+            "began": book.began,
+            "now": time,
+        },
+        "jobs": [shown(job, folder, said.get(job.id, {}), paces.get(job.id)) for job in book.jobs.values()],
+        "decisions": list(book.decisions),
+        "history": list(book.holds),
+    }
+
+
+def shown(job: LiveJob, folder: Path, said: Mapping[str, Any], pace: Pace | None) -> dict[str, Any]:
+    """What is shown of a job."""
+    alive = job.alive and not job.is_over
+    speed = None
+    if alive and pace is not None and (seconds := pace.seconds.get(job.trains)):
+        speed = 1 / seconds
+    return {
+        "id": job.id,
+        "name": job.submission.title,
+        "state": job.state,
+        "priority": job.priority,
+        "workers": list(job.submission.range),
+        "rigid": job.submission.rigid,
+        "share": job.share,
+        "devices": job.devices,
+        "training": None if job.submission.rigid else job.trains,
+        "step": max(job.step, pace.step if pace else 0) or None,
+        "steps": job.steps,
+        "steps_per_second": speed,
+        "metrics": dict(said.get("metrics") or {}),
+        "submitted": job.submitted,
+        "started": job.started,
+        "ended": job.ended,
+        "code": job.code,
+        "why": job.why,
+        "command": list(job.submission.command),
+        "folder": str(folder / job.id),
+    }
+
+
+def job_in(found: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A job of a snapshot, by its id, or by its name if only one that has not ended has it, or the last that had it.
+
+    Raises:
+      ClusterError: there is none.
+    """
+    jobs = [job for job in found["jobs"] if job["id"] == name]
+    if not jobs:
+        called = [job for job in found["jobs"] if job["name"] == name]
+        jobs = [job for job in called if job["ended"] is None] or called[-1:]
+    if len(jobs) != 1:
+        several = "several jobs are called" if jobs else "there is no job"
+        facts = [f"{job['id']}: {job['name']}, {job['state']}" for job in jobs] or [
+            f"there are {len(found['jobs'])} jobs"
+        ]
+        raise ClusterError(
+            layout_message(
+                f"{several} {name!r}.",
+                facts=facts or [f"there are {len(found['jobs'])} jobs"],
+                remedies=["see their ids: vnode queue"],
+            )
+        )
+    return jobs[0]

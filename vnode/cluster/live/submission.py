@@ -1,0 +1,147 @@
+"""What a user asks of a scheduler: a command, how many workers it may have, and how much it matters.
+
+Knows what may be asked for. Must not know what else is there.
+
+    "1:8"   ->   (1, 8)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vnode.errors import ClusterError, layout_message
+from vnode.workers import CHECKPOINT, DEVICE, INTERFACE, JOB, NUMBER, SUPERVISOR, TOKEN_FILE
+
+OF_WORKERS = {CHECKPOINT, DEVICE, INTERFACE, JOB, NUMBER, SUPERVISOR, TOKEN_FILE}
+"""Variables of a worker, which are not those of a job that it submits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Submission:
+    """A job that is to run.
+
+    Attributes:
+      command: of each worker; of a rigid job that of its one process.
+      workers: the fewest and the most workers, or one number: one device each.
+      name: for people; by default that of the script or program.
+      priority: its weight; twice the weight, twice the share by policies that share by weight.
+      rigid: whether the command is no vnode program: it runs once, on `workers` devices, and keeps them to its end.
+      restart: whether all workers are replaced at each change (GPUs, TPUs); None: as the scheduler does by default.
+      checkpoint: its folder of checkpoints, if the script names none; by default one beside the scheduler's file.
+      step_seconds: seconds a step by number of workers, where that is known before; it is measured otherwise.
+      steps: of the whole run, where its workers do not tell.
+      directory: in which it runs; by default this process's.
+      env: variables of its workers; by default this process's.
+      arrival: seconds after the beginning, for `vnode.cluster.run`.
+
+    Raises:
+      ClusterError: a field is not what it must be; the message names it.
+
+    Example:
+      >>> Submission(command=["python", "train.py", "--lr", "3"], workers=(1, 8)).title
+      'train.py'
+    """
+
+    command: Sequence[str]
+    workers: tuple[int, int] | int = 1
+    name: str = ""
+    priority: float = 1.0
+    rigid: bool = False
+    restart: bool | None = None
+    checkpoint: str | None = None
+    step_seconds: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    steps: int | None = None
+    directory: str = dataclasses.field(default_factory=os.getcwd)
+    env: Mapping[str, str] = dataclasses.field(
+        default_factory=lambda: {name: value for name, value in os.environ.items() if name not in OF_WORKERS}
+    )
+    arrival: float = 0.0
+
+    def __post_init__(self) -> None:
+        def check(good: Any, problem: str, remedy: str) -> None:
+            if not good:
+                raise ClusterError(layout_message(f"a job cannot be submitted: {problem}.", remedies=[remedy]))
+
+        command = self.command
+        check(
+            not isinstance(command, str) and len(command) > 0 and all(isinstance(part, str) for part in command),
+            f"its command is {command!r}",
+            "give a command and its arguments: vnode submit -- python train.py",
+        )
+        check(not any("\0" in part for part in command), "its command holds a zero byte", "leave it out")
+        if isinstance(self.workers, int):
+            object.__setattr__(self, "workers", (self.workers, self.workers))
+        low, high = self.workers  # type: ignore[misc]
+        check(1 <= low <= high, f"workers are {low}:{high}", "give the fewest and the most: --workers 1:8")
+        check(
+            not self.rigid or low == high,
+            f"a rigid job keeps its devices, and it asks for {low}:{high}",
+            f"give one number: --workers {high}",
+        )
+        check(
+            math.isfinite(self.priority) and self.priority > 0,
+            f"its priority is {self.priority!r}",
+            "give a number above 0: --priority 5",
+        )
+        for count, seconds in self.step_seconds.items():
+            check(
+                int(count) >= 1 and math.isfinite(seconds) and seconds > 0,
+                f"its step takes {seconds!r} seconds on {count} workers",
+                "give seconds above 0 by number of workers: --step-seconds 1=4.0,8=0.7",
+            )
+        check(self.steps is None or self.steps >= 1, f"it has {self.steps!r} steps", "give a number above 0")
+        check(os.path.isdir(self.directory), f"there is no folder {self.directory!r}", "give one that is there")
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The fewest and the most workers."""
+        low, high = self.workers  # type: ignore[misc]
+        return low, high
+
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        if self.name:
+            return self.name
+        scripts = [part for part in self.command[1:] if part.endswith(".py")]
+        return os.path.basename(scripts[0] if scripts else self.command[0])
+
+    def facts(self) -> dict[str, Any]:
+        """As plain data."""
+        found = dataclasses.asdict(self)
+        seconds = {str(count): seconds for count, seconds in self.step_seconds.items()}
+        return {**found, "command": list(self.command), "step_seconds": seconds}
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Submission:
+        """From plain data; without a look at folders, which may be gone.
+
+        Raises:
+          ClusterError: it is not what `facts` makes.
+        """
+        try:
+            found = dict(facts)
+            found["workers"] = tuple(found["workers"])
+            found["step_seconds"] = {int(n): float(s) for n, s in found["step_seconds"].items()}
+            self = object.__new__(cls)
+            for field in dataclasses.fields(cls):
+                object.__setattr__(self, field.name, found.pop(field.name))
+            if found:
+                raise ValueError(f"unknown {', '.join(found)}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise ClusterError(f"a job cannot be read: {type(error).__name__}: {error}") from error
+        return self
+
+
+def worker_range(text: str) -> tuple[int, int]:
+    """The fewest and the most workers that a text names.
+
+    >>> worker_range("1:8"), worker_range("4")
+    ((1, 8), (4, 4))
+    """
+    low, colon, high = text.partition(":")
+    return int(low), int(high if colon else low)

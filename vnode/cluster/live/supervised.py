@@ -1,0 +1,265 @@
+"""Turns what a scheduler wants of one job into words to its supervisor, and what becomes of that into reports.
+
+Knows supervisors, and how they are found. Must not know other jobs, nor why something is wanted.
+
+    start(folder, spec)  ->  a process that outlives this one; folder/lock is held as long as it lives
+    Supervised(folder)   ->  a thread that speaks with it, whoever has started it
+    want(3, devices)     ->  "resize", and a report that says which devices the job still has
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vnode import files
+from vnode.errors import ClusterError
+from vnode.stopped import Resident
+from vnode.workers import registry
+from vnode.workers.detached import OWN, REFUSED, SPEC
+from vnode.workers.supervisor import search_path
+from vnode.workers.wire import Channel, WireError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+LOOK = 0.2
+"""Seconds between two questions."""
+
+ANSWER = 10
+"""Seconds that an answer may take."""
+
+LEAVE = 60
+"""Seconds that workers of a supervisor that was killed have to save and end."""
+
+LOCK = "lock"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """News of a job's supervisor.
+
+    Attributes:
+      job: whose.
+      attempt: the number of the supervisor.
+      kind: "status" (what it says), "refused" (it does not do what is wanted), "silent" (it does not answer), or
+        "gone" (neither it nor a worker is there any more).
+      serial: of the last wish that was told before.
+      facts: of a status, what it says; of the end, what it left (`code`, `why`, `step`, `events`), if it left that.
+    """
+
+    job: str
+    attempt: int
+    kind: str
+    serial: int = 0
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def start(folder: Path, spec: Mapping[str, Any], directory: str, env: Mapping[str, str], output: Path) -> Any:
+    """Starts the supervisor of a job.
+
+    Args:
+      folder: of this attempt; made if it is not there.
+      spec: fields of `vnode.workers.start.Spec`.
+      directory: in which workers run.
+      env: variables of the job.
+      output: the folder whose files ``out`` and ``err`` take the job's output.
+
+    Returns:
+      Its process, which this one must wait for as long as it lives.
+
+    Raises:
+      ClusterError: it cannot be written down.
+      OSError: the system starts no process.
+    """
+    for each in (output.parent, output, folder):
+        each.mkdir(mode=0o700, exist_ok=True)
+    facts = {**spec, "path": env.get("PYTHONPATH")}
+    files.write(folder / SPEC, json.dumps(facts), ClusterError)
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        assert fcntl is not None
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the child has it, too: it is free when all have ended
+        with open(output / "out", "ab") as out, open(output / "err", "ab") as err:
+            return subprocess.Popen(
+                [sys.executable, "-m", "vnode.workers.detached", str(folder)],
+                cwd=directory,
+                env={**env, "PYTHONPATH": search_path()},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                pass_fds=(lock,),
+                start_new_session=True,
+            )
+    finally:
+        os.close(lock)
+
+
+def is_there(folder: Path) -> bool:
+    """Whether the supervisor of an attempt is there, as the kernel says."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        assert fcntl is not None
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+
+
+class Supervised:
+    """Speaks with the supervisor of one attempt, in a thread of its own, until that is gone.
+
+    Args:
+      job: its id.
+      attempt: the number of the supervisor.
+      folder: of the attempt.
+      report: called with each report, in that thread.
+      process: of the supervisor, if this process has started it.
+      rigid: whether its process is ended at once when its supervisor is gone: it does not notice that itself.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        attempt: int,
+        folder: Path,
+        report: Callable[[Report], None],
+        process: subprocess.Popen[bytes] | None = None,
+        rigid: bool = False,
+    ) -> None:
+        self.job, self.attempt, self.folder, self.report, self.process = job, attempt, folder, report, process
+        self.rigid = rigid
+        self.serial, self.told, self.workers, self.devices = 0, 0, 0, ()
+        self.asks: list[dict[str, Any]] = []
+        self.changed = threading.Condition()
+        self.closed = self.stopped = False
+        self.thread = threading.Thread(target=self.follow, name=f"vnode job {job}", daemon=True)
+        self.thread.start()
+
+    # From the scheduler
+
+    def want(self, workers: int, devices: Sequence[str]) -> int:
+        """Says how many workers the job shall have, and which devices are its own.
+
+        Returns:
+          The serial number of this wish.
+        """
+        with self.changed:
+            if (workers, tuple(devices)) != (self.workers, self.devices):
+                self.serial += 1
+                self.workers, self.devices = workers, tuple(devices)
+                wish = {"kind": "resize", "workers": workers, "devices": list(devices), "serial": self.serial}
+                self.asks = [ask for ask in self.asks if ask["kind"] != "resize"] + [wish]
+                self.changed.notify()
+            return self.serial
+
+    def stop(self, why: str) -> None:
+        """Asks the run to end with a checkpoint."""
+        if not self.stopped:
+            self.stopped = True
+            self.ask({"kind": "stop", "why": why, "once": True})
+
+    def kill(self) -> None:
+        """Has all workers ended at once."""
+        self.ask({"kind": "kill"})
+
+    def ask(self, request: dict[str, Any]) -> None:
+        """Asks for something; again does nothing."""
+        with self.changed:
+            if request not in self.asks:
+                self.asks.append(request)
+                self.changed.notify()
+
+    def close(self) -> None:
+        """Speaks no more. The supervisor goes on."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify()
+        self.thread.join(ANSWER)
+
+    # The thread
+
+    def follow(self) -> None:
+        """Speaks with the supervisor until it is gone."""
+        while not self.closed:
+            there = is_there(self.folder)  # before the files: after the end nothing is added
+            found = registry.load(self.folder / OWN)
+            if not there:
+                self.bury(found)
+                return
+            if found is None or "address" not in found.facts or "code" in found.facts:
+                time.sleep(LOOK / 4)  # it begins, or ends
+                continue
+            with contextlib.suppress(FileNotFoundError):  # its token: it ends
+                self.speak(found)
+
+    def speak(self, found: registry.Found) -> None:
+        """Asks it what is wanted, and how it is, until it does not answer."""
+        try:
+            channel = Channel.connect(found.facts["address"], ANSWER)
+        except OSError:
+            time.sleep(LOOK)
+            return
+        request: dict[str, Any] | None = None
+        try:
+            channel.send({"kind": "control", "token": found.token})
+            while not self.closed:
+                with self.changed:
+                    if not self.asks:
+                        self.changed.wait(LOOK)
+                    request = self.asks.pop(0) if self.asks else None
+                channel.send(request or {"kind": "status"})
+                answer = channel.receive(ANSWER)
+                self.told = (request or {}).get("serial", self.told)
+                request = None
+                kind = "refused" if answer["kind"] == "error" else "status"
+                self.report(Report(self.job, self.attempt, kind, self.told, answer))
+        except (OSError, WireError):
+            if request is not None:
+                with self.changed:  # unless something newer of its kind is wanted
+                    if all(ask["kind"] != request["kind"] for ask in self.asks):
+                        self.asks.insert(0, request)
+            if is_there(self.folder):
+                self.report(Report(self.job, self.attempt, "silent"))
+        finally:
+            channel.close()
+
+    def bury(self, found: registry.Found | None) -> None:
+        """Waits until its workers are gone, too, and reports what is left."""
+        if self.process is not None:
+            self.process.wait()
+        end = time.monotonic() + (0 if self.rigid else LEAVE)
+        while found is not None and not self.closed and (alive := found.workers_alive()):
+            here = Resident.this_process()
+            for pid in alive:
+                if time.monotonic() >= end or here._replace(pid=pid).is_stopped():
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        leads = os.getpgid(pid) == pid  # a worker has a session of its own
+                        (os.killpg if leads else os.kill)(pid, signal.SIGKILL)
+            time.sleep(LOOK / 4)
+        if self.closed:
+            return
+        facts: dict[str, Any] = {}
+        if found is not None:
+            facts = {**found.facts, "events": found.events()}
+        else:
+            with contextlib.suppress(OSError):
+                facts = {"refused": (self.folder / REFUSED).read_text(encoding="utf-8")}
+        self.report(Report(self.job, self.attempt, "gone", facts=facts))

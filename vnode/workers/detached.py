@@ -1,0 +1,58 @@
+"""`python -m vnode.workers.detached FOLDER`: a supervisor that outlives the process which has started it.
+
+Knows the file that says what it shall run. Must not know who has written it.
+
+    FOLDER/spec.json   ->   a supervisor, whose own folder is FOLDER/job
+
+Its output is that of the job. It holds no connection to the process that started it: that finds it again by its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from vnode.errors import WorkerError
+from vnode.workers.command_run import handle_signals
+from vnode.workers.start import Spec
+
+SPEC = "spec.json"
+"""What it shall run: fields of `Spec`, and the PYTHONPATH that the job shall have (`path`)."""
+
+OWN = "job"
+"""The supervisor's own folder."""
+
+REFUSED = "refused.txt"
+"""Why nothing could be run, if so it was."""
+
+
+def main(folder: Path) -> int:
+    """Runs a job to its end.
+
+    Args:
+      folder: has `SPEC`.
+
+    Returns:
+      The job's exit code; 2 if it cannot be started.
+    """
+    facts = json.loads((folder / SPEC).read_text(encoding="utf-8"))
+    path = facts.pop("path")
+    os.environ.pop("PYTHONPATH", None)
+    if path is not None:
+        os.environ["PYTHONPATH"] = path
+    for name in ("command", "devices"):
+        facts[name] = tuple(facts[name])
+    try:
+        supervisor = Spec(**facts).supervisor(folder=folder / OWN)
+    except WorkerError as error:
+        (folder / REFUSED).write_text(str(error), encoding="utf-8")
+        print(f"vnode: {error}", file=sys.stderr)
+        return 2
+    handle_signals(supervisor)
+    return supervisor.run()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Path(sys.argv[1])))
