@@ -17,7 +17,7 @@ from typing import Any
 
 import vnode
 from vnode.cluster import command_simulate
-from vnode.cluster.live import command_job, command_queue, command_serve, command_submit
+from vnode.cluster.live import command_history, command_job, command_queue, command_serve, command_submit
 from vnode.workers import command_run, command_runs, command_workers
 
 TAKE_ARGUMENTS = {"run", "submit"}
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_parser(commands)
     cluster = commands.add_parser("cluster", help="jobs that share devices: a scheduler, and what would become of them")
     inner = cluster.add_subparsers(dest="cluster_command", required=True)
-    for command in (command_serve, command_simulate):
+    for command in (command_serve, command_simulate, command_history):
         command.add_parser(inner)
     given = list(arguments or sys.argv[1:] or ["doctor"])
     end = given.index("--") if "--" in given else len(given)

@@ -62,6 +62,7 @@ def main() -> None:
         "handover": f"127.0.0.1:{NUMBER}",
         "virtual_nodes": OPTIONS.get("nodes", 8),
         "checkpoint": OPTIONS.get("checkpoint"),
+        "steps": STEPS,
     }
     channel.send(arrived)
     threading.Thread(target=signs_of_life, args=(channel,), daemon=True).start()
@@ -75,7 +76,7 @@ def main() -> None:
                 channel.send({"kind": "error", "text": f"ValueError: worker {NUMBER} is odd", "step": STATE["step"]})
                 sys.exit(1)
             if STATE["step"] >= STEPS:
-                said = {"kind": "finished", "generation": STATE["generation"], "step": STEPS, "reason": "steps"}
+                said = {"kind": "finished", "generation": STATE["generation"], "step": STEPS, "reason": ""}
                 channel.send(said)
                 time.sleep(0.1)
                 sys.exit(ODD.get("code", 0))

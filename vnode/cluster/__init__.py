@@ -1,9 +1,11 @@
-"""A cluster that jobs share: policies that say how many devices each has, and a simulator of what comes of them.
+"""A cluster that jobs share: policies that say how many devices each has, a simulator, and a scheduler.
 
 Devices may be given and taken at any time, as the result of a job does not depend on them (`vnode.elastic`).
 
     jobs = vnode.cluster.read("jobs.json").jobs
     vnode.cluster.simulate(jobs, 8, "goodput").figures()["jct_mean"]
+
+    vnode.cluster.run([Submission(command=["python", "train.py"], workers=(1, 8)), ...], 8, "goodput")
 """
 
 import importlib as _importlib
@@ -13,6 +15,8 @@ if _typing.TYPE_CHECKING:
     from vnode.cluster import policies as policies
     from vnode.cluster.costs import FREE, VIRTUALFLOW, VNODE, Costs
     from vnode.cluster.jobs import Job, Jobs
+    from vnode.cluster.live.run import Run, run, submit
+    from vnode.cluster.live.submission import Submission
     from vnode.cluster.result import Result
     from vnode.cluster.simulation import simulate
     from vnode.cluster.simulator import Decision
@@ -29,11 +33,15 @@ __all__ = [
     "Job",
     "Jobs",
     "Result",
+    "Run",
     "Speeds",
+    "Submission",
     "Trace",
     "policies",
     "read",
+    "run",
     "simulate",
+    "submit",
 ]
 
 _LAZY = {  # the command line is imported without numpy
@@ -45,10 +53,14 @@ _LAZY = {  # the command line is imported without numpy
     "Job": "jobs",
     "Jobs": "jobs",
     "Result": "result",
+    "Run": "live.run",
     "Speeds": "speeds",
+    "Submission": "live.submission",
     "Trace": "traces.trace",
     "read": "traces",
+    "run": "live.run",
     "simulate": "simulation",
+    "submit": "live.run",
 }
 
 

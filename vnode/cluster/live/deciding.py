@@ -90,7 +90,8 @@ def decide(book: Book, policy: Policy, time: float) -> Decided:
         raise ClusterError(f"the policy fails: {type(error).__name__}: {error}") from error
     for job, share in zip(asked, given.tolist(), strict=True):
         shares[job.id] = usable(job, share, book.options.get("counts"))
-    return Decided(shares, None if again is None else again + book.epoch)
+    again = None if again is None else again + book.epoch
+    return Decided(shares, again if again is not None and again > time else None)
 
 
 def usable(job: LiveJob, share: int, counts: Sequence[int] | None) -> int:

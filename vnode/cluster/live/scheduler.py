@@ -116,7 +116,8 @@ class Scheduler:
             self.state.renew(rows(self.book.jobs.values()))
             facts = {"devices": list(setup.devices), "policy": setup.policy_name, "options": dict(setup.options)}
             self.record(Record(self.now(), "began", None, facts))
-            self.causes.append(f"the scheduler began with {len(setup.devices)} devices")
+            if self.book.active():
+                self.causes.append(f"a scheduler began, with {len(setup.devices)} devices")
             self.door = Door(self.state.path, self.take_request)
         except BaseException:
             self.state.close()
@@ -412,10 +413,9 @@ class Scheduler:
         moment = self.now()
         decided = decide(self.book, self.policy, moment)
         why = reasons(self.book, decided.shares, self.causes)
-        again = decided.again if decided.again is None or decided.again > moment else None
-        facts = {"shares": dict(decided.shares), "again": again, "why": why}
+        facts = {"shares": dict(decided.shares), "again": decided.again, "why": why}
         self.record(Record(moment, "decided", None, facts))
-        self.again, self.dirty, self.causes = again, False, []
+        self.again, self.dirty, self.causes = decided.again, False, []
         for name, line in why.items():
             self.say(f"{self.book.jobs[name].called}: {line}")
 
