@@ -217,7 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="published logs and traces")
     parser.add_argument("--scale", action="store_true", help="how long simulations take")
-    parser.add_argument("--most", type=int, default=10_000, help="jobs, with --scale")
+    parser.add_argument("--most", type=int, default=100_000, help="jobs, with --scale")
     options = parser.parse_args()
     if options.data is not None:
         for table in (replay, published, seeds, mixed, gavel):

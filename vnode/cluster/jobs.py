@@ -212,6 +212,20 @@ class Jobs(Sequence[Row]):
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
 
+    def rows(self, rows: np.ndarray | slice) -> Jobs:
+        """Some of the jobs, as they are now.
+
+        Args:
+          rows: indices, whose columns are copied; or a slice, whose columns are not, and cannot be written to.
+        """
+        columns = {name: getattr(self, name)[rows] for name in COLUMNS}
+        if isinstance(rows, slice):
+            for column in columns.values():
+                column.flags.writeable = False
+        chosen = range(*rows.indices(len(self))) if isinstance(rows, slice) else rows
+        names, asked = Picked(self.id, chosen), Picked(self.job, chosen)
+        return Jobs(id=names, job=asked, curves=self.curves, memo=self.memo, **columns)
+
     @functools.cached_property
     def speed(self) -> np.ndarray:
         """Units per second, ``[jobs, counts]``; on more devices than a job may have, as on the most that it may."""
@@ -238,3 +252,21 @@ class Jobs(Sequence[Row]):
     def order(self) -> np.ndarray:
         """Indices in falling priority, then by arrival and name."""
         return np.lexsort((self.rank, -self.priority))
+
+
+COLUMNS = ("rank", "arrival", "priority", "demand", "minimum", "work", "start", "share", "state", "remaining", "curve")
+COLUMNS += ("ended",)
+"""Those of a table that have an entry for each job."""
+
+
+class Picked(Sequence[Any]):
+    """Some entries of a sequence, looked up when they are asked for."""
+
+    def __init__(self, entries: Sequence[Any], rows: Sequence[int] | np.ndarray) -> None:
+        self.entries, self.rows = entries, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.entries[int(self.rows[index])]

@@ -238,9 +238,9 @@ class Simulator:
         if not len(active):
             return
         self.progress(active)
-        view = rows_of(table, active)
+        view = table.rows(active)
         count = self.arrivals
-        view.look_back = lambda: rows_of(table, np.arange(count))
+        view.look_back = lambda: table.rows(slice(0, count))
         decided = self.policy(self.now, view, self.devices)
         self.decisions += 1
         again = None
@@ -314,29 +314,6 @@ def table_of(jobs: Sequence[Job], costs: Costs, kinds: Mapping[str, int]) -> Job
 def speeds_of(job: Job, kinds: Mapping[str, int]) -> tuple[float, ...]:
     """The speeds of a job on devices of one kind; on several kinds there is no such curve."""
     return job.by_kind[next(iter(kinds))].per_second if len(kinds) == 1 else (0.0,)
-
-
-COLUMNS = ("rank", "arrival", "priority", "demand", "minimum", "work", "start", "share", "state", "remaining", "curve")
-COLUMNS += ("ended",)
-
-
-def rows_of(table: Jobs, rows: np.ndarray) -> Jobs:
-    """Some rows of a table, as they are now."""
-    columns = {name: getattr(table, name)[rows] for name in COLUMNS}
-    return Jobs(id=Picked(table.id, rows), curves=table.curves, memo=table.memo, job=Picked(table.job, rows), **columns)
-
-
-class Picked(Sequence[Any]):
-    """Some entries of a sequence, looked up when they are asked for."""
-
-    def __init__(self, entries: Sequence[Any], rows: np.ndarray) -> None:
-        self.entries, self.rows = entries, rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.entries[int(self.rows[index])]
 
 
 def as_array(shares: Any, jobs: Jobs) -> np.ndarray:
