@@ -81,7 +81,7 @@ def test_jobs_take_turns_by_their_shares() -> None:
         (lambda lines, known: lines.append("A\tcmd\n"), "line 3: 2 columns; Gavel's traces have 10 or 7"),
         (
             lambda lines, known: lines.append(lines[0].replace("4000", "many")),
-            "line 3: invalid literal for int|line 3: could not",
+            "line 3: the number of steps is 'many', not a number",
         ),
         (
             lambda lines, known: lines.append(lines[0].replace("A", "C", 1)),
@@ -89,7 +89,7 @@ def test_jobs_take_turns_by_their_shares() -> None:
         ),
         (
             lambda lines, known: known["slow"].update({"('A', 1)": {"null": -1}}),
-            r"slow, \('A', 1\): a throughput is -1",
+            r"slow, \('A', 1\): a throughput is -1.0, less than 0",
         ),
         (lambda lines, known: known.pop("slow"), "has no throughputs of 'slow'; it has fast"),
     ],

@@ -36,7 +36,7 @@ ROOMS = {
     ),
     "data": "errors placement threads",
     "workers": "errors files stopped",
-    "cluster": "errors",
+    "cluster": "errors files plan",
     "elastic": "analysis data errors partition placement plan show step threads tracebacks workers",
     "integrations": "errors placement step tracebacks transform",
 }

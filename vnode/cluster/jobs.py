@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from vnode.cluster.speeds import Speeds
+from vnode.cluster.speeds import LONGEST, MOST, Speeds
 
 PENDING, STARTING, RUNNING, RESIZING, ENDED = range(5)
 """States of a job: it has no device; its workers start; it makes steps; it makes steps while workers join or leave."""
@@ -66,13 +66,14 @@ class Job:
             if not good:
                 raise ValueError(f"job {self.id!r}: {field} is {getattr(self, field)!r}; it must be {must}")
 
-        check("arrival", math.isfinite(self.arrival) and self.arrival >= 0, "a number of seconds, at least 0")
+        check("arrival", 0 <= self.arrival <= LONGEST, "a number of seconds, at least 0 and at most 1e12")
         check("work", math.isfinite(self.work) and self.work > 0, "a number above 0")
         check("priority", math.isfinite(self.priority) and self.priority > 0, "a number above 0")
-        check("demand", self.demand >= 1, "at least 1")
+        check("demand", 1 <= self.demand <= MOST, f"from 1 to {MOST}")
         check("minimum", 1 <= self.minimum <= self.demand, f"from 1 to the demand, {self.demand}")
-        check("start", self.start is None or 0 <= self.start < math.inf, "a number of seconds, at least 0")
+        check("start", self.start is None or 0 <= self.start <= LONGEST, "a number of seconds, at least 0")
         nodes = self.virtual_nodes
+        check("virtual_nodes", nodes is None or nodes >= 1, "at least 1")
         check("demand", nodes is None or self.demand <= nodes, f"at most its virtual nodes, {nodes}")
         check("speeds", any(speeds.most for speeds in self.by_kind.values()), "above 0 on some count of devices")
 
