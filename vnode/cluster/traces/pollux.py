@@ -90,8 +90,9 @@ def read(text: str, path: Path) -> Trace:
                     id=row["name"],
                     arrival=number_in(row["time"], "time"),
                     work=number_in(row["steps"], "steps") if "steps" in row else steps_of(application, batch),
-                    speeds=Speeds.from_times(times),
+                    speeds=Speeds.from_times(times, allowed=range(min(times), max(times) + 1)),
                     demand=demand,
+                    minimum=min(times),
                     facts={"application": application, "batch_size": batch},
                 )
             )
@@ -172,7 +173,7 @@ def step_seconds(measured: Mapping[int, Sizes], batch: int) -> dict[int, float]:
         part = math.ceil(batch / count)
         passes = math.ceil(part / known[-1])
         size = math.ceil(part / passes)
-        if size >= known[0]:
+        if size >= known[0] and count <= batch:
             step, sync = (float(np.interp(size, known, [sizes[each][i] for each in known])) for i in (0, 1))
             times[count] = step + (passes - 1) * (step - sync)
     return times
