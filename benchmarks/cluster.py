@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vnode.cluster import VIRTUALFLOW, VNODE, Costs, Job, Speeds, policies, read, simulate
-from vnode.cluster.policies.heterogeneous import heterogeneous
+from vnode.cluster.policies.heterogeneous import Worth, heterogeneous
 from vnode.cluster.result import Result
 from vnode.cluster.simulator import Simulator
 from vnode.cluster.traces.draw import draw
@@ -128,8 +129,31 @@ def seeds(data: Path) -> None:
     print()
 
 
+def speed_at_proportional_share(job: Job, devices: Mapping[str, int]) -> float:
+    """The mean speed of a job on the kinds, each counted by its devices."""
+    return sum(job.speed_on({kind: count}) * count for kind, count in devices.items()) / sum(devices.values())
+
+
+def speed_in_devices_alike(job: Job, counts: Mapping[str, int], devices: Mapping[str, int]) -> float:
+    """The speed over that of one device of the same kind, if n devices are n times as fast: how many there are."""
+    return float(sum(counts.values()))
+
+
+WORTHS: dict[str, Worth] = {
+    "by the mean of kinds": lambda job, counts, all_: job.speed_on(counts) / speed_at_proportional_share(job, all_),
+    "by one device of the same kind": speed_in_devices_alike,
+    "by nothing": lambda job, counts, all_: job.speed_on(counts),
+}
+"""Normalisations besides that of the policy, by the speed of the job alone on the cluster."""
+
+
+def by_worth(worth: Worth, trace: Any) -> Result:
+    """A simulation at events, of jobs that may have several kinds."""
+    return simulate(trace.jobs, trace.devices, heterogeneous(worth=worth))
+
+
 def mixed(data: Path) -> None:
-    """Kinds of devices: what events, mixing and rounds contribute."""
+    """Kinds of devices: what events, mixing, rounds and normalisation contribute."""
     path = data / "virtualflow" / "vf_heterogeneous.json"
     rounds = Costs(tick=360)
     ways: dict[str, Callable[[Any], Result]] = {
@@ -138,6 +162,8 @@ def mixed(data: Path) -> None:
         "at events, one kind": lambda t: simulate(t.jobs, t.devices, heterogeneous(False)),
         "at events, mixed": lambda t: simulate(t.jobs, t.devices, heterogeneous()),
     }
+    for name, worth in WORTHS.items():
+        ways[f"at events, mixed, {name}"] = functools.partial(by_worth, worth)
     print(
         "### 4 V100, 8 P100, 16 K80: mean JCT, s\n\n| jobs/h | logged: Gavel | logged: mixed | "
         + " | ".join(ways)

@@ -371,4 +371,4 @@ def natural(name: str) -> tuple[int, int, str]:
     >>> sorted(["b", "10", "9"], key=natural)
     ['9', '10', 'b']
     """
-    return (0, int(name), "") if name.isdigit() else (1, 0, name)
+    return (0, int(name), "") if name.isascii() and name.isdigit() and len(name) < 20 else (1, 0, name)

@@ -88,6 +88,7 @@ def read_mixed(found: Mapping[str, Any], path: str, run: str | None) -> Trace:
             speeds[model] = speeds_of(mapping(measured, "the value"), kinds)
     with at(place):
         records = array(trace["jobs"], "jobs")
+        logged = {key: number(trace, key) for key in ("gavel_avg_jct", "mixed_avg_jct") if key in trace}
     jobs = []
     for index, record in enumerate(records):
         with at(f"{place}, jobs[{index}]"):
@@ -106,7 +107,6 @@ def read_mixed(found: Mapping[str, Any], path: str, run: str | None) -> Trace:
                     facts={"model": kind},
                 )
             )
-    logged = {key: number(trace, key) for key in ("gavel_avg_jct", "mixed_avg_jct") if key in trace}
     return Trace(jobs, kinds, logged=logged)
 
 
