@@ -1,10 +1,11 @@
 """Simulates policies for jobs that share a cluster, and compares them with published runs.
 
-    python -m benchmarks.cluster --data DIR            # published logs: virtualflow/*.json, gavel/*
+    python -m benchmarks.cluster --data DIR            # published logs: virtualflow/*.json, gavel/*, pollux/*
     python -m benchmarks.cluster --scale               # needs no data
 
 DIR holds what was read from public logs and traces: VirtualFlow's 20 jobs on 8 GPUs, its 3 jobs, its mixed traces;
-Gavel's traces and throughputs. Everything is deterministic, but for the seconds of `--scale`. All seeds are counted.
+Gavel's traces and throughputs; a workload of Pollux's and its measured times. Everything is deterministic, but for the
+seconds of `--scale`. All seeds are counted.
 """
 
 from __future__ import annotations
@@ -205,6 +206,22 @@ def gavel(data: Path) -> None:
     print()
 
 
+def pollux(data: Path) -> None:
+    """A workload of Pollux's on 16 x 4 devices, beside what its simulator says (mean JCT, s)."""
+    own = "Pollux 2446 (it changes batch sizes), Tiresias 3470, Optimus 5302"
+    print(f"### Pollux's workload 6; its own simulator: {own}\n")
+    print("| policy | makespan | mean JCT | median | p99 | effective | resizes |\n|:--|--:|--:|--:|--:|--:|--:|")
+    trace = read(data / "pollux" / "workload-6.csv")
+    assert isinstance(trace.devices, int)
+    for name in (*policies.POLICIES, "guarantee"):
+        found = simulate(trace.jobs, trace.devices, name, costs=trace.costs).figures()
+        cells = [f"{found[key]:.0f}" for key in ("makespan", "jct_mean", "jct_median", "jct_p99")]
+        print(
+            f"| {name} | " + " | ".join([*cells, f"{found['utilisation_effective']:.2f}", str(found["resizes"])]) + " |"
+        )
+    print()
+
+
 def crowd(count: int, devices: int, load: float, seed: int = 0) -> list[Job]:
     """So many jobs of 18 kinds, that ask for 1 to 32 devices at a load of so many devices' time."""
     rng, now, made = np.random.default_rng(seed), 0.0, []
@@ -246,7 +263,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=100_000, help="jobs, with --scale")
     options = parser.parse_args()
     if options.data is not None:
-        for table in (replay, published, seeds, mixed, gavel):
+        for table in (replay, published, seeds, mixed, gavel, pollux):
             table(options.data)
     if options.scale:
         scale(options.most)

@@ -90,11 +90,9 @@ def fewest(now: float, jobs: Jobs, deadlines: np.ndarray, devices: int, costs: C
     remaining, now_at = jobs.remaining[:, None], jobs.speed[np.arange(len(jobs)), jobs.share][:, None]
     waits = np.where((jobs.state == PENDING) | (jobs.state == STARTING), jobs.start, 0.0)[:, None]
     joins = costs.growth + costs.release  # a job that grows goes on meanwhile with what it has
-    left = np.where(
-        counts > share, np.where(share > 0, np.maximum(remaining - joins * now_at, 0.0), remaining), remaining
-    )
-    resize = np.where(share == 0, 0.0, np.where(counts > share, joins, np.where(counts < share, costs.shrink, 0.0)))
-    with np.errstate(divide="ignore"):
+    left = np.where(counts > share, np.maximum(remaining - joins * now_at, 0.0), remaining)
+    resize = np.select([share == 0, counts > share, counts < share], [0.0, joins, costs.shrink], 0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):  # where it has no speed, which is left out below
         ends = now + waits + resize + left / jobs.speed
     usable = (counts >= jobs.minimum[:, None]) & (counts < most[:, None]) & (jobs.speed > 0)
     in_time = usable & (ends <= deadlines[:, None])
