@@ -117,6 +117,9 @@ def test_what_is_missing_for_kinds_is_said(files: tuple[Path, Path], tmp_path: P
     big = [Job(id="a", arrival=0, work=1, demand=2, speeds={"fast": Speeds((0.0, 1.0, 2.0))})]
     with pytest.raises(ClusterError, match=r"(?s)job 'a' can run nowhere: it takes 2 devices.*fast: 1 devices"):
         simulate(big, {"fast": 1, "slow": 4}, "gavel_max_min_aware")
+    for seconds, message in [(0.0, "a round takes 0 s"), (0.5, "job '1' makes no step in a round of 0.5 s on fast")]:
+        with pytest.raises(ClusterError, match=message):  # it would never end
+            simulate(jobs, {"fast": 1, "slow": 1}, "gavel_max_min", round_seconds=seconds)
     older = tmp_path / "older.trace"  # seven columns
     older.write_text("A\tcmd\t-n\t1\t4000\t7.5\t1\n")
     (job,) = read(older, throughputs=files[1], kinds=KINDS).jobs
