@@ -1,26 +1,28 @@
 """Simulates policies for jobs that share a cluster, and compares them with published runs.
 
-    python -m benchmarks.cluster --data DIR            # published logs: virtualflow/*.json, gavel/*
+    python -m benchmarks.cluster --data DIR            # published logs: virtualflow/*.json, gavel/*, pollux/*
     python -m benchmarks.cluster --scale               # needs no data
 
 DIR holds what was read from public logs and traces: VirtualFlow's 20 jobs on 8 GPUs, its 3 jobs, its mixed traces;
-Gavel's traces and throughputs. Everything is deterministic, but for the seconds of `--scale`. All seeds are counted.
+Gavel's traces and throughputs; a workload of Pollux's and its measured times. Everything is deterministic, but for the
+seconds of `--scale`. All seeds are counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vnode.cluster import VIRTUALFLOW, VNODE, Costs, Job, Speeds, policies, read, simulate
-from vnode.cluster.policies.heterogeneous import heterogeneous
+from vnode.cluster.policies.heterogeneous import Worth, heterogeneous
 from vnode.cluster.result import Result
 from vnode.cluster.simulator import Simulator
 from vnode.cluster.traces.draw import draw
@@ -128,8 +130,31 @@ def seeds(data: Path) -> None:
     print()
 
 
+def speed_at_proportional_share(job: Job, devices: Mapping[str, int]) -> float:
+    """The mean speed of a job on the kinds, each counted by its devices."""
+    return sum(job.speed_on({kind: count}) * count for kind, count in devices.items()) / sum(devices.values())
+
+
+def speed_in_devices_alike(job: Job, counts: Mapping[str, int], devices: Mapping[str, int]) -> float:
+    """The speed over that of one device of the same kind, if n devices are n times as fast: how many there are."""
+    return float(sum(counts.values()))
+
+
+WORTHS: dict[str, Worth] = {
+    "by the mean of kinds": lambda job, counts, all_: job.speed_on(counts) / speed_at_proportional_share(job, all_),
+    "by one device of the same kind": speed_in_devices_alike,
+    "by nothing": lambda job, counts, all_: job.speed_on(counts),
+}
+"""Normalisations besides that of the policy, by the speed of the job alone on the cluster."""
+
+
+def by_worth(worth: Worth, trace: Any) -> Result:
+    """A simulation at events, of jobs that may have several kinds."""
+    return simulate(trace.jobs, trace.devices, heterogeneous(worth=worth))
+
+
 def mixed(data: Path) -> None:
-    """Kinds of devices: what events, mixing and rounds contribute."""
+    """Kinds of devices: what events, mixing, rounds and normalisation contribute."""
     path = data / "virtualflow" / "vf_heterogeneous.json"
     rounds = Costs(tick=360)
     ways: dict[str, Callable[[Any], Result]] = {
@@ -138,6 +163,8 @@ def mixed(data: Path) -> None:
         "at events, one kind": lambda t: simulate(t.jobs, t.devices, heterogeneous(False)),
         "at events, mixed": lambda t: simulate(t.jobs, t.devices, heterogeneous()),
     }
+    for name, worth in WORTHS.items():
+        ways[f"at events, mixed, {name}"] = functools.partial(by_worth, worth)
     print(
         "### 4 V100, 8 P100, 16 K80: mean JCT, s\n\n| jobs/h | logged: Gavel | logged: mixed | "
         + " | ".join(ways)
@@ -179,6 +206,22 @@ def gavel(data: Path) -> None:
     print()
 
 
+def pollux(data: Path) -> None:
+    """A workload of Pollux's on 16 x 4 devices, beside what its simulator says (mean JCT, s)."""
+    own = "Pollux 2446 (it changes batch sizes), Tiresias 3470, Optimus 5302"
+    print(f"### Pollux's workload 6; its own simulator: {own}\n")
+    print("| policy | makespan | mean JCT | median | p99 | effective | resizes |\n|:--|--:|--:|--:|--:|--:|--:|")
+    trace = read(data / "pollux" / "workload-6.csv")
+    assert isinstance(trace.devices, int)
+    for name in (*policies.POLICIES, "guarantee"):
+        found = simulate(trace.jobs, trace.devices, name, costs=trace.costs).figures()
+        cells = [f"{found[key]:.0f}" for key in ("makespan", "jct_mean", "jct_median", "jct_p99")]
+        print(
+            f"| {name} | " + " | ".join([*cells, f"{found['utilisation_effective']:.2f}", str(found["resizes"])]) + " |"
+        )
+    print()
+
+
 def crowd(count: int, devices: int, load: float, seed: int = 0) -> list[Job]:
     """So many jobs of 18 kinds, that ask for 1 to 32 devices at a load of so many devices' time."""
     rng, now, made = np.random.default_rng(seed), 0.0, []
@@ -217,10 +260,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="published logs and traces")
     parser.add_argument("--scale", action="store_true", help="how long simulations take")
-    parser.add_argument("--most", type=int, default=10_000, help="jobs, with --scale")
+    parser.add_argument("--most", type=int, default=100_000, help="jobs, with --scale")
     options = parser.parse_args()
     if options.data is not None:
-        for table in (replay, published, seeds, mixed, gavel):
+        for table in (replay, published, seeds, mixed, gavel, pollux):
             table(options.data)
     if options.scale:
         scale(options.most)

@@ -3,9 +3,9 @@
     python -m benchmarks.cluster_live --policy goodput
 
 Seven jobs share four workers. Steps are paced: one takes at least FIXED + REST / n seconds on n workers, as if each
-worker had a device of its own; the cores of this machine do what else there is to do. The simulation knows the pace, the
-arrivals, and the median seconds of a start and of a growth in this run; stalls are those of docs/workers.md. Each job's
-hash is compared with that of the job alone.
+worker had a device of its own; the cores of this machine do what else there is to do. The simulation knows the pace,
+the arrivals, and the median seconds of a start and of a growth in this run; stalls are those of docs/workers.md. The
+hash of each job is compared with that of the job alone.
 
 Knows the scheduler and the simulator. Must not know how either works.
 """
@@ -50,7 +50,7 @@ def spans(result: Result) -> tuple[list[float], list[float]]:
     asked: dict[int, tuple[float, int]] = {}
     runs: dict[int, int] = {}
     for event in result.events:
-        if (event.kind == "holds" and event.devices > asked.get(event.job, (0.0, 0))[1]) or event.kind == "holds":
+        if event.kind == "holds":
             asked[event.job] = event.time, event.devices
         elif event.kind == "runs":
             if event.devices > runs.get(event.job, 0) and event.devices == asked[event.job][1]:

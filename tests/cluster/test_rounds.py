@@ -81,7 +81,7 @@ def test_jobs_take_turns_by_their_shares() -> None:
         (lambda lines, known: lines.append("A\tcmd\n"), "line 3: 2 columns; Gavel's traces have 10 or 7"),
         (
             lambda lines, known: lines.append(lines[0].replace("4000", "many")),
-            "line 3: invalid literal for int|line 3: could not",
+            "line 3: the number of steps is 'many', not a number",
         ),
         (
             lambda lines, known: lines.append(lines[0].replace("A", "C", 1)),
@@ -89,7 +89,7 @@ def test_jobs_take_turns_by_their_shares() -> None:
         ),
         (
             lambda lines, known: known["slow"].update({"('A', 1)": {"null": -1}}),
-            r"slow, \('A', 1\): a throughput is -1",
+            r"slow, \('A', 1\): a throughput is -1.0, less than 0",
         ),
         (lambda lines, known: known.pop("slow"), "has no throughputs of 'slow'; it has fast"),
     ],
@@ -117,6 +117,9 @@ def test_what_is_missing_for_kinds_is_said(files: tuple[Path, Path], tmp_path: P
     big = [Job(id="a", arrival=0, work=1, demand=2, speeds={"fast": Speeds((0.0, 1.0, 2.0))})]
     with pytest.raises(ClusterError, match=r"(?s)job 'a' can run nowhere: it takes 2 devices.*fast: 1 devices"):
         simulate(big, {"fast": 1, "slow": 4}, "gavel_max_min_aware")
+    for seconds, message in [(0.0, "a round takes 0 s"), (0.5, "job '1' makes no step in a round of 0.5 s on fast")]:
+        with pytest.raises(ClusterError, match=message):  # it would never end
+            simulate(jobs, {"fast": 1, "slow": 1}, "gavel_max_min", round_seconds=seconds)
     older = tmp_path / "older.trace"  # seven columns
     older.write_text("A\tcmd\t-n\t1\t4000\t7.5\t1\n")
     (job,) = read(older, throughputs=files[1], kinds=KINDS).jobs

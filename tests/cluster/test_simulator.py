@@ -120,7 +120,10 @@ def test_devices_are_given_when_they_are_free(tmp_path: Path) -> None:
         ),
         (lambda jobs: jobs[0].update(workers=3), r"jobs\[0\]: unknown field 'workers'; known are arrival, counts"),
         (lambda jobs: jobs[0].update(step_seconds={"0": 1}), r"jobs\[0\]: times are needed on 1 device or more"),
-        (lambda jobs: jobs[0].update(priority=-1), r"jobs\[0\]: job 'a': priority is -1; it must be a number above 0"),
+        (
+            lambda jobs: jobs[0].update(priority=-1),
+            r"jobs\[0\]: job 'a': priority is -1.0; it must be a number above 0",
+        ),
     ],
 )
 def test_a_malformed_trace_names_file_place_and_field(change: Any, message: str, tmp_path: Path) -> None:

@@ -577,6 +577,34 @@ def test_a_search_finds_what_fits_as_predicted_whatever_its_own_account(
     assert fits or on.predicted(min(least, on.free)) > limit
 
 
+def test_a_job_of_a_cluster_is_as_fast_as_its_best_plan(tmp_path: Path) -> None:
+    """By plans themselves, and by their files, which a trace names."""
+    step, args = example("mlp")
+    plans = {4: search(step, args, FOUR, virtual_nodes=8, budget=1), 8: planned("mlp", {"vnode": 2, "model": 4}, 3)}
+    for count, plan in plans.items():
+        plan.save(tmp_path / f"{count}.json")
+    small, large = (1 / plan.figures.seconds for plan in plans.values())
+    expected = (0, 0, 0, 0, *[small] * 4, max(small, large))
+    job: dict[str, Any] = {"id": "a", "arrival": 0, "steps": 10, "plans": {"4": "4.json", "8": "8.json"}}
+    trace = tmp_path / "jobs.json"
+    trace.write_text(json.dumps({"jobs": [job]}))
+    (read,) = vnode.cluster.read(trace).jobs
+    assert vnode.cluster.Speeds.from_plans(plans).per_second == read.by_kind[""].per_second == expected
+    assert (read.minimum, read.demand) == (4, 8)
+    with pytest.raises(ValueError, match="the plan for 2 devices is for 4"):
+        vnode.cluster.Speeds.from_plans({2: plans[4]})
+    (tmp_path / "damaged.json").write_text((tmp_path / "4.json").read_text().replace('"memory":', '"memory":1'))
+    for files, message in [
+        ({"2": "4.json"}, r"4\.json: it is for 4 devices, not for 2"),
+        ({"2": "damaged.json"}, r"damaged\.json: it is not as it was written"),
+        ({"2": "jobs.json"}, r"jobs\.json: it is no plan"),
+        ({"2": "none.json"}, r"none\.json' cannot be read"),
+    ]:
+        trace.write_text(json.dumps({"jobs": [{**job, "plans": files}]}))
+        with pytest.raises(vnode.errors.ClusterError, match=message):
+            vnode.cluster.read(trace)
+
+
 @pytest.mark.quickly  # the programs are the same: so are the bits, however they are compiled
 def test_a_saved_plan_makes_the_same_step(tmp_path: Path) -> None:
     step, (state, batch) = example("layers")

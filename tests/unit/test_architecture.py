@@ -36,7 +36,7 @@ ROOMS = {
     ),
     "data": "errors placement threads",
     "workers": "errors files stopped",
-    "cluster": "errors files stopped workers",
+    "cluster": "errors files plan stopped workers",
     "elastic": "analysis data errors partition placement plan show step threads tracebacks workers",
     "integrations": "errors placement step tracebacks transform",
 }

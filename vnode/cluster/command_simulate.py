@@ -49,9 +49,11 @@ def devices(text: str) -> int | dict[str, int]:
     >>> devices("8"), devices("v100=4,p100=8")
     (8, {'v100': 4, 'p100': 8})
     """
-    if "=" not in text:
-        return int(text)
-    return {kind.strip(): int(count) for kind, _, count in (each.partition("=") for each in text.split(","))}
+    pairs = [each.partition("=") for each in text.split(",")] if "=" in text else [("", "", text)]
+    found = {kind.strip(): int(count) for kind, _, count in pairs}
+    if len(found) < len(pairs) or min(found.values()) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: each kind has at least one device, and is named once")
+    return found if "=" in text else found[""]
 
 
 def execute(chosen: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from vnode.cluster.speeds import Speeds
+from vnode.cluster.speeds import LONGEST, MOST, Speeds
 
 PENDING, STARTING, RUNNING, RESIZING, ENDED = range(5)
 """States of a job: it has no device; its workers start; it makes steps; it makes steps while workers join or leave."""
@@ -66,13 +66,14 @@ class Job:
             if not good:
                 raise ValueError(f"job {self.id!r}: {field} is {getattr(self, field)!r}; it must be {must}")
 
-        check("arrival", math.isfinite(self.arrival) and self.arrival >= 0, "a number of seconds, at least 0")
+        check("arrival", 0 <= self.arrival <= LONGEST, "a number of seconds, at least 0 and at most 1e12")
         check("work", math.isfinite(self.work) and self.work > 0, "a number above 0")
         check("priority", math.isfinite(self.priority) and self.priority > 0, "a number above 0")
-        check("demand", self.demand >= 1, "at least 1")
+        check("demand", 1 <= self.demand <= MOST, f"from 1 to {MOST}")
         check("minimum", 1 <= self.minimum <= self.demand, f"from 1 to the demand, {self.demand}")
-        check("start", self.start is None or 0 <= self.start < math.inf, "a number of seconds, at least 0")
+        check("start", self.start is None or 0 <= self.start <= LONGEST, "a number of seconds, at least 0")
         nodes = self.virtual_nodes
+        check("virtual_nodes", nodes is None or nodes >= 1, "at least 1")
         check("demand", nodes is None or self.demand <= nodes, f"at most its virtual nodes, {nodes}")
         check("speeds", any(speeds.most for speeds in self.by_kind.values()), "above 0 on some count of devices")
 
@@ -212,6 +213,20 @@ class Jobs(Sequence[Row]):
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
 
+    def rows(self, rows: np.ndarray | slice) -> Jobs:
+        """Some of the jobs, as they are now.
+
+        Args:
+          rows: indices, whose columns are copied; or a slice, whose columns are not, and cannot be written to.
+        """
+        columns = {name: getattr(self, name)[rows] for name in COLUMNS}
+        if isinstance(rows, slice):
+            for column in columns.values():
+                column.flags.writeable = False
+        chosen = range(*rows.indices(len(self))) if isinstance(rows, slice) else rows
+        names, asked = Picked(self.id, chosen), Picked(self.job, chosen)
+        return Jobs(id=names, job=asked, curves=self.curves, memo=self.memo, **columns)
+
     @functools.cached_property
     def speed(self) -> np.ndarray:
         """Units per second, ``[jobs, counts]``; on more devices than a job may have, as on the most that it may."""
@@ -238,3 +253,21 @@ class Jobs(Sequence[Row]):
     def order(self) -> np.ndarray:
         """Indices in falling priority, then by arrival and name."""
         return np.lexsort((self.rank, -self.priority))
+
+
+COLUMNS = ("rank", "arrival", "priority", "demand", "minimum", "work", "start", "share", "state", "remaining", "curve")
+COLUMNS += ("ended",)
+"""Those of a table that have an entry for each job."""
+
+
+class Picked(Sequence[Any]):
+    """Some entries of a sequence, looked up when they are asked for."""
+
+    def __init__(self, entries: Sequence[Any], rows: Sequence[int] | np.ndarray) -> None:
+        self.entries, self.rows = entries, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.entries[int(self.rows[index])]

@@ -25,6 +25,7 @@ from vnode.cluster.mixed import MixedJobs, mixed_table
 from vnode.cluster.policies.gavel import Allocation, isolated_speed
 from vnode.cluster.result import Result
 from vnode.cluster.simulator import natural
+from vnode.errors import ClusterError, layout_message
 
 SEED = 5
 """Of the order in which kinds are looked at, as Gavel's simulator has it."""
@@ -67,11 +68,21 @@ def simulate_rounds(
       policy: its name, for people.
 
     Raises:
-      ClusterError: a job can run nowhere.
+      ClusterError: a job can run nowhere, or makes no whole step in a round.
     """
+    if not seconds > 0:
+        raise ClusterError(f"a round takes {seconds:g} s; it must be more than 0")
     ordered = sorted(jobs, key=lambda job: (job.arrival, natural(job.id)))
     table = mixed_table(ordered, devices)
     count, kinds = table.speed.shape
+    for job, kind in np.argwhere((table.speed > 0) & (table.speed * seconds < 1)).tolist():
+        raise ClusterError(
+            layout_message(
+                f"job {table.id[job]!r} makes no step in a round of {seconds:g} s on {table.kinds[kind]}.",
+                facts=[f"a step takes {1 / table.speed[job, kind]:g} s there"],
+                remedies=["make rounds longer: --rounds SECONDS", "or count its work in smaller steps"],
+            )
+        )
     left = table.remaining.copy()
     arrival = np.array([job.arrival for job in ordered])
     isolated, kind = np.zeros(count), np.full(count, -1)

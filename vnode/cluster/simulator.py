@@ -238,9 +238,9 @@ class Simulator:
         if not len(active):
             return
         self.progress(active)
-        view = rows_of(table, active)
+        view = table.rows(active)
         count = self.arrivals
-        view.look_back = lambda: rows_of(table, np.arange(count))
+        view.look_back = lambda: table.rows(slice(0, count))
         decided = self.policy(self.now, view, self.devices)
         self.decisions += 1
         again = None
@@ -316,29 +316,6 @@ def speeds_of(job: Job, kinds: Mapping[str, int]) -> tuple[float, ...]:
     return job.by_kind[next(iter(kinds))].per_second if len(kinds) == 1 else (0.0,)
 
 
-COLUMNS = ("rank", "arrival", "priority", "demand", "minimum", "work", "start", "share", "state", "remaining", "curve")
-COLUMNS += ("ended",)
-
-
-def rows_of(table: Jobs, rows: np.ndarray) -> Jobs:
-    """Some rows of a table, as they are now."""
-    columns = {name: getattr(table, name)[rows] for name in COLUMNS}
-    return Jobs(id=Picked(table.id, rows), curves=table.curves, memo=table.memo, job=Picked(table.job, rows), **columns)
-
-
-class Picked(Sequence[Any]):
-    """Some entries of a sequence, looked up when they are asked for."""
-
-    def __init__(self, entries: Sequence[Any], rows: np.ndarray) -> None:
-        self.entries, self.rows = entries, rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.entries[int(self.rows[index])]
-
-
 def as_array(shares: Any, jobs: Jobs) -> np.ndarray:
     """Shares as an array in the order of a table.
 
@@ -394,4 +371,4 @@ def natural(name: str) -> tuple[int, int, str]:
     >>> sorted(["b", "10", "9"], key=natural)
     ['9', '10', 'b']
     """
-    return (0, int(name), "") if name.isdigit() else (1, 0, name)
+    return (0, int(name), "") if name.isascii() and name.isdigit() and len(name) < 20 else (1, 0, name)

@@ -4,15 +4,46 @@ Knows counts and times. Must not know jobs, nor who decides.
 
     Speeds.from_times({1: 4.0, 2: 2.5, 8: 1.0})   ->   steps per second on 1, 2, ..., 8 devices
     Speeds.with_fixed_part(578, 295, demand=8)    ->   t(n) = 295 + (578 - 295) * 8 / n
+    Speeds.from_profile(vnode.profile(step, args), virtual_nodes=16)   ->   as `vnode.balance` predicts it
+    Speeds.from_plans({4: plan, 8: other})        ->   on 4 to 7 devices as by the first plan
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
+
+MOST = 100_000
+"""Devices of a job; more is a mistake in a file."""
+
+LONGEST = 1e12
+"""Seconds; a longer time is a mistake in a file."""
+
+
+class Measured(Protocol):
+    """Measured times of a step on kinds of devices: what `vnode.profile` returns."""
+
+    @property
+    def kinds(self) -> Sequence[Any]: ...
+
+    @property
+    def lane(self) -> int: ...
+
+    def seconds(self, counts: Mapping[str, Sequence[int]], /) -> float: ...
+
+
+class Planned(Protocol):
+    """A plan for some devices: what `vnode.partition.search` returns."""
+
+    @property
+    def mesh(self) -> Mapping[str, int]: ...
+
+    @property
+    def figures(self) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +88,85 @@ class Speeds:
         if not known or known[0] < 1:
             raise ValueError(f"times are needed on 1 device or more, not on {known}")
         for count in known:
-            if not (math.isfinite(times[count]) and times[count] > 0):
+            if not 0 < times[count] <= LONGEST:
                 raise ValueError(f"the time on {count} devices is {times[count]}: it must be a number above 0")
         most = known[-1]
+        if most > MOST:
+            raise ValueError(f"there is a time on {most} devices, and {MOST} are the most")
         counts = np.arange(1, most + 1)
         # np.interp wants rising places: from the largest count to the smallest
         found = np.interp(1 / counts, [1 / n for n in known[::-1]], [times[n] for n in known[::-1]])
         usable = set(range(1, most + 1) if allowed is None else allowed)
+        if strange := sorted(usable - set(range(1, most + 1))):
+            raise ValueError(f"counts of devices are from 1 to {most}, the largest with a time, not {strange[0]}")
         speeds = zip(counts.tolist(), found.tolist(), strict=True)
         return cls((0.0, *(work / time if count in usable else 0.0 for count, time in speeds)))
+
+    @classmethod
+    def from_profile(
+        cls, profiles: Measured, virtual_nodes: int, *, kind: str | None = None, most: int | None = None
+    ) -> Speeds:
+        """Steps per second by what `vnode.profile` measured, with the nodes shared as evenly as whole ones allow.
+
+        Args:
+          profiles: measured times, with the model that `vnode.balance` uses.
+          virtual_nodes: of the step.
+          kind: of device; needed if several were measured.
+          most: devices at most; by default as many as were measured, or as the nodes allow.
+
+        Raises:
+          ValueError: there is no such kind, or several and none is named; or the nodes are no whole lanes.
+
+        Example:
+          >>> from vnode.plan.balance.profiles import Measurement, Profile, Profiles
+          >>> measured = Measurement(1, 8, 0.9), Measurement(1, 4, 0.5), Measurement(4, 2, 0.6)
+          >>> speeds = Speeds.from_profile(Profiles((Profile("V100", 4, measured),)), virtual_nodes=8)
+          >>> [round(1 / speed, 2) for speed in speeds.per_second[1:]]  # three devices hold 3, 3 and 2 nodes
+          [0.9, 0.6, 0.6, 0.6]
+        """
+        known = {each.kind: each for each in profiles.kinds}
+        kind = next(iter(known)) if kind is None and len(known) == 1 else kind
+        if kind is None or kind not in known:
+            said = (
+                "several kinds were measured; name one" if kind is None else f"no device of kind {kind!r} was measured"
+            )
+            raise ValueError(f"{said}: {', '.join(known)}")
+        lanes, left = divmod(virtual_nodes, profiles.lane)
+        if lanes < 1 or left:
+            raise ValueError(f"{virtual_nodes} virtual nodes are no whole number of lanes of {profiles.lane}")
+        last = min(known[kind].devices if most is None else most, lanes)
+        shares = ([(lanes + i) // n * profiles.lane for i in range(n)] for n in range(1, last + 1))
+        return cls((0.0, *(1 / profiles.seconds({kind: each}) for each in shares)))
+
+    @classmethod
+    def from_plans(cls, plans: Mapping[int, Planned | float]) -> Speeds:
+        """Steps per second by plans for some numbers of devices (`vnode.partition.search`).
+
+        A share is used by the best plan that it has room for: between two plans, by the smaller one, and by it still if
+        the larger one is slower. On fewer devices than the smallest plan has, the job cannot run.
+
+        Args:
+          plans: plans, or seconds of a step that they predict, by number of devices.
+
+        Raises:
+          ValueError: there is none, one is for another number of devices, or a time is no number above 0.
+
+        Example:
+          >>> Speeds.from_plans({2: 0.5, 4: 0.25}).per_second
+          (0.0, 0.0, 2.0, 2.0, 4.0)
+        """
+        if not plans or not 1 <= min(plans) <= max(plans) <= MOST:
+            raise ValueError(f"plans are needed on 1 device or more, not on {sorted(plans)}")
+        found = [0.0] * (max(plans) + 1)
+        for count, plan in plans.items():
+            if not isinstance(plan, int | float):
+                if (devices := math.prod(plan.mesh.values())) != count:
+                    raise ValueError(f"the plan for {count} devices is for {devices}")
+                plan = plan.figures.seconds
+            if not 0 < plan <= LONGEST:
+                raise ValueError(f"the time of the plan for {count} devices is {plan}: it must be a number above 0")
+            found[count] = 1 / plan
+        return cls(tuple(np.maximum.accumulate(found).tolist()))
 
     @classmethod
     def with_fixed_part(cls, at_demand: float, fixed: float, demand: int, most: int | None = None) -> Speeds:

@@ -74,32 +74,29 @@ def floors_of(
       devices: how many there are; who is due first is given its floor first.
       costs: what resizes cost.
     """
+    order = np.lexsort((jobs.rank, starts))
+    due = order[starts[order] <= now]
     floors = np.zeros(len(jobs), np.int64)
-    left = devices
-    for job in np.lexsort((jobs.rank, starts)).tolist():
-        if starts[job] > now or left <= 0:
-            break
-        most = min(int(jobs.demand[job]), devices)
-        floors[job] = min(fewest(now, jobs, job, float(deadlines[job]), most, costs), left)
-        left -= int(floors[job])
+    floors[due] = fewest(now, jobs.rows(due), deadlines[due], devices, costs)
+    before = np.cumsum(floors[due]) - floors[due]
+    floors[due] = np.clip(devices - before, 0, floors[due])
     return floors
 
 
-def fewest(now: float, jobs: Jobs, job: int, deadline: float, most: int, costs: Costs) -> int:
-    """The fewest devices with which a job ends by a deadline; `most` if it cannot."""
-    speed, remaining, share = jobs.speed[job], float(jobs.remaining[job]), int(jobs.share[job])
-    waits = float(jobs.start[job]) if jobs.state[job] in (PENDING, STARTING) else 0.0
-    for count in range(int(jobs.minimum[job]), most):
-        if speed[count] <= 0:
-            continue
-        if not share or count <= share:
-            end = now + waits + remaining / speed[count] + (costs.shrink if 0 < count < share else 0.0)
-        else:
-            joins = costs.growth + costs.release  # meanwhile it goes on with what it has
-            end = now + waits + joins + max(remaining - joins * speed[share], 0.0) / speed[count]
-        if end <= deadline:
-            return count
-    return most
+def fewest(now: float, jobs: Jobs, deadlines: np.ndarray, devices: int, costs: Costs) -> np.ndarray:
+    """The fewest devices with which each job ends by its deadline; all that it may have if it cannot."""
+    most = np.minimum(jobs.demand, devices)
+    counts, share = np.arange(jobs.curves.shape[1])[None, :], jobs.share[:, None]
+    remaining, now_at = jobs.remaining[:, None], jobs.speed[np.arange(len(jobs)), jobs.share][:, None]
+    waits = np.where((jobs.state == PENDING) | (jobs.state == STARTING), jobs.start, 0.0)[:, None]
+    joins = costs.growth + costs.release  # a job that grows goes on meanwhile with what it has
+    left = np.where(counts > share, np.maximum(remaining - joins * now_at, 0.0), remaining)
+    resize = np.select([share == 0, counts > share, counts < share], [0.0, joins, costs.shrink], 0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):  # where it has no speed, which is left out below
+        ends = now + waits + resize + left / jobs.speed
+    usable = (counts >= jobs.minimum[:, None]) & (counts < most[:, None]) & (jobs.speed > 0)
+    in_time = usable & (ends <= deadlines[:, None])
+    return np.where(in_time.any(1), in_time.argmax(1), most)
 
 
 def above(floors: np.ndarray, wanted: np.ndarray, jobs: Jobs, devices: int) -> np.ndarray:
@@ -108,11 +105,11 @@ def above(floors: np.ndarray, wanted: np.ndarray, jobs: Jobs, devices: int) -> n
     A job that runs keeps the least that it can use before another one is given more than its floor.
     """
     shares, left = floors.copy(), devices - int(floors.sum())
-    order = jobs.order
+    order = jobs.order[np.argsort(~jobs.runs[jobs.order], kind="stable")]
     for least in (True, False):
-        for job in [*order[jobs.runs[order]], *order[~jobs.runs[order]]]:
-            goal = min(int(jobs.minimum[job]), int(wanted[job])) if least else int(wanted[job])
-            more = min(goal - int(shares[job]), left)
+        goals = np.minimum(jobs.minimum, wanted) if least else wanted
+        for job in order[goals[order] > shares[order]].tolist():
+            more = min(int(goals[job] - shares[job]), left)
             if more > 0 and shares[job] + more >= jobs.minimum[job]:
                 shares[job] += more
                 left -= more

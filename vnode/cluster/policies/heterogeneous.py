@@ -11,7 +11,7 @@ a kind that no job can use one by one are given in the least number that one can
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -28,15 +28,25 @@ Counts = tuple[int, ...]
 """Devices of a job by kind."""
 
 
-def heterogeneous(mixes: bool = True) -> Policy:
+Worth = Callable[[Job, Mapping[str, int], Mapping[str, int]], float]
+"""``worth(job, counts, devices)``: what a job's devices are worth to it, where the cluster has so many."""
+
+
+def part_of_best(job: Job, counts: Mapping[str, int], devices: Mapping[str, int]) -> float:
+    """The speed of a job, as a part of that alone on the cluster."""
+    return job.speed_on(counts) / best_speed(job, devices)
+
+
+def heterogeneous(mixes: bool = True, worth: Worth = part_of_best) -> Policy:
     """A policy for several kinds of devices.
 
     Args:
       mixes: whether a job may have devices of several kinds at once.
+      worth: by what a job's speed counts beside that of others; others are for comparisons.
     """
 
     def decide(now: float, jobs: Jobs, devices: Mapping[str, int]) -> np.ndarray:
-        shares = Shares(jobs, devices, mixes)
+        shares = Shares(jobs, devices, mixes, worth)
         if shares.ways <= FEW:
             shares.take_best()
         else:
@@ -55,15 +65,17 @@ class Shares:
       jobs: all that are there.
       devices: by kind.
       mixes: whether a job may have several kinds.
+      worth: by what a job's speed counts.
     """
 
-    def __init__(self, jobs: Jobs, devices: Mapping[str, int], mixes: bool) -> None:
+    def __init__(self, jobs: Jobs, devices: Mapping[str, int], mixes: bool, worth: Worth = part_of_best) -> None:
         self.jobs, self.kinds, self.mixes = jobs, list(devices), mixes
+        self.devices, self.worth = devices, worth
         self.units = [unit(jobs, kind) for kind in self.kinds]
         self.free = [devices[kind] // size * size for kind, size in zip(self.kinds, self.units, strict=True)]
         self.counts: list[Counts] = [(0,) * len(self.kinds) for _ in range(len(jobs))]
         best = np.array([best_speed(job, devices) for job in jobs.job])
-        self.weight = (1 / (best * np.sqrt(np.maximum(jobs.remaining / best, LEAST)))).tolist()
+        self.weight = (1 / np.sqrt(np.maximum(jobs.remaining / best, LEAST))).tolist()
         self.known: dict[tuple[int, Counts], float] = {}
         self.order: list[int] = jobs.order.tolist()
 
@@ -71,8 +83,9 @@ class Shares:
         """The weighted relative speed of a job on devices."""
         if (job, counts) not in self.known:
             allowed = self.mixes or sum(count > 0 for count in counts) < 2
-            speed = self.jobs.job[job].speed_on(dict(zip(self.kinds, counts, strict=True))) if allowed else 0.0
-            self.known[job, counts] = speed * self.weight[job]
+            asked = dict(zip(self.kinds, counts, strict=True))
+            worth = self.worth(self.jobs.job[job], asked, self.devices) if allowed else 0.0
+            self.known[job, counts] = worth * self.weight[job]
         return self.known[job, counts]
 
     def with_units(self, counts: Counts, kind: int, by: int) -> Counts:

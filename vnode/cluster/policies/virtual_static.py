@@ -57,10 +57,10 @@ class VirtualStatic:
         if len(arrived) == self.known:
             return
         new = slice(self.known, len(arrived))
-        self.least_start = min(self.least_start, float(arrived.start[new].min()))
-        seconds = arrived.start + arrived.work / speed_at_demand(arrived, self.devices)
-        demand = np.minimum(arrived.demand, self.devices)
-        columns = (arrived.arrival[new], arrived.priority[new], demand[new], seconds[new])
+        jobs = arrived.rows(new)
+        self.least_start = min(self.least_start, float(jobs.start.min()))
+        seconds = jobs.start + jobs.work / speed_at_demand(jobs, self.devices)
+        columns = (jobs.arrival, jobs.priority, np.minimum(jobs.demand, self.devices), seconds)
         for arrival, priority, most, time in zip(*(column.tolist() for column in columns), strict=True):
             if self.facts and arrival > self.facts[-1][0]:  # those that arrive together are looked at together
                 self.begin(self.facts[-1][0])

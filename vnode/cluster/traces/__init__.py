@@ -1,6 +1,7 @@
 """Turns files of jobs, of several formats, into jobs.
 
-read("jobs.json")    # VirtualFlow's published runs, or a list of jobs of our own
+read("jobs.json")         # VirtualFlow's published runs, or a list of jobs of our own
+read("workload-6.csv")    # Pollux's, with the measured times of its applications beside it
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vnode.cluster.traces import gavel, own, virtualflow
-from vnode.cluster.traces.trace import Trace
+from vnode.cluster.traces import gavel, own, pollux, virtualflow
+from vnode.cluster.traces.trace import Trace, text_of
 from vnode.errors import ClusterError, layout_message
 
 
@@ -38,33 +39,49 @@ def read(
     text = text_of(path)
     if throughputs is not None:
         source = Path(throughputs)
-        return gavel.read(text, str(path), parsed(text_of(source), source), str(source), list(kinds))
-    if not text.lstrip().startswith(("{", "[")) and "\t" in text:
+        trace = gavel.read(text, str(path), parsed(text_of(source), source), str(source), list(kinds))
+    elif pollux.is_workload(text):
+        trace = pollux.read(text, path)
+    elif not text.lstrip().startswith(("{", "[")) and "\t" in text:
         remedies = ["--throughputs FILE --devices v100=4,p100=4, or read(..., throughputs=..., kinds=[...])"]
         raise ClusterError(
             layout_message(f"{path} looks like a trace of Gavel's; it needs throughputs.", remedies=remedies)
         )
-    found = parsed(text, path)
+    else:
+        trace = of_json(parsed(text, path), path, run)
+    check(trace, path)
+    return trace
+
+
+def of_json(found: Any, path: Path, run: str | None) -> Trace:
+    """A trace of one of the formats in JSON.
+
+    Raises:
+      ClusterError: it cannot be read.
+    """
     if isinstance(found, dict) and "traces" in found and "samples_per_s" in found:
         return virtualflow.read_mixed(found, str(path), run)
     if isinstance(found, dict) and "gpus" in found and ("jobs" in found or "runs" in found):
         return virtualflow.read(found, str(path), run)
     if isinstance(found, dict) and "jobs" in found:
-        return own.read(found, str(path))
+        return own.read(found, path)
     example = '{"devices": 8, "jobs": [{"id": "a", "arrival": 0, "steps": 100, "step_seconds": {"1": 4.0, "8": 0.7}}]}'
     raise ClusterError(layout_message(f"{path} is no trace of jobs that vnode knows.", remedies=[f"write {example}"]))
 
 
-def text_of(path: Path) -> str:
-    """What stands in a file.
+def check(trace: Trace, path: Path) -> None:
+    """Looks at what must hold of any trace.
 
     Raises:
-      ClusterError: it cannot be read.
+      ClusterError: it has no jobs, or two have one name.
     """
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ClusterError(f"{path} cannot be read: {error}") from error
+    if not trace.jobs:
+        raise ClusterError(f"{path} has no jobs")
+    seen: dict[str, int] = {}
+    for index, job in enumerate(trace.jobs):
+        if job.id in seen:
+            raise ClusterError(f"{path}: jobs {seen[job.id]} and {index}, counted from 0, are both called {job.id!r}")
+        seen[job.id] = index
 
 
 def parsed(text: str, path: Path) -> Any:
@@ -74,6 +91,21 @@ def parsed(text: str, path: Path) -> Any:
       ClusterError: it is none.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=without_repeats)
     except json.JSONDecodeError as error:
         raise ClusterError(f"{path}, line {error.lineno}: no JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise ClusterError(f"{path}: no JSON: {error}") from error
+
+
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, of which no field stands there twice.
+
+    Raises:
+      ValueError: one does; the first would be lost.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the field {next(name for name in names if names.count(name) > 1)!r} stands there twice")
+    return found

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import ast
 import logging
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from vnode.cluster.jobs import Job
-from vnode.cluster.speeds import Speeds
-from vnode.cluster.traces.trace import Trace, at
+from vnode.cluster.speeds import MOST, Speeds
+from vnode.cluster.traces.trace import Trace, at, mapping, number, number_in
 from vnode.errors import ClusterError, layout_message
 
 logger = logging.getLogger("vnode")
@@ -43,20 +42,23 @@ def read(text: str, path: str, throughputs: Mapping[str, Any], source: str, kind
     Raises:
       ClusterError: a line cannot be read, or a job has no speed on any kind.
     """
-    if unknown := [kind for kind in kinds if kind not in throughputs]:
-        raise ClusterError(f"{source} has no throughputs of {unknown[0]!r}; it has {', '.join(throughputs)}")
-    known = {kind: speeds_of(throughputs[kind], f"{source}, {kind}") for kind in kinds}
+    if not kinds:
+        raise ClusterError(f"{source} is by kind of device; say which there are: kinds=['v100', ...]")
+    with at(source):
+        if unknown := [kind for kind in kinds if kind not in mapping(throughputs, "the whole")]:
+            raise ClusterError(f"{source} has no throughputs of {unknown[0]!r}; it has {', '.join(throughputs)}")
+    known = {kind: speeds_of(throughputs[kind], source, kind) for kind in kinds}
     jobs, nowhere = [], {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for line_number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        place = f"{path}, line {number}"
+        place = f"{path}, line {line_number}"
         fields = line.split("\t")
         if len(fields) not in COLUMNS:
             raise ClusterError(f"{place}: {len(fields)} columns; Gavel's traces have 10 or 7, with tabs between them")
         with at(place):
             column = {name: fields[index] for name, index in COLUMNS[len(fields)].items()}
-            scale = int(column["scale"])
+            scale = number_in(column["scale"], "the scale factor", int)
             name = column["type"]
             found = {kind: known[kind].get((name, scale), 0.0) for kind in kinds}
             for kind, speed in found.items():
@@ -67,12 +69,12 @@ def read(text: str, path: str, throughputs: Mapping[str, Any], source: str, kind
             jobs.append(
                 Job(
                     id=str(len(jobs)),
-                    arrival=float(column["arrival"]),
-                    work=float(column["steps"]),
+                    arrival=number_in(column["arrival"], "the arrival"),
+                    work=number_in(column["steps"], "the number of steps"),
                     speeds={kind: Speeds((0.0,) * scale + (speed,)) for kind, speed in found.items() if speed},
                     demand=scale,
                     minimum=scale,
-                    priority=float(column.get("priority", 1.0)),
+                    priority=number_in(column.get("priority", "1"), "the priority"),
                     facts={"type": name},
                 )
             )
@@ -84,18 +86,35 @@ def read(text: str, path: str, throughputs: Mapping[str, Any], source: str, kind
     return Trace(jobs)
 
 
-def speeds_of(found: Mapping[str, Any], place: str) -> dict[tuple[str, int], float]:
+def speeds_of(found: Any, source: str, kind: str) -> dict[tuple[str, int], float]:
     """Steps per second alone, by job type and number of devices.
 
     Raises:
       ClusterError: a key or a value is not what it must be.
     """
     speeds = {}
+    with at(source):
+        mapping(found, kind)
     for key, measured in found.items():
-        with at(f"{place}, {key}"):
-            name, scale = ast.literal_eval(key)
-            speed = float(measured["null"])
-            if not (math.isfinite(speed) and speed >= 0):
-                raise ValueError(f"a throughput is {speed}")
-            speeds[str(name), int(scale)] = speed
+        with at(f"{source}, {kind}, {key}"):
+            name, scale = key_of(key)
+            speed = number(mapping(measured, "the value"), "null")
+            if speed < 0:
+                raise ValueError(f"a throughput is {speed}, less than 0")
+            speeds[name, scale] = speed
     return speeds
+
+
+def key_of(text: str) -> tuple[str, int]:
+    """The job type and the number of devices that a key stands for.
+
+    >>> key_of("('ResNet-18 (batch size 128)', 4)")
+    ('ResNet-18 (batch size 128)', 4)
+    """
+    try:
+        name, scale = ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        name = scale = None
+    if not isinstance(name, str) or type(scale) is not int or not 1 <= scale <= MOST:
+        raise ValueError("a key is a job type and a number of devices: ('ResNet-18 (batch size 128)', 4)")
+    return name, scale

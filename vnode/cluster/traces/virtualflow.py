@@ -14,7 +14,7 @@ from typing import Any
 from vnode.cluster.costs import VIRTUALFLOW
 from vnode.cluster.jobs import Job
 from vnode.cluster.speeds import Speeds
-from vnode.cluster.traces.trace import Trace, at, number
+from vnode.cluster.traces.trace import Trace, array, at, checked_number, mapping, number
 from vnode.errors import ClusterError
 
 
@@ -24,25 +24,41 @@ def read(found: Mapping[str, Any], path: str, run: str | None) -> Trace:
     Raises:
       ClusterError: a field is missing or wrong, or there is no such run.
     """
-    records, logged = found.get("jobs"), found.get("published", {})
-    if records is None:
-        runs = {str(each.get("run")): each for each in found["runs"]}
-        name = run if run is not None else list(runs)[-1]
-        if name not in runs:
-            raise ClusterError(f"{path} has no run {run!r}; it has {', '.join(runs)}")
-        records = runs[name]["jobs"]
-        logged = {policy: {"makespan": runs[name].get(f"{policy}_makespan")} for policy in ("static", "wfs")}
-    elif run is not None:
-        raise ClusterError(f"{path} has one run; leave run={run!r} out")
+    with at(path):
+        logged = mapping(found.get("published", {}), "published")
+        records = found.get("jobs")
+        if records is None:
+            runs = {str(mapping(each, "a run").get("run")): each for each in array(found["runs"], "runs")}
+            chosen = one_of(runs, run, f"{path} has no run {run!r}")
+            records = chosen["jobs"]
+            logged = {policy: {"makespan": chosen.get(f"{policy}_makespan")} for policy in ("static", "wfs")}
+        elif run is not None:
+            raise ClusterError(f"{path} has one run; leave run={run!r} out")
+        records = array(records, "jobs")
+        devices = number(found, "gpus", int)
     jobs, starts = [], {"static": [], "wfs": []}
     for index, record in enumerate(records):
         with at(f"{path}, jobs[{index}]"):
-            job, begun = read_job(record)
+            job, begun = read_job(mapping(record, "a job"))
             jobs.append(job)
             for policy, seconds in begun.items():
                 starts[policy].append(seconds)
-    with at(path):
-        return Trace(jobs, number(found, "gpus", int), VIRTUALFLOW, logged, starts)
+    return Trace(jobs, devices, VIRTUALFLOW, logged, starts)
+
+
+def one_of(traces: Mapping[str, Any], name: str | None, otherwise: str) -> Mapping[str, Any]:
+    """The trace of a name, or the last one.
+
+    Raises:
+      ClusterError: there is none of that name.
+      ValueError: it is no object with fields, or there is none at all.
+    """
+    if not traces:
+        raise ValueError("there is no trace in it")
+    chosen = name if name is not None else list(traces)[-1]
+    if chosen not in traces:
+        raise ClusterError(f"{otherwise}; it has {', '.join(traces)}")
+    return mapping(traces[chosen], chosen)
 
 
 def read_mixed(found: Mapping[str, Any], path: str, run: str | None) -> Trace:
@@ -58,39 +74,56 @@ def read_mixed(found: Mapping[str, Any], path: str, run: str | None) -> Trace:
     Raises:
       ClusterError: a field is missing or wrong, or there is no such trace.
     """
-    traces = found["traces"]
-    name = run if run is not None else list(traces)[-1]
-    if name not in traces:
-        raise ClusterError(f"{path} has no trace of {run!r} jobs per hour; it has {', '.join(traces)}")
     with at(path):
-        kinds = {kind: int(count) for kind, count in found["gpus"].items()}
-        alone, together = {}, {}
-        for model, measured in found["samples_per_s"].items():
-            pairs = {parts_of(key): float(speed) for key, speed in measured.items()}
-            alone[model] = {
-                kind: Speeds((0.0,) * count + (speed,))
-                for parts, speed in pairs.items()
-                if len(parts) == 1
-                for kind, count in parts
-            }
-            together[model] = {parts: speed for parts, speed in pairs.items() if len(parts) > 1}
-            together[model].setdefault(tuple(sorted(kinds.items())), max(pairs.values()))
+        traces = mapping(found["traces"], "traces")
+        trace = one_of(traces, run, f"{path} has no trace of {run!r} jobs per hour")
+        place = f"{path}, traces[{run if run is not None else list(traces)[-1]!r}]"
+        gpus = mapping(found["gpus"], "gpus")
+        kinds = {kind: number(gpus, kind, int) for kind in gpus}
+        if not kinds or min(kinds.values()) < 1:
+            raise ValueError(f"gpus is {dict(kinds)}; there is at least one of each kind")
+    speeds = {}
+    for model, measured in mapping(found["samples_per_s"], "samples_per_s").items():
+        with at(f"{path}, samples_per_s, {model}"):
+            speeds[model] = speeds_of(mapping(measured, "the value"), kinds)
+    with at(place):
+        records = array(trace["jobs"], "jobs")
+        logged = {key: number(trace, key) for key in ("gavel_avg_jct", "mixed_avg_jct") if key in trace}
     jobs = []
-    for index, record in enumerate(traces[name]["jobs"]):
-        with at(f"{path}, traces[{name!r}], jobs[{index}]"):
+    for index, record in enumerate(records):
+        with at(f"{place}, jobs[{index}]"):
+            kind = mapping(record, "a job")["kind"]
+            if kind not in speeds:
+                raise ValueError(f"kind is {kind!r}; samples_per_s has {', '.join(speeds)}")
+            alone, together = speeds[kind]
             jobs.append(
                 Job(
                     id=str(record["job"]),
                     arrival=number(record, "arrival"),
                     work=number(record, "samples"),
-                    speeds=alone[record["kind"]],
-                    together=together[record["kind"]],
+                    speeds=alone,
+                    together=together,
                     demand=max(kinds.values()),
-                    facts={"model": record["kind"]},
+                    facts={"model": kind},
                 )
             )
-    logged = {key: traces[name][key] for key in ("gavel_avg_jct", "mixed_avg_jct") if key in traces[name]}
     return Trace(jobs, kinds, logged=logged)
+
+
+def speeds_of(
+    measured: Mapping[str, Any], kinds: Mapping[str, int]
+) -> tuple[dict[str, Speeds], dict[tuple[tuple[str, int], ...], float]]:
+    """The speeds of a model on kinds alone, and on several kinds at once."""
+    pairs = {}
+    for key in measured:
+        speed, parts = number(measured, key), parts_of(key)
+        if speed < 0 or any(kind not in kinds for kind, _ in parts):
+            raise ValueError(f"{key} is {speed}; it must be at least 0, on kinds of {', '.join(kinds)}")
+        pairs[parts] = speed
+    alone = {parts[0][0]: Speeds((0.0,) * parts[0][1] + (speed,)) for parts, speed in pairs.items() if len(parts) == 1}
+    together = {parts: speed for parts, speed in pairs.items() if len(parts) > 1}
+    together.setdefault(tuple(sorted(kinds.items())), max(pairs.values(), default=0.0))
+    return alone, together
 
 
 def parts_of(text: str) -> tuple[tuple[str, int], ...]:
@@ -99,23 +132,35 @@ def parts_of(text: str) -> tuple[tuple[str, int], ...]:
     >>> parts_of("8xP100+16xK80")
     (('K80', 16), ('P100', 8))
     """
-    pairs = (part.split("x", 1) for part in text.split("+"))
-    return tuple(sorted((kind, int(count)) for count, kind in pairs))
+    pairs = []
+    for part in text.split("+"):
+        count, _, kind = part.partition("x")
+        if not (count.isascii() and count.isdigit() and len(count) < 6 and int(count) and kind):
+            raise ValueError(f"{text!r} is no devices by kind, as 8xP100+16xK80")
+        pairs.append((kind, int(count)))
+    return tuple(sorted(pairs))
 
 
 def read_job(record: Mapping[str, Any]) -> tuple[Job, dict[str, float]]:
     """One job, and how long its start took by policy."""
     demand = number(record, "demand", int)
-    run = number(record["static"], "run_s")
-    resized = [(float(after), int(count)) for after, count in record["wfs"]["resized"]]
+    if demand < 1:
+        raise ValueError(f"demand is {demand}; it must be at least 1")
+    elastic = mapping(record["wfs"], "wfs")
+    run = number(mapping(record["static"], "static"), "run_s")
+    resized = [resize_of(each) for each in array(elastic["resized"], "resized")]
     first = resized[0][0] if resized else None
-    if fitted := record.get("fitted"):
+    if fitted := mapping(record.get("fitted") or {}, "fitted"):
         alone, fixed = number(fitted, "seconds_at_demand"), number(fitted, "fixed_part_s")
         begun = {"static": run - alone, "wfs": first if first is not None and demand > 1 else run - alone}
     else:
         start = first or VIRTUALFLOW.start
         begun, alone = {"static": start, "wfs": start}, run - start
-        fixed = fixed_part(alone, demand, int(record["wfs"]["first"]), resized, number(record["wfs"], "run_s"))
+        fixed = fixed_part(alone, demand, at_least_one(elastic, "first"), resized, number(elastic, "run_s"))
+    if not alone > 0:
+        raise ValueError(f"it ran for {alone:g} s on all that it demands; that must be above 0")
+    if min(begun.values()) < 0:
+        raise ValueError(f"its start took {min(begun.values()):g} s; that must be at least 0")
     job = Job(
         id=str(record["job"]),
         arrival=number(record, "arrival_s" if "arrival_s" in record else "arrival"),
@@ -127,6 +172,21 @@ def read_job(record: Mapping[str, Any]) -> tuple[Job, dict[str, float]]:
         facts={key: record[key] for key in ("model", "data", "work") if key in record},
     )
     return job, begun
+
+
+def at_least_one(record: Mapping[str, Any], field: str) -> int:
+    """A number of devices."""
+    count = number(record, field, int)
+    if count < 1:
+        raise ValueError(f"{field} is {count}; it must be at least 1")
+    return count
+
+
+def resize_of(pair: Any) -> tuple[float, int]:
+    """After how many seconds a job had how many devices."""
+    if not isinstance(pair, list) or len(pair) != 2:
+        raise ValueError(f"resized has {pair!r}, not [seconds, devices]")
+    return checked_number(pair[0], "resized"), at_least_one({"resized": pair[1]}, "resized")
 
 
 def fixed_part(alone: float, demand: int, first: int, resized: Sequence[tuple[float, int]], end: float) -> float:
