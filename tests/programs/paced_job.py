@@ -2,7 +2,7 @@
 
     python tests/programs/paced_job.py STEPS SEED FIXED REST
 
-A step takes at least FIXED + REST / n seconds on n workers, so that it scales as it would with devices of its own. Prints
+A step takes at least FIXED + REST / n seconds on n workers, so that it scales as with devices of its own. It prints
 the hash of its final state.
 
 Knows jax and `vnode.elastic.run`. Must not know who starts it.
