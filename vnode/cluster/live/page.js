@@ -93,7 +93,8 @@ function deviceText(names) {  // 0, 1, 2, 5 -> 0–2, 5
 
 const quoted = (word) => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`);
 const commandText = (command) => (Array.isArray(command) ? command.map(quoted).join(" ") : String(command));
-const nameOf = (job) => job.name || `job ${job.id}`;
+const shortened = (text, most = 48) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
+const nameOf = (job) => shortened(job.name || `job ${job.id}`);
 
 function whyLine(job) {  // a traceback says most in its last line
   const lines = (job.why || "").split("\n").map((line) => line.trim()).filter(Boolean);
@@ -114,7 +115,7 @@ function mixed(colour, other, part) {
 }
 
 const COLOURS = [
-  ...PALETTE, ...PALETTE.map((one) => mixed(one, "#ffffff", 0.42)), ...PALETTE.map((one) => mixed(one, "#000000", 0.34)),
+  ...PALETTE, ...PALETTE.map((one) => mixed(one, "#ffffff", 0.42)), ...PALETTE.map((one) => mixed(one, "#000000", 0.28)),
 ];
 
 function inkOn(colour) {
@@ -266,7 +267,9 @@ function timeTicks(start, end, most) {
 }
 
 function showShares() {
-  const box = byId("shares"), width = Math.max(260, box.clientWidth), height = box.clientHeight;
+  const box = byId("shares");
+  box.classList.toggle("tall", snapshot.cluster.devices.length > 16);
+  const width = Math.max(260, box.clientWidth), height = box.clientHeight;
   const history = snapshot.history, total = snapshot.cluster.devices.length, end = now();
   const first = history.length ? history[0].time : snapshot.cluster.began;
   const start = Math.min(end, Math.max(end - Number(byId("window").value), Math.min(first, end)));
@@ -330,7 +333,7 @@ function showLegend(held) {
     }
     const {swatch, text} = keys.get(id), job = jobs.get(id);
     swatch.style.background = colourOf(id);
-    setText(text, `${id} ${job ? job.name : ""}`);
+    setText(text, `${id} ${job ? nameOf(job) : ""}`);
   }
   arrange(byId("legend"), shown.map((id) => keys.get(id).key));
 }
@@ -349,7 +352,7 @@ function showDecisions() {
     build(line, "time", "", moment(decision.time)).title = new Date(decision.time * 1000).toLocaleString();
     build(line, "i", "swatch").style.background = colourOf(decision.job);
     const job = jobs.get(decision.job);
-    const who = `job ${decision.job}${job && job.name ? ` (${job.name})` : ""}`;
+    const who = `job ${decision.job}${job && job.name ? ` (${nameOf(job)})` : ""}`;
     build(line, "span", "", `${who}: ${decision.why || `${decision.from} -> ${decision.to}`}`);
     return line;
   });
@@ -361,9 +364,15 @@ function showDecisions() {
 
 function timeText(job) {
   if (job.ended !== null) {
-    return job.started === null ? `waited ${duration(job.ended - job.submitted)}` : duration(job.ended - job.started);
+    return job.started === null ? [duration(job.ended - job.submitted), "waited"] : [duration(job.ended - job.started), ""];
   }
-  return job.started === null ? `waits ${duration(now() - job.submitted)}` : duration(now() - job.started);
+  return job.started === null ? [duration(now() - job.submitted), "waiting"] : [duration(now() - job.started), ""];
+}
+
+function showTime(cell, job) {
+  const [text, small] = timeText(job);
+  setText(cell.text, text);
+  setText(cell.small, small);
 }
 
 function shareText(job) {
@@ -378,9 +387,9 @@ function metricTexts(job) {
 
 function showMetrics(cell, job) {
   const texts = metricTexts(job);
-  const text = texts.map(([words]) => words).join(", ") || "–";
-  setText(cell.text, text);
-  setClass(cell.text, texts.some(([, bad]) => bad) ? "bad" : "");
+  setText(cell.text, texts.length ? texts[0][0] : "–");
+  setText(cell.small, texts.slice(1).map(([words]) => words).join(", "));
+  setClass(cell.td, texts.some(([, bad]) => bad) ? "c-metrics bad" : "c-metrics");
 }
 
 function showProgress(cell, job) {
@@ -415,7 +424,7 @@ const COLUMNS = {
   progress: ["Step", showProgress],
   rate: ["Steps/s", plain((job) => rateText(job.steps_per_second)), "number"],
   metrics: ["Metrics", showMetrics],
-  time: ["Time", plain(timeText)],
+  time: ["Time", showTime],
   end: ["Ended", plain((job) => (job.ended === null ? "–" : moment(job.ended)))],
   why: ["Why", plain(whyLine)],
 };
@@ -452,6 +461,7 @@ class Detail {  // what a job's row shows below it once it is clicked
   update(job) {
     const left = isNumber(job.step) && isNumber(job.steps) && job.steps_per_second > 0 && ACTIVE.includes(job.state);
     this.fact("Why", job.why || "", "why");
+    this.fact("Name", (job.name || "").length > 24 ? job.name : "");
     this.fact("Command", commandText(job.command));
     this.fact("Folder", job.folder);
     this.fact("Devices", job.devices.join(", "));
@@ -505,7 +515,7 @@ class Row {
         cell.text = build(cell.button, "span", "name");
       } else {
         cell.text = build(td, "span");
-        if (key === "share") cell.small = build(td, "small");
+        if (["share", "metrics", "time"].includes(key)) cell.small = build(td, "small");
         if (key === "progress") {
           cell.bar = build(td, "span", "bar");
           cell.fill = build(cell.bar, "i");
@@ -538,7 +548,10 @@ class Row {
         cell.swatch.style.background = colourOf(job.id);
       } else {
         COLUMNS[key][1](cell, job);
-        if (["why", "metrics", "devices"].includes(key) && cell.td.title !== cell.text.textContent) cell.td.title = cell.text.textContent;
+        const words = cell.text.textContent;
+        cell.td.classList.toggle("none", words === "–" || !words);
+        const title = [words, cell.small ? cell.small.textContent : ""].filter(Boolean).join(", ");
+        if (["why", "metrics", "devices"].includes(key) && cell.td.title !== title) cell.td.title = title;
       }
     }
     if (this.detail) this.detail.update(job);
