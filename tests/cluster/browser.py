@@ -1,8 +1,8 @@
 """A headless Chromium that is told what to do over a pipe, by its own protocol (DevTools).
 
-    with Browser(folder) as browser:
-        browser.open(url)
-        browser.ask("document.title")
+with Browser(folder) as browser:
+    browser.open(url)
+    browser.ask("document.title")
 """
 
 from __future__ import annotations
@@ -17,10 +17,17 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium")
 
-FLAGS = (
-    "--headless=new --no-sandbox --disable-gpu --no-first-run --disable-extensions --disable-background-networking "
-    "--disable-dev-shm-usage --hide-scrollbars --remote-debugging-pipe"
-).split()
+FLAGS = [
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+]
 
 
 class Browser:
@@ -35,9 +42,9 @@ class Browser:
         pipes = [os.pipe(), os.pipe()]
         # Chromium reads 3 and writes 4, so the pipes must have other numbers.
         theirs = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (pipes[0][0], pipes[1][1])]
+        with_pipes = ["bash", "-c", f'exec 3<&{theirs[0]} 4>&{theirs[1]}; exec "$@"', "bash"]
         self._process = subprocess.Popen(
-            ["bash", "-c", f'exec 3<&{theirs[0]} 4>&{theirs[1]}; exec "$@"', "bash", CHROMIUM, *FLAGS]
-            + [f"--user-data-dir={folder}", "about:blank"],
+            [*with_pipes, CHROMIUM, *FLAGS, f"--user-data-dir={folder}", "about:blank"],
             pass_fds=theirs,
             env={**os.environ, "HOME": str(folder)},
             stdout=subprocess.DEVNULL,
@@ -100,7 +107,9 @@ class Browser:
 
     def wait_for(self, expression: str) -> None:
         """Waits until an expression is true."""
-        self.ask(f"new Promise((found) => {{ const look = () => ({expression}) ? found() : setTimeout(look, 20); look() }})")
+        self.ask(
+            f"new Promise((found) => {{ const look = () => ({expression}) ? found() : setTimeout(look, 20); look() }})"
+        )
 
     def complaints(self) -> list[dict[str, Any]]:
         """Exceptions of scripts, and what the browser refused or could not load."""

@@ -82,8 +82,8 @@ def refusal(scope: Message, token: str) -> tuple[int, str] | None:
     if scope["method"] not in ("GET", "HEAD"):
         return 405, "This page can only be read.\n"
     given = [value.partition(b" ")[2].strip() for value in authorizations if value[:7].lower() == b"bearer "]
-    query = parse_qs(scope["query_string"], keep_blank_values=True)
-    given += query.get(b"token", [])
+    query = parse_qs(scope["query_string"].decode("latin-1"), encoding="latin-1")
+    given += [value.encode() for value in query.get("token", [])]
     if not any(hmac.compare_digest(one, token.encode()) for one in given):
         words = "The address lacks the token: open the whole address that the scheduler printed when it started.\n"
         return 401, words
