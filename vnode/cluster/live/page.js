@@ -315,7 +315,7 @@ function showShares() {
   draw(svg, "path", {class: "total", d: `M${LEFT} ${y(total)}H${right}`});
   draw(svg, "text", {class: "total-name", x: right, y: y(total) - 6, "text-anchor": "end"}, total === 1 ? "1 device" : `${total} devices`);
   if (!held.length) {
-    draw(svg, "text", {x: (LEFT + right) / 2, y: (TOP + base) / 2, "text-anchor": "middle"}, "No job has held a device in this time.");
+    draw(svg, "text", {class: "nothing", x: (LEFT + right) / 2, y: (TOP + base) / 2, "text-anchor": "middle"}, "No job has held a device in this time.");
   }
   box.replaceChildren(svg);
   showLegend(held);
