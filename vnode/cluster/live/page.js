@@ -133,6 +133,7 @@ let places = new Map();   // id -> place among all jobs, which its colour goes b
 let live = false;
 let ahead = 0;            // the scheduler's clock minus this one's, seconds
 let heardAt = 0;          // by this clock
+let triedAt = 0;          // by this clock: the last time that a connection was asked for
 let frozenAt = 0;         // by the scheduler's, since it does not answer
 
 const here = () => Date.now() / 1000;
@@ -638,7 +639,7 @@ function queueShow() {
 
 function tick() {
   if (document.hidden) return;
-  if (live && here() - heardAt > QUIET) {
+  if (live && here() - Math.max(heardAt, triedAt) > QUIET) {
     lose();
     connect();
   }
@@ -675,7 +676,7 @@ function hear(time) {
 }
 
 function lose(words = "The scheduler does not answer.") {
-  if (live) frozenAt = now();
+  if (live) frozenAt = heardAt + ahead;
   live = false;
   say("lost", frozenAt ? `${words} This is how it was at ${clock(frozenAt)}.` : words);
 }
@@ -683,7 +684,7 @@ function lose(words = "The scheduler does not answer.") {
 function connect() {
   clearTimeout(retry);
   if (events) events.close();
-  heardAt = here();
+  triedAt = here();
   events = new EventSource(`events?token=${encodeURIComponent(TOKEN)}`);
   events.addEventListener("message", (event) => {
     const data = JSON.parse(event.data);
