@@ -18,6 +18,9 @@ JOB = "VNODE_JOB"
 DEVICE = "VNODE_DEVICE"
 """The device of the worker, if the job was given devices by name."""
 
+RUN = "VNODE_RUN"
+"""A mark of all processes that a worker with a device starts: the folder of the job, and the worker's number."""
+
 CHECKPOINT = "VNODE_CHECKPOINT"
 """The folder of checkpoints that the job was given; not set if it was given none."""
 

@@ -19,7 +19,7 @@ from vnode.workers.command_run import handle_signals
 from vnode.workers.start import Spec
 
 SPEC = "spec.json"
-"""What it shall run: fields of `Spec`, and the PYTHONPATH that the job shall have (`path`)."""
+"""What it shall run: fields of `Spec` (`spec`), the job's variables (`env`) and its folder (`directory`)."""
 
 OWN = "job"
 """The supervisor's own folder."""
@@ -38,14 +38,17 @@ def main(folder: Path) -> int:
       The job's exit code; 2 if it cannot be started.
     """
     facts = json.loads((folder / SPEC).read_text(encoding="utf-8"))
-    path = facts.pop("path")
-    os.environ.pop("PYTHONPATH", None)
-    if path is not None:
-        os.environ["PYTHONPATH"] = path
-    for name in ("command", "devices"):
-        facts[name] = tuple(facts[name])
+    spec = {**facts["spec"], "command": tuple(facts["spec"]["command"]), "devices": tuple(facts["spec"]["devices"])}
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[attr-defined]
     try:
-        supervisor = Spec(**facts).supervisor(folder=folder / OWN)
+        os.chdir(facts["directory"])
+        os.environ.clear()  # its own would change what Python this process is
+        os.environ.update(facts["env"])
+        supervisor = Spec(**spec).supervisor(folder=folder / OWN)
+    except OSError as error:
+        (folder / REFUSED).write_text(f"the job cannot run in {facts['directory']}: {error.strerror}", encoding="utf-8")
+        return 2
     except WorkerError as error:
         (folder / REFUSED).write_text(str(error), encoding="utf-8")
         print(f"vnode: {error}", file=sys.stderr)

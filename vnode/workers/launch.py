@@ -220,7 +220,7 @@ def launch(
     with open(reader, encoding="utf-8") as report:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "vnode.workers", str(writer)],
+                [sys.executable, "-P", "-m", "vnode.workers", str(writer)],
                 stdin=subprocess.PIPE,
                 pass_fds=(writer,),
                 env={**os.environ, "PYTHONPATH": search_path()},

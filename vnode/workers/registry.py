@@ -27,6 +27,7 @@ from typing import Any, TextIO
 from vnode import files
 from vnode.errors import WorkerError, layout_message
 from vnode.stopped import Resident
+from vnode.workers import RUN
 from vnode.workers.actions import Record
 
 try:
@@ -54,20 +55,33 @@ def home() -> Path:
       WorkerError: somebody else could read or write it.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    top = Path(runtime) / "vnode" if runtime else Path(tempfile.gettempdir()) / f"vnode-{user}"
-    folder = top / "jobs"
+    top = Path(runtime) / "vnode" if runtime else Path(tempfile.gettempdir()) / f"vnode-{user()}"
+    return private(top, "jobs")
+
+
+def user() -> int:
+    """The number of this user."""
+    return os.getuid() if hasattr(os, "getuid") else 0
+
+
+def private(top: Path, name: str) -> Path:
+    """A folder in another one, which this user alone can read; both are made if they are not there.
+
+    Raises:
+      WorkerError: somebody else could read or write them.
+    """
+    folder = top / name
     try:
         top.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         for path in (top, folder):
             found = path.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o077:
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != user() or found.st_mode & 0o077:
                 raise PermissionError(f"{path} is not a folder that this user alone can read")
     except OSError as error:
         raise WorkerError(
             layout_message(
-                f"the folder of jobs {folder} cannot be used.",
+                f"the folder {folder} cannot be used.",
                 facts=[str(error)],
                 remedies=["set XDG_RUNTIME_DIR to a folder of your own, of mode 0700"],
             )
@@ -91,6 +105,24 @@ def started(pid: int) -> str | None:
     except OSError:
         pass
     return ""
+
+
+def marked(mark: str) -> list[int]:
+    """The processes of this host that a worker, or a supervisor, has started, and those that they have started.
+
+    They have the variable `RUN` from it, unless they have dropped it. Nothing is found where there is no ``/proc``.
+
+    Args:
+      mark: the folder of a job, for all of its processes; or that, a slash and the number of a worker.
+    """
+    wanted = f"{RUN}={mark}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # another user's, or it has ended
+            variables = path.read_bytes().split(b"\0")
+            if any(each == wanted or each.startswith(wanted + b"/") for each in variables):
+                found.append(int(path.parent.name))
+    return [pid for pid in found if pid != os.getpid()]
 
 
 def write_privately(path: Path, text: str) -> None:
@@ -131,6 +163,10 @@ class Found:
     def workers_alive(self) -> list[int]:
         """Process numbers of its workers that are there."""
         return [pid for pid, since in self.facts.get("children", []) if started(pid) == since is not None]
+
+    def processes(self) -> list[int]:
+        """Process numbers of its workers that are there, and of what they have started and left."""
+        return sorted({*self.workers_alive(), *marked(str(self.folder))})
 
     def events(self) -> list[dict[str, Any]]:
         """What has happened, in order."""

@@ -28,7 +28,7 @@ class Rigid(Decisions):
     connects = False
 
     def __init__(self, devices: int, limits: Limits | None = None) -> None:
-        super().__init__(devices, devices, limits)
+        super().__init__(devices, None, limits)
         self.kill_at: float | None = None
 
     def exited(self, number: int, code: int, now: float) -> list[Action]:

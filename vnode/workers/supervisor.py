@@ -10,6 +10,7 @@ import dataclasses
 import hmac
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -20,12 +21,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vnode.errors import WorkerError, layout_message
-from vnode.workers import CHECKPOINT, DEVICE, JOB, NUMBER, PROTOCOL, SUPERVISOR, TOKEN_FILE
+from vnode.workers import CHECKPOINT, DEVICE, JOB, NUMBER, PROTOCOL, RUN, SUPERVISOR, TOKEN_FILE
 from vnode.workers.actions import Action, End, EndService, Kill, Record, Send, Spawn, StartService, Terminate
 from vnode.workers.decisions import Decisions
 from vnode.workers.devices import Devices
 from vnode.workers.processes import Backend, Handle
-from vnode.workers.registry import STOPPED_SECONDS, Entry, started
+from vnode.workers.registry import STOPPED_SECONDS, Entry, marked, started
 from vnode.workers.wire import LARGEST, Channel, Message, WireError
 
 ALIVE_SECONDS = 1
@@ -47,6 +48,9 @@ KEEP_ALL = {
 
 CHATTER = "[Gloo] Rank "
 """How lines begin that the CPU's exchange writes to the output of every program that connects processes."""
+
+OWN_VARIABLES = {name: value for name, value in os.environ.items() if name != RUN}
+"""The variables that this process has begun with; those of a job may be others."""
 
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "NONE", "GLOG_minloglevel": "3"}
 
@@ -172,8 +176,11 @@ class Supervisor:
         while True:
             try:
                 sock, _ = self.listener.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                if self.listener.fileno() < 0:
+                    return
+                time.sleep(TICK)  # no room for another connection just now
+                continue
             threading.Thread(target=self.serve, args=(sock,), name="vnode connection", daemon=True).start()
 
     def serve(self, sock: socket.socket) -> None:
@@ -273,6 +280,8 @@ class Supervisor:
             worker.ended_since = worker.ended_since or now
             if worker.channel is not None and not worker.closed and now - worker.ended_since < 1:
                 return  # what it said last is still on its way
+            if self.leaves_processes(number):
+                return  # they may still use its device
             self.running.pop(number)
             if worker.channel is not None:
                 worker.channel.close()
@@ -288,6 +297,14 @@ class Supervisor:
                 self.do(self.decisions.stopped(number, now))
         else:
             worker.stopped_since = None
+
+    def leaves_processes(self, number: int) -> bool:
+        """Ends what a worker that had a device has started and left; whether there was any."""
+        left = [] if self.devices is None else marked(f"{self.entry.folder}/{number}")
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        return bool(left)
 
     def learn_checkpoint(self) -> None:
         """Writes down the folder of checkpoints that the script names itself: the job is found by it, too."""
@@ -438,7 +455,7 @@ class Supervisor:
             if device is None:
                 self.waiting.append(number)
                 return
-            environment[DEVICE] = device
+            environment |= {DEVICE: device, RUN: f"{self.entry.folder}/{number}"}
         try:
             self.running[number] = Running(self.backend.spawn(number, environment))
         except OSError as error:
@@ -475,13 +492,13 @@ class Supervisor:
     def printed(self, number: int, line: str) -> None:
         """A worker has printed a line."""
         if number == self.decisions.speaker() and not line.startswith(CHATTER):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):  # a stream that does not take its letters
                 print(line, file=self.out, flush=True)
 
     def say(self, text: str, number: int | None = None) -> None:
         """Passes on a line that a worker has written to its stderr, or says something itself."""
         prefix = "" if number is None or not self.decisions.connects else f"[worker {number}] "
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             print(f"{prefix}{text}", file=self.err, flush=True)
 
     def record(self, record: Record) -> None:
@@ -500,8 +517,13 @@ class Supervisor:
         """Starts the process that keeps the services."""
         with open(self.entry.folder / "keeper.err", "ab") as err:
             keeper = subprocess.Popen(
-                [sys.executable, "-m", "vnode.workers.keeper"],
-                env={**os.environ, **QUIET, "PYTHONPATH": search_path()},
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "vnode.workers.keeper",
+                ],  # modules of the user's folder are none of its own
+                env={**OWN_VARIABLES, **QUIET, "PYTHONPATH": search_path()},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=err,
@@ -543,7 +565,7 @@ class Supervisor:
         while self.running:
             now = time.monotonic()
             for number, worker in list(self.running.items()):
-                if worker.handle.poll() is not None:
+                if worker.handle.poll() is not None and not self.leaves_processes(number):
                     del self.running[number]
                 elif now > end or number not in arrived:
                     worker.handle.kill()

@@ -13,8 +13,7 @@ from typing import Any
 
 from vnode.cluster.live.arguments import add_state
 from vnode.cluster.live.door import ask
-from vnode.cluster.live.shown import job_in
-from vnode.cluster.live.view import look
+from vnode.cluster.live.view import look_at
 from vnode.errors import ClusterError
 
 LOOK = 0.3
@@ -62,7 +61,7 @@ def tell(request: Any) -> int:
 def execute_logs(chosen: argparse.Namespace) -> int:
     """Runs `logs`: 0, or 1 if there is no such job."""
     try:
-        job = job_in(look(chosen.state)[0], chosen.job)
+        job = look_at(chosen.state, chosen.job)
         files = {Path(job["folder"]) / "out": sys.stdout, Path(job["folder"]) / "err": sys.stderr}
         places = dict.fromkeys(files, 0)
         while True:
@@ -72,7 +71,7 @@ def execute_logs(chosen: argparse.Namespace) -> int:
             if over or not chosen.follow:
                 return 0
             time.sleep(LOOK)
-            job = job_in(look(chosen.state)[0], job["id"])
+            job = look_at(chosen.state, job["id"])
     except ClusterError as error:
         print(f"vnode: {error}", file=sys.stderr)
         return 1

@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vnode.cluster.live.arguments import add_state
-from vnode.cluster.live.shown import job_in
-from vnode.cluster.live.view import look
+from vnode.cluster.live.view import look, look_at
 from vnode.errors import ClusterError
 
 HEADS = ("ID", "NAME", "STATE", "PRIORITY", "WORKERS", "STEP", "STEPS/S", "TIME", "WHY")
@@ -49,7 +48,7 @@ def execute_queue(chosen: argparse.Namespace) -> int:
     try:
         if chosen.watch:
             return watch(chosen.state, chosen.all)
-        found, runs = look(chosen.state)
+        found, runs = look(chosen.state, None if chosen.json or chosen.all else ENDED)
     except ClusterError as error:
         print(f"vnode: {error}", file=sys.stderr)
         return 1
@@ -67,14 +66,12 @@ def execute_queue(chosen: argparse.Namespace) -> int:
 def execute_status(chosen: argparse.Namespace) -> int:
     """Runs `status`: 0, or 1 if there is no such job."""
     try:
-        found, _ = look(chosen.state)
-        job = job_in(found, chosen.job)
+        job = look_at(chosen.state, chosen.job)
     except ClusterError as error:
         print(f"vnode: {error}", file=sys.stderr)
         return 1
-    decisions = [each for each in found["decisions"] if each["job"] == job["id"]]
     if chosen.json:
-        print(json.dumps({**job, "decisions": decisions}))
+        print(json.dumps(job))
         return 0
     low, high = job["workers"]
     code = "" if job["code"] is None else f" (exit code {job['code']})"
@@ -95,7 +92,7 @@ def execute_status(chosen: argparse.Namespace) -> int:
     for name, value in facts:
         if value:
             print(f"{name:<10} {value}")
-    for decision in decisions:
+    for decision in job["decisions"]:
         print(f"  {clock(decision['time'])}  {decision['why']}")
     if job["why"]:
         print(f"\n{job['why']}")
@@ -168,7 +165,7 @@ def watch(state: str | None, everything: bool) -> int:
     with Live(screen=False, auto_refresh=False) as live:
         try:
             while True:
-                found, runs = look(state)
+                found, runs = look(state, None if everything else ENDED)
                 table = rich.table.Table(*HEADS, box=None, header_style="bold")
                 for job in listed(found, everything):
                     table.add_row(*map(Text, cells(job, found["cluster"]["now"])), style=colours.get(job["state"], ""))

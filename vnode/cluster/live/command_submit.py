@@ -12,9 +12,8 @@ from typing import Any
 
 from vnode.cluster.live.arguments import add_state, times
 from vnode.cluster.live.door import ask
-from vnode.cluster.live.shown import job_in
 from vnode.cluster.live.submission import Submission, worker_range
-from vnode.cluster.live.view import look
+from vnode.cluster.live.view import look_at
 from vnode.errors import ClusterError
 
 LOOK = 0.3
@@ -79,7 +78,7 @@ def wait(name: str, state: str | None) -> int:
     try:
         while True:
             try:
-                job = job_in(look(state)[0], name)
+                job = look_at(state, name)
                 complaint = ""
                 if job["ended"] is not None:
                     if job["why"]:

@@ -8,6 +8,7 @@ A decision depends on the book, the policy and the time alone: `replay` makes al
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -58,8 +59,8 @@ def policy_of(name: str, options: Mapping[str, Any]) -> Policy:
 def decide(book: Book, policy: Policy, time: float) -> Decided:
     """Asks a policy.
 
-    Rigid jobs keep their devices once they have them: the policy shares the others. A share that a job cannot use,
-    because it needs more or because the scheduler has other counts, is rounded down.
+    Rigid jobs keep their devices once they have them: the policy shares the others. A job that needs more than these
+    waits. A share that a job cannot use, as it needs more or the scheduler has other counts, is changed (`usable`).
 
     Args:
       book: the jobs.
@@ -72,13 +73,13 @@ def decide(book: Book, policy: Policy, time: float) -> Decided:
     active = book.active()
     shares = {job.id: len(job.devices) if job.keeps else 0 for job in active}
     there = len(book.devices) - sum(shares.values())
-    asked = [job for job in active if not job.keeps and not job.cancel]
+    asked = [job for job in active if not job.keeps and not job.cancel and least(book, job) <= there]
     if not asked or there < 1:
         return Decided(shares)
-    jobs = table(book, asked, time)
-    jobs.look_back = lambda: table(book, list(book.jobs.values()), time)
     assert book.epoch is not None
     try:
+        jobs = table(book, asked, time)
+        jobs.look_back = lambda: table(book, list(book.jobs.values()), time)
         found = policy(time - book.epoch, jobs, there)
         again = None
         if isinstance(found, Decision):
@@ -88,18 +89,52 @@ def decide(book: Book, policy: Policy, time: float) -> Decided:
             raise ValueError(f"it gives {given.tolist()} of {there} devices")
     except Exception as error:
         raise ClusterError(f"the policy fails: {type(error).__name__}: {error}") from error
-    for job, share in zip(asked, given.tolist(), strict=True):
-        shares[job.id] = usable(job, share, book.options.get("counts"))
+    wanted = {job.id: share for job, share in zip(asked, given.tolist(), strict=True) if share}
+    shares |= usable(book, wanted, there)
     again = None if again is None else again + book.epoch
     return Decided(shares, again if again is not None and again > time else None)
 
 
-def usable(job: LiveJob, share: int, counts: Sequence[int] | None) -> int:
-    """The largest number of devices up to a share that a job can use."""
-    share = min(share, job.limit)
-    if counts is not None and not job.submission.rigid:
-        share = max((count for count in counts if count <= share), default=0)
-    return share if share >= min(job.submission.range[0], job.limit) else 0
+def usable(book: Book, given: Mapping[str, int], devices: int) -> dict[str, int]:
+    """What jobs can use of what a policy gives them.
+
+    Each job that is given something gets the least that it needs, as far as there are devices: those that run first,
+    then by priority and arrival. What is left raises them to what the policy gives. Nothing changes where all jobs can
+    use what they are given.
+
+    Args:
+      book: the jobs.
+      given: devices by job; none of them is 0.
+      devices: how many there are.
+    """
+    jobs = sorted((book.jobs[name] for name in given), key=lambda job: (not job.share, -job.priority, job.number))
+    found, left = {}, devices
+    for job in jobs:
+        needed = least(book, job)
+        found[job.id] = needed if needed <= left else 0
+        left -= found[job.id]
+    for job in jobs:
+        if found[job.id]:
+            counts = [count for count in counts_of(book, job) if count <= min(given[job.id], found[job.id] + left)]
+            more = max([found[job.id], *counts[-1:]])
+            left -= more - found[job.id]
+            found[job.id] = more
+    return found
+
+
+def counts_of(book: Book, job: LiveJob) -> Sequence[int]:
+    """The numbers of devices that a job may have, in rising order."""
+    low, high = job.submission.range
+    allowed = book.options.get("counts")
+    if allowed is None or job.submission.rigid:
+        return range(min(low, job.limit), min(high, job.limit) + 1)
+    return [count for count in allowed if min(low, job.limit) <= count <= min(high, job.limit)]
+
+
+def least(book: Book, job: LiveJob) -> float:
+    """The fewest devices that a job may have; infinite if it can have none."""
+    counts = counts_of(book, job)
+    return counts[0] if len(counts) else math.inf
 
 
 def table(book: Book, jobs: Sequence[LiveJob], time: float) -> Jobs:
@@ -108,8 +143,8 @@ def table(book: Book, jobs: Sequence[LiveJob], time: float) -> Jobs:
     assert book.epoch is not None
     asked = []
     for job in jobs:
-        low = job.submission.range[0]
-        demand = max(min(job.limit, most), 1)
+        low = min(job.submission.range[0], job.limit, most)
+        demand = max(min(job.submission.range[1], job.limit, most), 1)
         asked.append(
             Job(
                 id=job.id,
@@ -117,7 +152,7 @@ def table(book: Book, jobs: Sequence[LiveJob], time: float) -> Jobs:
                 work=float(max(job.steps or 0, job.step + remaining_of(job))),
                 speeds=speeds_of(job, demand),
                 demand=demand,
-                minimum=min(low, demand),
+                minimum=max(low, 1),
                 priority=job.priority,
             )
         )

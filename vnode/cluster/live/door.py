@@ -14,6 +14,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from vnode.workers.wire import Channel, WireError
 
 VARIABLE = "VNODE_CLUSTER"
 """Names the file of the scheduler that commands ask, if they name none."""
+
+LONGEST = 80
+"""Bytes of the path of a folder of sockets: with its name, that of a socket may have some 100."""
 
 ANSWER = 30
 """Seconds that an answer may take."""
@@ -38,15 +42,16 @@ def folder() -> Path:
       ClusterError: somebody else could read or write it.
     """
     try:
-        found = registry.home().parent / "clusters"
-        found.mkdir(mode=0o700, exist_ok=True)
+        found = registry.private(registry.home().parent, "clusters")
+        if len(os.fsencode(found)) > LONGEST:
+            found = registry.private(Path("/tmp") / f"vnode-{registry.user()}", "clusters")
         return found
-    except (OSError, WorkerError) as error:
+    except WorkerError as error:
         raise ClusterError(str(error)) from error
 
 
 def socket_of(state: Path) -> Path:
-    """The socket of the scheduler that has a file. Its path is short: a socket's may have some 100 bytes."""
+    """The socket of the scheduler that has a file."""
     return folder() / f"{hashlib.sha256(os.fsencode(os.path.realpath(state))).hexdigest()[:16]}.sock"
 
 
@@ -84,8 +89,11 @@ class Door:
         while True:
             try:
                 sock, _ = self.listener.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                if self.listener.fileno() < 0:
+                    return
+                time.sleep(0.1)  # no room for another connection just now
+                continue
             threading.Thread(target=self.serve, args=(sock,), name="vnode request", daemon=True).start()
 
     def serve(self, sock: socket.socket) -> None:
@@ -94,13 +102,16 @@ class Door:
         answered = threading.Event()
 
         def reply(answer: dict[str, Any]) -> None:
-            with contextlib.suppress(WireError):
+            try:
                 channel.send(answer)
+            except WireError as error:
+                with contextlib.suppress(WireError):
+                    channel.send({"kind": "error", "text": str(error)})
             answered.set()
 
         with contextlib.suppress(WireError, TimeoutError):
             while True:
-                request = channel.receive()
+                request = channel.receive(ANSWER)
                 answered.clear()
                 self.take(request, reply)
                 answered.wait(ANSWER)

@@ -5,7 +5,6 @@ Knows exit codes, events of workers, tracebacks. Must not know schedulers.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,11 @@ from vnode.cluster.live.records import Record
 OFTEN, WHILE = 3, 600.0
 """How often within so many seconds a job is begun again that nobody has asked to make room."""
 
+LONGEST = 4000
+"""Letters of a reason, from its end: of a traceback that is the error."""
+
 KILLED = 137
-TRACEBACK = re.compile(rb"^Traceback \(most recent call last\):$", re.MULTILINE)
+TRACEBACK = "Traceback (most recent call last):"
 LARGEST = 1 << 16
 """Bytes of a worker's errors that are looked at, from the end."""
 
@@ -35,13 +37,13 @@ def outcome(job: LiveJob, facts: Mapping[str, Any], folder: Path, time: float) -
     step = job.step if step is None else step
 
     def ended(state: str, code: int, why: str = "") -> Record:
-        return Record(time, "ended", job.id, {"state": state, "code": code, "why": why, "step": step})
+        return Record(time, "ended", job.id, {"state": state, "code": code, "why": why[-LONGEST:], "step": step})
 
     def later(why: str) -> Record:
         recent = [each for each in job.interrupted if time - each < WHILE]
         if not job.stopping and len(recent) >= OFTEN:
             return ended("failed", facts.get("code", KILLED), f"{why}, {len(recent) + 1} times in {WHILE:g} s")
-        return Record(time, "pending", job.id, {"why": why, "step": step})
+        return Record(time, "pending", job.id, {"why": why[-LONGEST:], "step": step})
 
     if "refused" in facts:
         return ended("cancelled" if job.cancel else "failed", 2, facts["refused"])
@@ -53,7 +55,7 @@ def outcome(job: LiveJob, facts: Mapping[str, Any], folder: Path, time: float) -
         if job.cancel:
             return ended("cancelled", KILLED)
         if "pid" not in facts:
-            return later("its supervisor did not begin")
+            return later("\n".join(["its supervisor did not begin", *last_lines(folder.parent.parent / "err")[-5:]]))
         if job.submission.rigid:
             return ended("failed", KILLED, "its supervisor was killed, and its command with it")
         return later("its supervisor was killed; it goes on from its checkpoint")
@@ -69,31 +71,38 @@ def outcome(job: LiveJob, facts: Mapping[str, Any], folder: Path, time: float) -
 
 def last_error(folder: Path) -> str:
     """The last traceback that a worker has printed, of the lowest number that has printed one; else its last lines."""
-    last_lines = ""
+    without = ""
     for path in sorted(folder.glob("worker-*.err"), key=lambda path: int(path.stem.partition("-")[2])):
-        try:
-            with open(path, "rb") as file:
-                file.seek(max(path.stat().st_size - LARGEST, 0))
-                text = file.read()
-        except OSError:
-            continue
-        if found := list(TRACEBACK.finditer(text)):
-            return end_of_error(text[found[-1].start() :].decode(errors="replace"))
-        last_lines = last_lines or "\n".join(text.decode(errors="replace").splitlines()[-10:])
-    return last_lines
+        lines = last_lines(path)
+        if TRACEBACK in lines:
+            last = len(lines) - lines[::-1].index(TRACEBACK) - 1
+            return end_of_error(lines[last:])
+        without = without or "\n".join(lines[-10:])
+    return without
 
 
-def end_of_error(text: str) -> str:
+def last_lines(path: Path) -> list[str]:
+    """The last lines of a file; none if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(path.stat().st_size - LARGEST, 0))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def end_of_error(text: list[str]) -> str:
     """A traceback up to its error's message; what is printed behind it is left out.
 
-    >>> print(end_of_error("Traceback (most recent call last):\\n  File ...\\nValueError: no\\n  facts\\nother\\n"))
-    Traceback (most recent call last):
+    >>> print(end_of_error(["Traceback ...", "  File ...", "ValueError: no", "  facts", "other"]))
+    Traceback ...
       File ...
     ValueError: no
       facts
     """
-    lines, said = [], False
-    for line in text.splitlines():
+    lines: list[str] = []
+    said = False
+    for line in text:
         if said and not line.startswith(" "):
             break
         said = said or (bool(lines) and not line.startswith(" "))

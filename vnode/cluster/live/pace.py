@@ -31,7 +31,7 @@ class Pace:
 
     def __init__(self, seconds: dict[int, float] | None = None, step: int = 0) -> None:
         self.seconds, self.step = dict(seconds or {}), step
-        self.workers = 0
+        self.workers, self.settles = 0, True
         self.window: list[tuple[float, int]] = []
 
     def look(self, time: float, workers: int, step: int | None) -> None:
@@ -45,17 +45,16 @@ class Pace:
         if step is None:
             return
         if workers != self.workers or step < self.step:
-            self.workers, self.window = workers, []
+            self.workers, self.window, self.settles = workers, [], True
         self.step = step
         if not workers:
             return
         if not self.window:
             self.window = [(time, step)]
         elif step > self.window[-1][1]:
-            first = len(self.window) == 1
+            if self.settles:  # the first steps on so many workers are slower: programs are loaded
+                self.window, self.settles = [], False
             self.window.append((time, step))
-            if first:  # the first steps on so many workers are slower: programs are loaded
-                del self.window[0]
             while time - self.window[0][0] > WINDOW and len(self.window) > 2:
                 del self.window[0]
             (before, low), (after, high) = self.window[0], self.window[-1]

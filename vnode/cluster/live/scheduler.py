@@ -28,7 +28,7 @@ from vnode.cluster.live.pace import Pace
 from vnode.cluster.live.records import Record
 from vnode.cluster.live.shown import job_in, shown, snapshot
 from vnode.cluster.live.state import State
-from vnode.cluster.live.submission import Submission
+from vnode.cluster.live.submission import Submission, check_priority
 from vnode.cluster.live.supervised import Report, Supervised, start
 from vnode.cluster.simulator import Policy
 from vnode.errors import ClusterError, layout_message
@@ -37,11 +37,21 @@ from vnode.workers.detached import OWN
 TICK = 0.1
 """Seconds between two looks at what is to be done."""
 
+LOOK = 0.4
+"""Seconds between two snapshots for the page, and how many jobs that have ended are in them."""
+
+RECENT = 100
+PART = 1000
+"""Jobs in one answer."""
+
 AGAIN = 5.0
 """Seconds after which something that failed for want of room on a disk is tried again."""
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO}
 """Errors of a system that has no room now, and may have some later."""
+
+SILENCE = 120.0
+"""Seconds after which a supervisor that does not answer is killed: another one goes on, from the checkpoint."""
 
 PATIENCE = 30.0
 """Seconds that a job which was cancelled has to save and end, before it is killed."""
@@ -109,9 +119,9 @@ class Scheduler:
             self.causes: list[str] = []
             self.again: float | None = None
             self.dirty, self.ended = True, False
-            self.blocked_until = 0.0
             self.cancelled: dict[str, float] = {}
-            self.complaint = ""
+            self.silent: dict[str, float] = {}  # supervisors that do not answer, since when
+            self.troubles: dict[str, tuple[str, float]] = {}
             self.changed: dict[str, LiveJob] = {}
             self.state.renew(rows(self.book.jobs.values()))
             facts = {"devices": list(setup.devices), "policy": setup.policy_name, "options": dict(setup.options)}
@@ -125,7 +135,7 @@ class Scheduler:
         for job in self.book.active():
             if job.alive:
                 self.supervise(job)
-        self.shown: dict[str, Any] = self.snapshot()
+        self.looked, self.shown = 0.0, self.snapshot(RECENT)
 
     def check_devices(self) -> None:
         """Looks whether the devices that jobs have are still there.
@@ -163,32 +173,45 @@ class Scheduler:
         with contextlib.suppress(queue.Empty):
             event = self.queue.get(timeout=TICK)
             while True:
-                with self.complaining():
+                with self.complaining("news"):
                     event()
                 event = self.queue.get_nowait()
-        if time.monotonic() >= self.blocked_until:
-            with self.complaining():
-                if self.dirty or (self.again is not None and self.now() >= self.again):
-                    self.decide()
-                for job in sorted(self.book.active(), key=lambda job: (-job.priority, job.number)):
+        if (self.dirty or (self.again is not None and self.now() >= self.again)) and self.may_try("decide"):
+            with self.complaining("decide"):
+                self.decide()
+        for job in sorted(self.book.active(), key=lambda job: (-job.priority, job.number)):
+            if self.may_try(job.id):
+                with self.complaining(job.id):
                     self.carry_out(job)
         if self.changed:
             with contextlib.suppress(ClusterError):  # the table is made anew when a scheduler begins
                 self.state.append([], rows(self.changed.values()))
                 self.changed = {}
-        self.shown = self.snapshot()
+        if time.monotonic() - self.looked >= LOOK:
+            self.looked, self.shown = time.monotonic(), self.snapshot(RECENT)
+
+    def may_try(self, what: str) -> bool:
+        """Whether something has not failed just before."""
+        return time.monotonic() >= self.troubles.get(what, ("", 0.0))[1]
 
     @contextlib.contextmanager
-    def complaining(self) -> Any:
-        """What cannot be done now, as on a full disk, is said, and tried again some time later."""
+    def complaining(self, what: str) -> Any:
+        """What cannot be done now, as on a full disk, is said, and tried again some time later.
+
+        Args:
+          what: the id of a job, or a name of what concerns all.
+        """
         try:
             yield
-            self.complaint = ""
-        except (ClusterError, OSError) as error:
-            self.blocked_until = time.monotonic() + AGAIN
-            if str(error) != self.complaint:
-                self.complaint = str(error)
-                self.say(f"vnode: {error}")
+            self.troubles.pop(what, None)
+        except Exception as error:  # whatever it is: the other jobs go on, and who cancels one is heard
+            known = isinstance(error, ClusterError | OSError)
+            text = str(error) if known else f"{type(error).__name__}: {error} (a defect of vnode; please report it)"
+            if text != self.troubles.get(what, ("", 0.0))[0]:
+                self.say(
+                    f"vnode: {self.book.jobs[what].called}: {text}" if what in self.book.jobs else f"vnode: {text}"
+                )
+            self.troubles[what] = text, time.monotonic() + AGAIN
 
     def stop(self) -> None:
         """Ends the scheduler. Jobs go on."""
@@ -230,8 +253,8 @@ class Scheduler:
             kind = request["kind"]
             handlers: dict[str, Callable[[Mapping[str, Any]], Any]] = {
                 "submit": self.submit,
-                "queue": lambda request: self.snapshot(),
-                "status": lambda request: self.show(self.job_of(request)),
+                "queue": self.queue_of,
+                "status": self.status,
                 "priority": self.change_priority,
                 "cancel": self.cancel,
             }
@@ -240,7 +263,7 @@ class Scheduler:
             found = handlers[kind](request)
         except ClusterError as error:
             reply({"kind": "error", "text": str(error)})
-        except (KeyError, TypeError, ValueError) as error:
+        except Exception as error:
             reply({"kind": "error", "text": f"the request cannot be read: {type(error).__name__}: {error}"})
         else:
             reply({"kind": "ok", "answer": found})
@@ -252,6 +275,18 @@ class Scheduler:
           ClusterError: there is none.
         """
         return self.book.jobs[job_in(self.snapshot(), str(request["job"]))["id"]]
+
+    def queue_of(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The cluster: jobs that have not ended, and the `last` that have; or some of all jobs, from the `first` on."""
+        if (first := request.get("first")) is None:
+            return self.snapshot(request.get("last"))
+        jobs = [self.show(job) for job in list(self.book.jobs.values())[first : first + PART]]
+        return {**self.snapshot(0), "jobs": jobs, "history": []}
+
+    def status(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """One job, and what was decided about it."""
+        job = self.job_of(request)
+        return {**self.show(job), "decisions": [each for each in self.book.decisions if each["job"] == job.id]}
 
     def submit(self, request: Mapping[str, Any]) -> str:
         """Takes a job in; its id is returned once it is on the disk."""
@@ -286,9 +321,8 @@ class Scheduler:
 
     def change_priority(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Gives a job another priority."""
-        job, priority = self.job_of(request), float(request["priority"])
-        if not 0 < priority < float("inf"):
-            raise ClusterError(f"a priority is a number above 0, not {priority:g}.")
+        job, priority = self.job_of(request), request["priority"]
+        check_priority(priority)
         self.check_there(job)
         if priority != job.priority:
             self.note(job, "priority", priority=priority)
@@ -340,8 +374,12 @@ class Scheduler:
         job = self.book.jobs[report.job]
         if job.attempt != report.attempt or job.is_over or not job.alive:
             return
+        if report.kind != "silent":
+            self.silent.pop(job.id, None)
         if report.kind == "gone":
             self.take_end(job, report)
+        elif report.kind == "silent":
+            self.silent.setdefault(job.id, time.monotonic())
         elif report.kind == "status":
             self.take_status(job, report)
         elif report.kind == "refused":
@@ -393,6 +431,8 @@ class Scheduler:
         self.cancelled.pop(job.id, None)
         for path in (self.attempt(job) / OWN).glob("programs*"):
             shutil.rmtree(path, ignore_errors=True)
+        if not job.is_over and job.interrupted:  # whatever ended it may still be so
+            self.troubles[job.id] = "", time.monotonic() + AGAIN
         self.happened(f"{job.called} {job.state if job.is_over else 'has no workers'}")
         if job.is_over:
             self.say(f"{job.called}: {job.state}" + (f" (exit code {job.code})" if job.code else ""))
@@ -422,7 +462,13 @@ class Scheduler:
     def carry_out(self, job: LiveJob) -> None:
         """Does for a job what was decided, as far as there are devices."""
         supervised = self.supervised.get(job.id)
-        if job.alive and supervised is None:
+        silent = self.silent.get(job.id)
+        given_up = silent is not None and time.monotonic() > silent + SILENCE and not job.submission.rigid
+        if supervised is not None and given_up:
+            self.say(f"{job.called}: its supervisor has not answered for {SILENCE:g} s, and is killed")
+            self.silent.pop(job.id)
+            supervised.kill_supervisor()
+        elif job.alive and supervised is None:
             self.begin(job)  # it could not be, for want of room
         elif job.cancel:
             self.end(job, supervised)
@@ -488,6 +534,8 @@ class Scheduler:
             supervised.stop("cancelled")
         elif time.monotonic() >= self.cancelled[job.id]:
             supervised.kill()
+            if job.id in self.silent:
+                supervised.kill_supervisor()
 
     # What is shown
 
@@ -495,10 +543,16 @@ class Scheduler:
         """Facts of this scheduler."""
         return {"state": str(self.state.path), "folder": str(self.state.jobs), "pid": os.getpid()}
 
-    def snapshot(self) -> dict[str, Any]:
-        """All that is shown."""
-        return snapshot(self.book, self.now(), self.facts(), self.said, self.paces)
+    def snapshot(self, last: int | None = None) -> dict[str, Any]:
+        """All that is shown; of jobs that have ended, the last."""
+        found = snapshot(self.book, self.now(), self.facts(), self.said, self.paces, last)
+        for job in found["jobs"] if self.silent else ():
+            if job["id"] in self.silent:
+                job["why"] = "its supervisor does not answer"
+        return found
 
     def show(self, job: LiveJob) -> dict[str, Any]:
         """What is shown of a job."""
-        return shown(job, self.state.jobs, self.said.get(job.id, {}), self.paces.get(job.id))
+        free = len(self.book.free())
+        found = shown(job, self.state.jobs, self.said.get(job.id, {}), self.paces.get(job.id), free)
+        return {**found, "why": "its supervisor does not answer"} if job.id in self.silent else found

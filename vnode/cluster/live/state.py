@@ -33,6 +33,9 @@ NETWORK = {
 }  # fmt: skip
 """File systems of several hosts, on which the shared memory of SQLite's log does not work."""
 
+OWNER = "owner"
+"""In the folder of jobs: the identity of the file that it belongs to."""
+
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {VERSION};
@@ -41,6 +44,8 @@ CREATE TABLE events (
 );
 CREATE TRIGGER events_stay BEFORE UPDATE ON events BEGIN SELECT RAISE(ABORT, 'events stay as they are'); END;
 CREATE TRIGGER events_last BEFORE DELETE ON events BEGIN SELECT RAISE(ABORT, 'events stay as they are'); END;
+CREATE TABLE identity (id TEXT NOT NULL);
+INSERT INTO identity VALUES (lower(hex(randomblob(16))));
 CREATE TABLE jobs (
     id TEXT PRIMARY KEY, name TEXT, state TEXT, priority REAL, share INTEGER, submitted REAL, ended REAL, code INTEGER
 );
@@ -113,6 +118,26 @@ class State:
         if self.database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
             self.database.executescript(f"BEGIN IMMEDIATE;{SCHEMA}COMMIT;")
         check_version(self.database, self.path)
+        self.check_folder()
+
+    def check_folder(self) -> None:
+        """Makes the folder of jobs, or looks whether it is that of this file: an older one has other jobs' results.
+
+        Raises:
+          ClusterError: it belongs to another file.
+        """
+        mine = self.database.execute("SELECT id FROM identity").fetchone()[0]
+        self.jobs.mkdir(mode=0o700, exist_ok=True)
+        owner = self.jobs / OWNER
+        if not owner.exists() and not any(self.jobs.iterdir()):
+            owner.write_text(mine, encoding="utf-8")
+        if not owner.exists() or owner.read_text(encoding="utf-8") != mine:
+            raise ClusterError(
+                layout_message(
+                    f"the folder {self.jobs} holds jobs of another scheduler's file than {self.path}.",
+                    remedies=["move it away, or delete it", "or give --state another file"],
+                )
+            )
 
     def append(self, records: Sequence[Record], rows: Sequence[Row] = ()) -> None:
         """Writes records, and rows of the table of jobs, in one transaction.
@@ -244,9 +269,9 @@ def jobs_folder(path: Path) -> Path:
     """The folder beside a scheduler's file for what jobs leave.
 
     >>> jobs_folder(Path("/home/me/cluster.db")).as_posix()
-    '/home/me/cluster.jobs'
+    '/home/me/cluster.db.jobs'
     """
-    return path.with_name(f"{path.stem}.jobs")
+    return path.with_name(f"{path.name}.jobs")
 
 
 def unusable(path: Path, why: str) -> ClusterError:

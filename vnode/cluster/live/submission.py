@@ -14,9 +14,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vnode.errors import ClusterError, layout_message
-from vnode.workers import CHECKPOINT, DEVICE, INTERFACE, JOB, NUMBER, SUPERVISOR, TOKEN_FILE
+from vnode.workers import CHECKPOINT, DEVICE, INTERFACE, JOB, NUMBER, RUN, SUPERVISOR, TOKEN_FILE
 
-OF_WORKERS = {CHECKPOINT, DEVICE, INTERFACE, JOB, NUMBER, SUPERVISOR, TOKEN_FILE}
+MOST = 65_536
+"""Workers that a job may have."""
+
+HIGHEST = 1_000_000
+"""Priorities are from one over this up to this."""
+
+LONGEST = 200
+"""Letters of a name."""
+
+OF_WORKERS = {CHECKPOINT, DEVICE, INTERFACE, JOB, NUMBER, RUN, SUPERVISOR, TOKEN_FILE}
 """Variables of a worker, which are not those of a job that it submits."""
 
 
@@ -56,9 +65,7 @@ class Submission:
     step_seconds: Mapping[int, float] = dataclasses.field(default_factory=dict)
     steps: int | None = None
     directory: str = dataclasses.field(default_factory=os.getcwd)
-    env: Mapping[str, str] = dataclasses.field(
-        default_factory=lambda: {name: value for name, value in os.environ.items() if name not in OF_WORKERS}
-    )
+    env: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
     arrival: float = 0.0
 
     def __post_init__(self) -> None:
@@ -68,32 +75,50 @@ class Submission:
 
         command = self.command
         check(
-            not isinstance(command, str) and len(command) > 0 and all(isinstance(part, str) for part in command),
+            isinstance(command, list | tuple) and len(command) > 0 and all(map(is_text, command)) and command[0],
             f"its command is {command!r}",
-            "give a command and its arguments: vnode submit -- python train.py",
+            "give a command and its arguments, as texts without zero bytes: vnode submit -- python train.py",
         )
-        check(not any("\0" in part for part in command), "its command holds a zero byte", "leave it out")
-        if isinstance(self.workers, int):
+        for field in ("name", "directory", "checkpoint"):
+            value = getattr(self, field)
+            check(is_text(value) or (value is None and field == "checkpoint"), f"{field} is {value!r}", "give a text")
+        check(len(self.name) <= LONGEST, f"its name has {len(self.name)} letters", f"give {LONGEST} at most")
+        check(
+            isinstance(self.env, Mapping)
+            and all(is_text(name) and name and "=" not in name and is_text(value) for name, value in self.env.items()),
+            "its variables are not all texts without zero bytes",
+            "give env a text for each name, as os.environ has",
+        )
+        own = {name: value for name, value in self.env.items() if name not in OF_WORKERS}
+        object.__setattr__(self, "env", own)
+        check(isinstance(self.rigid, bool), f"rigid is {self.rigid!r}", "give True or False")
+        check(self.restart in (None, True, False), f"restart is {self.restart!r}", "give True, False or None")
+        if is_count(self.workers):
             object.__setattr__(self, "workers", (self.workers, self.workers))
-        low, high = self.workers  # type: ignore[misc]
-        check(1 <= low <= high, f"workers are {low}:{high}", "give the fewest and the most: --workers 1:8")
+        workers = self.workers
+        check(
+            isinstance(workers, tuple) and len(workers) == 2 and all(map(is_count, workers)),
+            f"workers are {workers!r}",
+            "give the fewest and the most: --workers 1:8",
+        )
+        low, high = workers  # type: ignore[misc]
+        check(1 <= low <= high <= MOST, f"workers are {low}:{high}", "give the fewest and the most: --workers 1:8")
         check(
             not self.rigid or low == high,
             f"a rigid job keeps its devices, and it asks for {low}:{high}",
             f"give one number: --workers {high}",
         )
-        check(
-            math.isfinite(self.priority) and self.priority > 0,
-            f"its priority is {self.priority!r}",
-            "give a number above 0: --priority 5",
-        )
+        check_priority(self.priority)
+        check(isinstance(self.step_seconds, Mapping), f"step_seconds is {self.step_seconds!r}", "give a dict")
         for count, seconds in self.step_seconds.items():
             check(
-                int(count) >= 1 and math.isfinite(seconds) and seconds > 0,
+                is_count(count) and 1 <= count <= MOST and is_number(seconds) and 1e-9 <= seconds <= 1e9,
                 f"its step takes {seconds!r} seconds on {count} workers",
                 "give seconds above 0 by number of workers: --step-seconds 1=4.0,8=0.7",
             )
-        check(self.steps is None or self.steps >= 1, f"it has {self.steps!r} steps", "give a number above 0")
+        steps = self.steps
+        check(steps is None or (is_count(steps) and 1 <= steps <= 1e15), f"it has {steps!r} steps", "give some number")
+        check(is_number(self.arrival) and self.arrival >= 0, f"it arrives at {self.arrival!r}", "give seconds")
         check(os.path.isdir(self.directory), f"there is no folder {self.directory!r}", "give one that is there")
 
     @property
@@ -132,9 +157,39 @@ class Submission:
                 object.__setattr__(self, field.name, found.pop(field.name))
             if found:
                 raise ValueError(f"unknown {', '.join(found)}")
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ClusterError(f"a job cannot be read: {type(error).__name__}: {error}") from error
         return self
+
+
+def check_priority(priority: Any) -> None:
+    """Refuses what is no priority.
+
+    Raises:
+      ClusterError: it is none.
+    """
+    if not (is_number(priority) and 1 / HIGHEST <= priority <= HIGHEST):
+        raise ClusterError(
+            layout_message(
+                f"a job cannot be submitted: its priority is {priority!r}.",
+                remedies=[f"give a number above 0, {HIGHEST:,} at most: --priority 5"],
+            )
+        )
+
+
+def is_text(value: Any) -> bool:
+    """Whether the system takes it for a text."""
+    return isinstance(value, str) and "\0" not in value
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is a whole number."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def worker_range(text: str) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from typing import Any
 from vnode import files
 from vnode.errors import ClusterError
 from vnode.stopped import Resident
-from vnode.workers import registry
+from vnode.workers import RUN, registry
 from vnode.workers.detached import OWN, REFUSED, SPEC
 from vnode.workers.supervisor import search_path
 from vnode.workers.wire import Channel, WireError
@@ -86,7 +86,7 @@ def start(folder: Path, spec: Mapping[str, Any], directory: str, env: Mapping[st
     """
     for each in (output.parent, output, folder):
         each.mkdir(mode=0o700, exist_ok=True)
-    facts = {**spec, "path": env.get("PYTHONPATH")}
+    facts = {"spec": spec, "env": dict(env), "directory": directory}
     files.write(folder / SPEC, json.dumps(facts), ClusterError)
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -94,9 +94,8 @@ def start(folder: Path, spec: Mapping[str, Any], directory: str, env: Mapping[st
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the child has it, too: it is free when all have ended
         with open(output / "out", "ab") as out, open(output / "err", "ab") as err:
             return subprocess.Popen(
-                [sys.executable, "-m", "vnode.workers.detached", str(folder)],
-                cwd=directory,
-                env={**env, "PYTHONPATH": search_path()},
+                [sys.executable, "-P", "-m", "vnode.workers.detached", str(folder)],
+                env={**os.environ, "PYTHONPATH": search_path(), RUN: str(folder / OWN)},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -187,12 +186,18 @@ class Supervised:
                 self.asks.append(request)
                 self.changed.notify()
 
+    def kill_supervisor(self) -> None:
+        """Ends the supervisor itself, which does not answer; its workers are ended then, too."""
+        found = registry.load(self.folder / OWN)
+        if found is not None and found.runs:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(found.facts["pid"], signal.SIGKILL)
+
     def close(self) -> None:
         """Speaks no more. The supervisor goes on."""
         with self.changed:
             self.closed = True
             self.changed.notify()
-        self.thread.join(ANSWER)
 
     # The thread
 
@@ -241,25 +246,28 @@ class Supervised:
         finally:
             channel.close()
 
+    def processes(self, found: registry.Found | None) -> list[int]:
+        """What is left of its workers."""
+        return registry.marked(str(self.folder / OWN)) if found is None else found.processes()
+
     def bury(self, found: registry.Found | None) -> None:
         """Waits until its workers are gone, too, and reports what is left."""
         if self.process is not None:
             self.process.wait()
-        end = time.monotonic() + (0 if self.rigid else LEAVE)
-        while found is not None and not self.closed and (alive := found.workers_alive()):
+        at_once = self.rigid or (found is not None and "code" in found.facts)
+        end = time.monotonic() + (0 if at_once else LEAVE)
+        while not self.closed and (alive := self.processes(found)):
             here = Resident.this_process()
             for pid in alive:
                 if time.monotonic() >= end or here._replace(pid=pid).is_stopped():
                     with contextlib.suppress(ProcessLookupError, PermissionError):
-                        leads = os.getpgid(pid) == pid  # a worker has a session of its own
-                        (os.killpg if leads else os.kill)(pid, signal.SIGKILL)
+                        os.kill(pid, signal.SIGKILL)
             time.sleep(LOOK / 4)
         if self.closed:
             return
         facts: dict[str, Any] = {}
         if found is not None:
             facts = {**found.facts, "events": found.events()}
-        else:
-            with contextlib.suppress(OSError):
-                facts = {"refused": (self.folder / REFUSED).read_text(encoding="utf-8")}
+        with contextlib.suppress(OSError):
+            facts["refused"] = (self.folder / REFUSED).read_text(encoding="utf-8")
         self.report(Report(self.job, self.attempt, "gone", facts=facts))
