@@ -7,7 +7,9 @@ before it is needed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
+import os
 import platform
 import re
 import sys
@@ -61,7 +63,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if end < len(given) and chosen.command not in TAKE_ARGUMENTS:
         parser.error(f"vnode {chosen.command} takes no arguments after --")
     chosen.arguments = given[end + 1 :]  # of the script; the command of a job
-    return chosen.execute(chosen)
+    try:
+        code = chosen.execute(chosen)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        if chosen.command == "run":
+            raise
+        with contextlib.suppress(OSError):
+            print(f"vnode: {error}", file=sys.stderr)
+        return 1
 
 
 def examine(cpu_devices: int | None, test: bool) -> int:

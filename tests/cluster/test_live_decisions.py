@@ -65,7 +65,7 @@ class World:
             if job.devices and not job.share and not job.keeps:
                 self.note(job.id, "stopping", why="others")
             if job.alive and not job.devices:
-                self.note(job.id, "pending", why="it made room", step=job.step)
+                self.note(job.id, "pending", why="it made room", step=job.step, counts=False)
         for job in self.book.active():
             more = job.share - len(job.devices)
             if more > 0 and len(self.book.free()) >= more:

@@ -5,6 +5,8 @@ Knows their forms. Must not know commands.
 
 from __future__ import annotations
 
+import argparse
+
 from vnode.workers.command_run import resources as resources
 from vnode.workers.command_run import variable as variable
 
@@ -15,7 +17,10 @@ def counts(text: str) -> list[int]:
     >>> counts("1,2,4")
     [1, 2, 4]
     """
-    return sorted(int(part) for part in text.split(","))
+    found = sorted({int(part) for part in text.split(",")})
+    if found[0] < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} are no numbers of devices, as 1,2,4")
+    return found
 
 
 def times(text: str) -> dict[int, float]:
@@ -25,7 +30,23 @@ def times(text: str) -> dict[int, float]:
     {1: 4.0, 8: 0.7}
     """
     parts = (part.partition("=") for part in text.split(","))
-    return {int(count): float(seconds) for count, _, seconds in parts}
+    try:
+        return {int(count): float(seconds) for count, _, seconds in parts}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not as 1=4.0,8=0.7") from None
+
+
+def workers(text: str) -> tuple[int, int]:
+    """The fewest and the most workers.
+
+    >>> workers("1:8"), workers("4")
+    ((1, 8), (4, 4))
+    """
+    low, colon, high = text.partition(":")
+    try:
+        return int(low), int(high if colon else low)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not as 1:8, or 4") from None
 
 
 def add_state(parser: object) -> None:

@@ -34,6 +34,7 @@ class LiveJob:
       devices: names of those that it has.
       attempt: number of its supervisor; 0 before the first.
       alive: whether that supervisor may be there.
+      supervisor: its process number, and when it was started, as the kernel tells; None before it has answered.
       stopping: whether it was asked to make room for others.
       cancel: whether someone wants it to end.
       trains: how many workers make steps.
@@ -59,6 +60,7 @@ class LiveJob:
     devices: list[str] = dataclasses.field(default_factory=list)
     attempt: int = 0
     alive: bool = False
+    supervisor: tuple[int, str | None] | None = None
     stopping: bool = False
     cancel: bool = False
     trains: int = 0
@@ -205,6 +207,11 @@ class Book:
     def take_starting(self, job: LiveJob, record: Record) -> None:
         """Its supervisor is about to be there."""
         job.attempt, job.alive, job.stopping, job.trains, job.why = record.facts["attempt"], True, False, 0, ""
+        job.supervisor = None
+
+    def take_begun(self, job: LiveJob, record: Record) -> None:
+        """Its supervisor is there."""
+        job.supervisor = record.facts["pid"], record.facts["started"]
 
     def take_stopping(self, job: LiveJob, record: Record) -> None:
         """It makes room for others."""
@@ -220,7 +227,7 @@ class Book:
 
     def take_pending(self, job: LiveJob, record: Record) -> None:
         """It has no devices any more, and is to go on later."""
-        if not job.stopping:
+        if record.facts["counts"]:
             job.interrupted.append(record.time)
         job.devices, job.alive, job.trains, job.share, job.stopping = [], False, 0, 0, False
         job.step, job.why = record.facts["step"], record.facts["why"]

@@ -6,13 +6,15 @@ Knows the command line, and files of output. Must not know how a job ends.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from vnode.cluster.live.arguments import add_state
-from vnode.cluster.live.door import ask
+from vnode.cluster.live.door import VARIABLE, ask, find
 from vnode.cluster.live.view import look_at
 from vnode.errors import ClusterError
 
@@ -61,7 +63,8 @@ def tell(request: Any) -> int:
 def execute_logs(chosen: argparse.Namespace) -> int:
     """Runs `logs`: 0, or 1 if there is no such job."""
     try:
-        job = look_at(chosen.state, chosen.job)
+        state = chosen.state or os.environ.get(VARIABLE) or find(None)["state"]
+        job = look_at(state, chosen.job)
         files = {Path(job["folder"]) / "out": sys.stdout, Path(job["folder"]) / "err": sys.stderr}
         places = dict.fromkeys(files, 0)
         while True:
@@ -71,7 +74,8 @@ def execute_logs(chosen: argparse.Namespace) -> int:
             if over or not chosen.follow:
                 return 0
             time.sleep(LOOK)
-            job = look_at(chosen.state, job["id"])
+            with contextlib.suppress(ClusterError):  # the scheduler is killed just now, say: the job goes on
+                job = look_at(state, job["id"])
     except ClusterError as error:
         print(f"vnode: {error}", file=sys.stderr)
         return 1

@@ -91,11 +91,11 @@ def execute_status(chosen: argparse.Namespace) -> int:
     ]
     for name, value in facts:
         if value:
-            print(f"{name:<10} {value}")
+            print(f"{name:<10} {plain(value)}")
     for decision in job["decisions"]:
-        print(f"  {clock(decision['time'])}  {decision['why']}")
+        print(f"  {clock(decision['time'])}  {plain(decision['why'])}")
     if job["why"]:
-        print(f"\n{job['why']}")
+        print("", *map(plain, job["why"].splitlines()), sep="\n")
     return 0
 
 
@@ -112,9 +112,28 @@ def cells(job: Mapping[str, Any], now: float) -> tuple[str, ...]:
     asked = str(low) if low == high else f"{low}:{high}"
     held = f"{len(job['devices'])} of {asked}" if job["ended"] is None else asked
     speed = "" if job["steps_per_second"] is None else f"{job['steps_per_second']:.3g}"
-    why = job["why"].strip().splitlines()[-1][:60] if job["why"].strip() else ""
+    why = plain(job["why"].strip().splitlines()[-1][:60]) if job["why"].strip() else ""
     since = (job["ended"] or now) - job["submitted"]
-    return job["id"], job["name"], job["state"], f"{job['priority']:g}", held, steps(job), speed, duration(since), why
+    return (
+        job["id"],
+        plain(job["name"]),
+        job["state"],
+        f"{job['priority']:g}",
+        held,
+        steps(job),
+        speed,
+        duration(since),
+        why,
+    )
+
+
+def plain(text: str) -> str:
+    """A text that moves no cursor: what a user calls a job, or a job prints, may hold anything.
+
+    >>> plain("a\\x1b[2Jb\\n")
+    'a?[2Jb?'
+    """
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def steps(job: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ Knows the command line, signals. Must not know how jobs are scheduled.
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import sys
 from pathlib import Path
@@ -116,6 +117,11 @@ def names(text: str) -> list[str]:
     >>> names("3"), names("0,2,5"), names("gpu1")
     (['0', '1', '2'], ['0', '2', '5'], ['gpu1'])
     """
-    if text.isdigit():
+    if re.fullmatch("[0-9]{1,6}", text):
         return [str(number) for number in range(int(text))]
-    return [name.strip() for name in text.split(",") if name.strip()]
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if bad := [name for name in found if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9_.:/-]*", name)]:
+        raise ClusterError(
+            f"{bad[0]!r} is no name of a device: give --devices a number, or names of letters and digits"
+        )
+    return found

@@ -10,9 +10,9 @@ import sys
 import time
 from typing import Any
 
-from vnode.cluster.live.arguments import add_state, times
-from vnode.cluster.live.door import ask
-from vnode.cluster.live.submission import Submission, worker_range
+from vnode.cluster.live.arguments import add_state, times, workers
+from vnode.cluster.live.door import ask, find
+from vnode.cluster.live.submission import Submission
 from vnode.cluster.live.view import look_at
 from vnode.errors import ClusterError
 
@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--name", default="", help="of the job, for people; default: its script's")
     parser.add_argument("--priority", type=float, default=1, metavar="N", help="its weight; default: 1")
-    parser.add_argument("--workers", type=worker_range, default=(1, 1), metavar="MIN:MAX", help="one device each; or N")
+    parser.add_argument("--workers", type=workers, default=(1, 1), metavar="MIN:MAX", help="one device each; or N")
     parser.add_argument("--rigid", action="store_true", help="no vnode program: runs once, and keeps its N devices")
     parser.add_argument("--restart", action="store_true", default=None, help="replace all workers at each change")
     parser.add_argument("--checkpoint", metavar="FOLDER", help="of checkpoints, if the script names none")
@@ -60,15 +60,20 @@ def execute(chosen: argparse.Namespace) -> int:
             step_seconds=chosen.step_seconds,
             steps=chosen.steps,
         )
-        name = ask("submit", chosen.state, job=job.facts())["answer"]
-    except (ClusterError, ValueError) as error:
+        state = find(chosen.state)["state"]  # from now on the same one, whichever others begin or end
+        name = ask("submit", state, job=job.facts())["answer"]
+    except (ClusterError, ValueError, OSError) as error:
         print(f"vnode: {error}", file=sys.stderr)
         return 2
-    print(name, flush=True)
-    return wait(name, chosen.state) if chosen.wait else 0
+    try:
+        print(name, flush=True)
+    except OSError as error:
+        print(f"vnode: job {name} is submitted, but its id cannot be printed: {error}", file=sys.stderr)
+        return 1
+    return wait(name, state) if chosen.wait else 0
 
 
-def wait(name: str, state: str | None) -> int:
+def wait(name: str, state: str) -> int:
     """Waits for the end of a job, also of one whose scheduler is started again meanwhile.
 
     Returns:

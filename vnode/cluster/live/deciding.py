@@ -45,15 +45,16 @@ def policy_of(name: str, options: Mapping[str, Any]) -> Policy:
     Raises:
       ClusterError: there is none of that name, or it is not for one kind of device.
     """
-    if name not in POLICIES and name != "guarantee":
+    inner = options.get("inner", "goodput")
+    if bad := [each for each in (name, inner) if each not in POLICIES and not (each == name == "guarantee")]:
         raise ClusterError(
             layout_message(
-                f"a scheduler has no policy {name!r}.",
+                f"a scheduler has no policy {bad[0]!r}.",
                 facts=["it has devices of one kind"],
                 remedies=[f"use one of {', '.join([*POLICIES, 'guarantee'])}"],
             )
         )
-    return named(name, costs=VNODE, factor=options.get("factor", 1.1), inner=options.get("inner", "goodput"))
+    return named(name, costs=VNODE, factor=options.get("factor", 1.1), inner=inner)
 
 
 def decide(book: Book, policy: Policy, time: float) -> Decided:

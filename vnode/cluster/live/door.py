@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vnode.cluster.live.state import holder
 from vnode.errors import ClusterError, WorkerError, layout_message
 from vnode.workers import registry
 from vnode.workers.wire import Channel, WireError
@@ -144,19 +145,18 @@ def find(state: str | None) -> dict[str, Any]:
     Raises:
       ClusterError: none runs, or there are several.
     """
-    running = schedulers()
-    wanted = state or os.environ.get(VARIABLE)
-    if wanted:
-        whole = os.path.realpath(wanted)
-        running = [each for each in running if each["state"] == whole]
-        if not running:
-            raise ClusterError(
-                layout_message(
-                    f"no scheduler runs with the file {wanted}.",
-                    facts=["jobs that run go on without one"],
-                    remedies=[f"start it: vnode cluster serve --state {wanted} --devices N"],
-                )
+    if wanted := state or os.environ.get(VARIABLE):
+        whole = Path(os.path.realpath(wanted))
+        if (said := holder(whole)) and "socket" in said:
+            return {"state": str(whole), **said}
+        raise ClusterError(
+            layout_message(
+                f"no scheduler runs with the file {wanted}.",
+                facts=["jobs that run go on without one"],
+                remedies=[f"start it: vnode cluster serve --state {wanted} --devices N"],
             )
+        )
+    running = schedulers()
     if not running:
         raise ClusterError(
             layout_message(

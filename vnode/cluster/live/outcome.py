@@ -39,11 +39,12 @@ def outcome(job: LiveJob, facts: Mapping[str, Any], folder: Path, time: float) -
     def ended(state: str, code: int, why: str = "") -> Record:
         return Record(time, "ended", job.id, {"state": state, "code": code, "why": why[-LONGEST:], "step": step})
 
-    def later(why: str) -> Record:
+    def later(why: str, counts: bool = True) -> Record:
+        counts = counts and not job.stopping
         recent = [each for each in job.interrupted if time - each < WHILE]
-        if not job.stopping and len(recent) >= OFTEN:
+        if counts and len(recent) >= OFTEN:
             return ended("failed", facts.get("code", KILLED), f"{why}, {len(recent) + 1} times in {WHILE:g} s")
-        return Record(time, "pending", job.id, {"why": why[-LONGEST:], "step": step})
+        return Record(time, "pending", job.id, {"why": why[-LONGEST:], "step": step, "counts": counts})
 
     if "refused" in facts:
         return ended("cancelled" if job.cancel else "failed", 2, facts["refused"])
@@ -55,7 +56,9 @@ def outcome(job: LiveJob, facts: Mapping[str, Any], folder: Path, time: float) -
         if job.cancel:
             return ended("cancelled", KILLED)
         if "pid" not in facts:
-            return later("\n".join(["its supervisor did not begin", *last_lines(folder.parent.parent / "err")[-5:]]))
+            said = last_lines(folder.parent.parent / "err")[-5:]
+            # A scheduler that was killed may not have come to start it.
+            return later("\n".join(["its supervisor did not begin", *said]), counts=not facts.get("adopted"))
         if job.submission.rigid:
             return ended("failed", KILLED, "its supervisor was killed, and its command with it")
         return later("its supervisor was killed; it goes on from its checkpoint")

@@ -14,10 +14,11 @@ Knows plain data. Must not know where they are kept, nor what follows from them.
 | `decided` | `shares` by job, `again`: when to decide next, `why` of each change |
 | `granted` | `devices` that a job has besides |
 | `starting` | number of the `attempt`: its supervisor is about to be started |
+| `begun` | its supervisor is there: `pid`, and when it was `started` |
 | `stopping` | its devices are for others: it saves, and waits |
 | `holds` | the `devices` that it still has |
 | `trains` | on so many `workers`, at which `step` |
-| `pending` | it has no devices any more, and `why` |
+| `pending` | it has no devices any more, `why`, and whether that `counts` as a failure |
 | `ended` | its `state`, `code`, `why` |
 """
 

@@ -129,6 +129,7 @@ class Scheduler:
             if self.book.active():
                 self.causes.append(f"a scheduler began, with {len(setup.devices)} devices")
             self.door = Door(self.state.path, self.take_request)
+            self.state.tell(pid=os.getpid(), socket=str(self.door.path))
         except BaseException:
             self.state.close()
             raise
@@ -361,7 +362,8 @@ class Scheduler:
         self.paces[job.id] = Pace(job.seconds, job.step)
         self.said.pop(job.id, None)
         take = lambda report: self.queue.put(lambda: self.hear(report))  # noqa: E731
-        supervised = Supervised(job.id, job.attempt, self.attempt(job), take, process, job.submission.rigid)
+        rigid = job.submission.rigid
+        supervised = Supervised(job.id, job.attempt, self.attempt(job), take, process, rigid, job.supervisor)
         self.supervised[job.id] = supervised
         return supervised
 
@@ -380,6 +382,8 @@ class Scheduler:
             self.take_end(job, report)
         elif report.kind == "silent":
             self.silent.setdefault(job.id, time.monotonic())
+        elif report.kind == "begun":
+            self.note(job, "begun", pid=report.facts["pid"], started=report.facts["started"])
         elif report.kind == "status":
             self.take_status(job, report)
         elif report.kind == "refused":

@@ -15,6 +15,7 @@ import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from vnode.cluster.live.records import Record
 from vnode.errors import ClusterError, layout_message
@@ -70,9 +71,10 @@ class State:
         self.lock: int | None = None
         try:
             check_file_system(self.path.parent)
-            self.lock = os.open(self.path.with_name(f"{self.path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+            self.lock = os.open(lock_of(self.path), os.O_RDWR | os.O_CREAT, 0o600)
             self.take()
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))  # commands and environments are private
+            self.inode = os.stat(self.path).st_ino
             self.database = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
             self.prepare()
         except OSError as error:
@@ -100,7 +102,7 @@ class State:
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
-            holder = os.pread(self.lock, 64, 0).decode(errors="replace") or "?"
+            holder = said_in(self.lock).get("pid", "?")
             raise ClusterError(
                 layout_message(
                     f"a scheduler already has {self.path}.",
@@ -108,16 +110,21 @@ class State:
                     remedies=["submit to that one: vnode submit", "or give --state another file"],
                 )
             ) from error
+        self.tell(pid=os.getpid())
+
+    def tell(self, **facts: Any) -> None:
+        """Says in the lock's file who has it, and where that can be reached."""
+        assert self.lock is not None
         os.ftruncate(self.lock, 0)
-        os.pwrite(self.lock, str(os.getpid()).encode(), 0)
+        os.pwrite(self.lock, json.dumps(facts).encode(), 0)
 
     def prepare(self) -> None:
         """Makes the tables of a new file, and looks at the version of an old one."""
-        self.database.execute("PRAGMA journal_mode = WAL")
-        self.database.execute("PRAGMA synchronous = FULL")
         if self.database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
             self.database.executescript(f"BEGIN IMMEDIATE;{SCHEMA}COMMIT;")
         check_version(self.database, self.path)
+        self.database.execute("PRAGMA journal_mode = WAL")
+        self.database.execute("PRAGMA synchronous = FULL")
         self.check_folder()
 
     def check_folder(self) -> None:
@@ -145,6 +152,7 @@ class State:
         Raises:
           ClusterError: they cannot be written; none of them is then.
         """
+        self.check_inodes()
         try:
             with transaction(self.database) as database:
                 database.executemany(
@@ -160,6 +168,23 @@ class State:
                     remedies=["make room on its disk; jobs that run go on meanwhile, and none is lost"],
                 )
             ) from error
+
+    def check_inodes(self) -> None:
+        """Looks whether the file and its lock are still those that were opened.
+
+        Raises:
+          ClusterError: one was deleted, or replaced by another: what was written would be lost.
+        """
+        assert self.lock is not None
+        for path, inode in ((self.path, self.inode), (lock_of(self.path), os.fstat(self.lock).st_ino)):
+            if not path.exists() or os.stat(path).st_ino != inode:
+                raise ClusterError(
+                    layout_message(
+                        f"{path} was deleted, moved or replaced while the scheduler has it: nothing can be written.",
+                        facts=["jobs that run go on"],
+                        remedies=["put it back where it was, or end this scheduler and its jobs"],
+                    )
+                )
 
     def records(self) -> list[Record]:
         """All records, in order."""
@@ -178,6 +203,36 @@ class State:
         if self.lock is not None:
             os.close(self.lock)
             self.lock = None
+
+
+def lock_of(path: Path) -> Path:
+    """The file that a scheduler locks as long as it has another one."""
+    return path.with_name(f"{path.name}.lock")
+
+
+def said_in(lock: int) -> dict[str, Any]:
+    """What the scheduler that has a lock says of itself."""
+    try:
+        found = json.loads(os.pread(lock, 4096, 0))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def holder(path: Path) -> dict[str, Any] | None:
+    """What the scheduler that has a file says of itself; None if none has it."""
+    try:
+        lock = os.open(lock_of(path), os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        assert fcntl is not None
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        return said_in(lock)
+    finally:
+        os.close(lock)
 
 
 def read(path: Path) -> list[Record]:

@@ -2,7 +2,7 @@
 
 Knows what may be asked for. Must not know what else is there.
 
-    "1:8"   ->   (1, 8)
+    Submission(command=["python", "train.py"], workers=(1, 8))   ->   {"command": ["python", "train.py"], ...}
 """
 
 from __future__ import annotations
@@ -190,13 +190,3 @@ def is_count(value: Any) -> bool:
 def is_number(value: Any) -> bool:
     """Whether it is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def worker_range(text: str) -> tuple[int, int]:
-    """The fewest and the most workers that a text names.
-
-    >>> worker_range("1:8"), worker_range("4")
-    ((1, 8), (4, 4))
-    """
-    low, colon, high = text.partition(":")
-    return int(low), int(high if colon else low)

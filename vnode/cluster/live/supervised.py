@@ -54,8 +54,8 @@ class Report:
     Attributes:
       job: whose.
       attempt: the number of the supervisor.
-      kind: "status" (what it says), "refused" (it does not do what is wanted), "silent" (it does not answer), or
-        "gone" (neither it nor a worker is there any more).
+      kind: "begun" (it is there), "status" (what it says), "refused" (it does not do what is wanted), "silent" (it does
+        not answer), or "gone" (neither it nor a worker is there any more).
       serial: of the last wish that was told before.
       facts: of a status, what it says; of the end, what it left (`code`, `why`, `step`, `events`), if it left that.
     """
@@ -132,6 +132,7 @@ class Supervised:
       report: called with each report, in that thread.
       process: of the supervisor, if this process has started it.
       rigid: whether its process is ended at once when its supervisor is gone: it does not notice that itself.
+      known: process number of the supervisor, and when it was started, if an earlier scheduler has seen it.
     """
 
     def __init__(
@@ -142,9 +143,10 @@ class Supervised:
         report: Callable[[Report], None],
         process: subprocess.Popen[bytes] | None = None,
         rigid: bool = False,
+        known: tuple[int, str | None] | None = None,
     ) -> None:
         self.job, self.attempt, self.folder, self.report, self.process = job, attempt, folder, report, process
-        self.rigid = rigid
+        self.rigid, self.known = rigid, known
         self.serial, self.told, self.workers, self.devices = 0, 0, 0, ()
         self.asks: list[dict[str, Any]] = []
         self.changed = threading.Condition()
@@ -188,10 +190,9 @@ class Supervised:
 
     def kill_supervisor(self) -> None:
         """Ends the supervisor itself, which does not answer; its workers are ended then, too."""
-        found = registry.load(self.folder / OWN)
-        if found is not None and found.runs:
+        if self.known is not None and registry.started(self.known[0]) == self.known[1] is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(found.facts["pid"], signal.SIGKILL)
+                os.kill(self.known[0], signal.SIGKILL)
 
     def close(self) -> None:
         """Speaks no more. The supervisor goes on."""
@@ -204,16 +205,26 @@ class Supervised:
     def follow(self) -> None:
         """Speaks with the supervisor until it is gone."""
         while not self.closed:
-            there = is_there(self.folder)  # before the files: after the end nothing is added
+            there = self.is_there()  # before the files: after the end nothing is added
             found = registry.load(self.folder / OWN)
             if not there:
                 self.bury(found)
                 return
+            if found is None and self.known is not None:  # its folder was deleted: it cannot be asked
+                self.report(Report(self.job, self.attempt, "silent"))
+                time.sleep(1)
+                continue
             if found is None or "address" not in found.facts or "code" in found.facts:
                 time.sleep(LOOK / 4)  # it begins, or ends
                 continue
             with contextlib.suppress(FileNotFoundError):  # its token: it ends
                 self.speak(found)
+
+    def is_there(self) -> bool:
+        """Whether the supervisor is there, as the kernel says."""
+        if self.known is not None and registry.started(self.known[0]) == self.known[1] is not None:
+            return True
+        return is_there(self.folder)
 
     def speak(self, found: registry.Found) -> None:
         """Asks it what is wanted, and how it is, until it does not answer."""
@@ -225,6 +236,9 @@ class Supervised:
         request: dict[str, Any] | None = None
         try:
             channel.send({"kind": "control", "token": found.token})
+            if self.known is None:
+                self.known = found.facts["pid"], found.facts["started"]
+                self.report(Report(self.job, self.attempt, "begun", facts=found.facts))
             while not self.closed:
                 with self.changed:
                     if not self.asks:
@@ -241,7 +255,7 @@ class Supervised:
                 with self.changed:  # unless something newer of its kind is wanted
                     if all(ask["kind"] != request["kind"] for ask in self.asks):
                         self.asks.insert(0, request)
-            if is_there(self.folder):
+            if self.is_there():
                 self.report(Report(self.job, self.attempt, "silent"))
         finally:
             channel.close()
@@ -265,9 +279,9 @@ class Supervised:
             time.sleep(LOOK / 4)
         if self.closed:
             return
-        facts: dict[str, Any] = {}
+        facts: dict[str, Any] = {"adopted": self.process is None}
         if found is not None:
-            facts = {**found.facts, "events": found.events()}
+            facts |= {**found.facts, "events": found.events()}
         with contextlib.suppress(OSError):
             facts["refused"] = (self.folder / REFUSED).read_text(encoding="utf-8")
         self.report(Report(self.job, self.attempt, "gone", facts=facts))
