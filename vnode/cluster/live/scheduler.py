@@ -400,9 +400,10 @@ class Scheduler:
         if job.steps is not None and step is not None and step >= job.steps:
             trains = job.trains  # the rest of the script
         self.paces[job.id].look(time.monotonic(), trains, step)
-        if (said["virtual_nodes"], said["steps"]) != (job.nodes, job.steps) and said["virtual_nodes"]:
+        nodes, steps = said["virtual_nodes"], job.steps if said["steps"] is None else said["steps"]
+        if nodes and (nodes, steps) != (job.nodes, job.steps):
             limit = job.limit
-            self.note(job, "learned", nodes=said["virtual_nodes"], steps=said["steps"])
+            self.note(job, "learned", nodes=nodes, steps=steps)
             if job.limit < limit:
                 self.happened(f"{job.called} has {job.nodes} virtual nodes")
         if trains != job.trains:

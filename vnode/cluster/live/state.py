@@ -187,12 +187,19 @@ class State:
                 )
 
     def records(self) -> list[Record]:
-        """All records, in order."""
-        return list(rows_of(self.database, self.path))
+        """All records, in order.
+
+        Raises:
+          ClusterError: they cannot be read.
+        """
+        try:
+            return list(rows_of(self.database, self.path))
+        except sqlite3.Error as error:
+            raise unusable(self.path, str(error)) from error
 
     def renew(self, rows: Sequence[Row]) -> None:
-        """Makes the table of jobs anew."""
-        with transaction(self.database) as database:
+        """Makes the table of jobs anew; where there is no room, it stays as it was: it is for people."""
+        with contextlib.suppress(sqlite3.Error), transaction(self.database) as database:
             database.execute("DELETE FROM jobs")
             database.executemany("INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
