@@ -5,6 +5,7 @@ Knows paths, and why they cannot be read or written. Must not know what the file
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Sequence
@@ -65,6 +66,23 @@ def read(path: str | os.PathLike[str], error: type[VnodeError], remedies: Sequen
     except (OSError, ValueError) as why:
         said = f"{os.fspath(path)!r} cannot be read."
         raise error(layout_message(said, facts=[reason(why)], remedies=remedies)) from why
+
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO}
+"""Errors of a system that has no room now, and may have some later."""
+
+
+def is_no_room(error: BaseException | None) -> bool:
+    """Whether an error, or what has caused it, says that the system has no room now.
+
+    >>> is_no_room(OSError(errno.ENOSPC, "No space left on device")), is_no_room(FileNotFoundError(2, "No such file"))
+    (True, False)
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            return True
+        error = error.__cause__
+    return False
 
 
 def reason(why: OSError | ValueError) -> str:

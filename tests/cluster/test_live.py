@@ -261,6 +261,9 @@ def test_a_policy_may_stop_a_job_and_a_failure_harms_no_other(home: Path) -> Non
     assert len(figures["jobs"]) == 3 and 0 < figures["utilisation_allocated"] <= 1
     with pytest.raises(ClusterError, match="never runs here"):
         vnode.cluster.run([Submission(command=["true"], workers=3)], 2, state=home / "other.db")
+    for words, policy in [("ZeroDivisionError", lambda *_: 1 // 0), ("without devices for ever", lambda *_: {})]:
+        with pytest.raises(ClusterError, match=words):
+            vnode.cluster.run([Submission(command=["true"], rigid=True)], 2, policy, state=home / "third.db")
 
 
 @pytest.mark.parametrize("policy", ["goodput"])

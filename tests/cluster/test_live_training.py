@@ -77,13 +77,13 @@ def test_a_job_that_made_room_goes_on_from_its_checkpoint(home: Path) -> None:  
         return {jobs[len(jobs) - 1].id: 2}
 
     asked = [
-        Submission(command=command(200, 1), workers=2, name="first"),
-        Submission(command=command(20, 2), workers=2, name="second", arrival=9),
+        Submission(command=command(120, 1), workers=2, name="first"),
+        Submission(command=command(20, 2), workers=2, name="second", arrival=6),
     ]
     run = vnode.cluster.run(asked, 2, newest, state=home / "cluster.db")
     book = Book(read(run.state))
     stopped = [record for record in read(run.state) if record.kind == "pending"]
     assert book.jobs["1"].state == "succeeded" and book.jobs["1"].attempt == 2
     assert [record.facts["why"] for record in stopped] == ["it made room for others"] and stopped[0].facts["step"] > 0
-    alone = subprocess.run(command(200, 1, 0), capture_output=True, text=True, check=True)
+    alone = subprocess.run(command(120, 1, 0), capture_output=True, text=True, check=True)
     assert hash_of(run.output("1")) == hash_of(alone.stdout)

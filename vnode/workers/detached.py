@@ -14,7 +14,9 @@ import os
 import sys
 from pathlib import Path
 
+from vnode import files
 from vnode.errors import WorkerError
+from vnode.files import is_no_room
 from vnode.workers.command_run import handle_signals
 from vnode.workers.start import Spec
 
@@ -23,6 +25,9 @@ SPEC = "spec.json"
 
 OWN = "job"
 """The supervisor's own folder."""
+
+LATER = 75
+"""The exit code of a supervisor that could not begin for want of room, as EX_TEMPFAIL of sysexits.h."""
 
 REFUSED = "refused.txt"
 """Why nothing could be run, if so it was."""
@@ -46,12 +51,12 @@ def main(folder: Path) -> int:
         os.environ.clear()  # its own would change what Python this process is
         os.environ.update(facts["env"])
         supervisor = Spec(**spec).supervisor(folder=folder / OWN)
-    except OSError as error:
-        (folder / REFUSED).write_text(f"the job cannot run in {facts['directory']}: {error.strerror}", encoding="utf-8")
-        return 2
-    except WorkerError as error:
-        (folder / REFUSED).write_text(str(error), encoding="utf-8")
-        print(f"vnode: {error}", file=sys.stderr)
+    except (OSError, WorkerError) as error:
+        if is_no_room(error):
+            return LATER
+        text = str(error) if isinstance(error, WorkerError) else f"the job cannot run in {facts['directory']}: {error}"
+        files.write(folder / REFUSED, text, WorkerError)
+        print(f"vnode: {text}", file=sys.stderr)
         return 2
     handle_signals(supervisor)
     return supervisor.run()

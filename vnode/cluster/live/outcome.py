@@ -55,10 +55,9 @@ def outcome(job: LiveJob, facts: Mapping[str, Any], folder: Path, time: float) -
     if code is None:
         if job.cancel:
             return ended("cancelled", KILLED)
-        if "pid" not in facts:
+        if "children" not in facts and not any(event["event"] == "start" for event in facts.get("events", [])):
             said = last_lines(folder.parent.parent / "err")[-5:]
-            # A scheduler that was killed may not have come to start it.
-            return later("\n".join(["its supervisor did not begin", *said]), counts=not facts.get("adopted"))
+            return later("\n".join(["its supervisor did not begin", *said]), counts=not facts.get("blameless"))
         if job.submission.rigid:
             return ended("failed", KILLED, "its supervisor was killed, and its command with it")
         return later("its supervisor was killed; it goes on from its checkpoint")

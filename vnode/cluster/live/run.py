@@ -20,6 +20,7 @@ from vnode.cluster.live.scheduler import Scheduler, Setup
 from vnode.cluster.live.submission import Submission
 from vnode.cluster.result import Result
 from vnode.cluster.simulator import Policy
+from vnode.errors import ClusterError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,7 @@ def run(
       What has become of them. A job that has failed raises nothing: see `Run.jobs`.
 
     Raises:
-      ClusterError: a job cannot run here, or the file cannot be used.
+      ClusterError: a job cannot run here, the policy fails, or the file cannot be used.
     """
     names = [str(number) for number in range(devices)] if isinstance(devices, int) else list(devices)
     path = Path(tempfile.mkdtemp(prefix="vnode-cluster-")) / "cluster.db" if state is None else Path(state)
@@ -90,6 +91,7 @@ def run(
             while waiting and time.monotonic() - began >= waiting[0].arrival:
                 mine.append(scheduler.submit({"job": waiting.pop(0).facts()}))
             scheduler.turn()
+            check_progress(scheduler, bool(waiting))
         shown = {job["id"]: job for job in scheduler.snapshot()["jobs"]}
         return Run(result_of(scheduler.state.records()), {name: shown[name] for name in mine}, scheduler.state.path)
     except BaseException:
@@ -99,6 +101,25 @@ def run(
         raise
     finally:
         scheduler.close()
+
+
+def check_progress(scheduler: Scheduler, waits: bool) -> None:
+    """Looks whether the policy does what it must, or the run would never end.
+
+    Args:
+      scheduler: after a turn.
+      waits: whether other jobs are to arrive.
+
+    Raises:
+      ClusterError: the policy fails, or leaves all jobs without devices for ever.
+    """
+    if (trouble := scheduler.troubles.get("decide")) is not None:
+        raise ClusterError(trouble[0])
+    active = scheduler.book.active()
+    idle = active and not any(job.share or job.alive or job.cancel for job in active)
+    if idle and not waits and not scheduler.dirty and scheduler.again is None:
+        names = ", ".join(job.called for job in active[:3])
+        raise ClusterError(f"the policy leaves {len(active)} jobs without devices for ever: {names}.")
 
 
 def submit(job: Submission, state: str | None = None) -> str:

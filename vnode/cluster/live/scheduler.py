@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import os
 import queue
 import shutil
@@ -32,6 +31,7 @@ from vnode.cluster.live.submission import Submission, check_priority
 from vnode.cluster.live.supervised import Report, Supervised, start
 from vnode.cluster.simulator import Policy
 from vnode.errors import ClusterError, layout_message
+from vnode.files import is_no_room
 from vnode.workers.detached import OWN
 
 TICK = 0.1
@@ -46,9 +46,6 @@ PART = 1000
 
 AGAIN = 5.0
 """Seconds after which something that failed for want of room on a disk is tried again."""
-
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO}
-"""Errors of a system that has no room now, and may have some later."""
 
 SILENCE = 120.0
 """Seconds after which a supervisor that does not answer is killed: another one goes on, from the checkpoint."""
@@ -423,7 +420,7 @@ class Scheduler:
 
     def take_end(self, job: LiveJob, report: Report) -> None:
         """The supervisor and all workers of a job are gone."""
-        supervised = self.supervised[job.id]
+        supervised, made_room = self.supervised[job.id], job.stopping
         try:
             self.measure(job)
             self.record(outcome(job, report.facts, self.attempt(job) / OWN, self.now()))
@@ -436,7 +433,7 @@ class Scheduler:
         self.cancelled.pop(job.id, None)
         for path in (self.attempt(job) / OWN).glob("programs*"):
             shutil.rmtree(path, ignore_errors=True)
-        if not job.is_over and job.interrupted:  # whatever ended it may still be so
+        if not job.is_over and not made_room:  # whatever ended it may still be so
             self.troubles[job.id] = "", time.monotonic() + AGAIN
         self.happened(f"{job.called} {job.state if job.is_over else 'has no workers'}")
         if job.is_over:
@@ -520,8 +517,7 @@ class Scheduler:
         try:
             process = start(self.attempt(job), spec, submission.directory, submission.env, folder)
         except (ClusterError, OSError) as error:
-            cause = error if isinstance(error, OSError) else error.__cause__
-            if isinstance(cause, OSError) and cause.errno in NO_ROOM:
+            if is_no_room(error):
                 raise
             self.note(job, "ended", state="failed", code=2, why=f"it cannot be started: {error}", step=job.step)
             self.happened(f"{job.called} failed")

@@ -26,7 +26,7 @@ from vnode import files
 from vnode.errors import ClusterError
 from vnode.stopped import Resident
 from vnode.workers import RUN, registry
-from vnode.workers.detached import OWN, REFUSED, SPEC
+from vnode.workers.detached import LATER, OWN, REFUSED, SPEC
 from vnode.workers.supervisor import search_path
 from vnode.workers.wire import Channel, WireError
 
@@ -279,7 +279,9 @@ class Supervised:
             time.sleep(LOOK / 4)
         if self.closed:
             return
-        facts: dict[str, Any] = {"adopted": self.process is None}
+        # Whether it began is not known of one that another scheduler started; want of room is no fault of the job.
+        blameless = self.process is None or self.process.returncode == LATER
+        facts: dict[str, Any] = {"blameless": blameless}
         if found is not None:
             facts |= {**found.facts, "events": found.events()}
         with contextlib.suppress(OSError):
