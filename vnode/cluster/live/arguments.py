@@ -36,6 +36,19 @@ def times(text: str) -> dict[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not as 1=4.0,8=0.7") from None
 
 
+def plans(text: str) -> dict[int, str]:
+    """Files of plans by number of workers.
+
+    >>> plans("1=one.json,4=four.json")
+    {1: 'one.json', 4: 'four.json'}
+    """
+    parts = [part.partition("=") for part in text.split(",")]
+    try:
+        return {int(count): path for count, _, path in parts}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not as 1=one.json,4=four.json") from None
+
+
 def workers(text: str) -> tuple[int, int]:
     """The fewest and the most workers.
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from vnode.cluster.live.arguments import add_state, times, workers
+from vnode.cluster.live.arguments import add_state, plans, times, workers
 from vnode.cluster.live.door import ask, find
 from vnode.cluster.live.submission import Submission
 from vnode.cluster.live.view import look_at
@@ -36,6 +38,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--restart", action="store_true", default=None, help="replace all workers at each change")
     parser.add_argument("--checkpoint", metavar="FOLDER", help="of checkpoints, if the script names none")
     parser.add_argument("--step-seconds", type=times, default={}, metavar="1=4.0,8=0.7", help="by number of workers")
+    parser.add_argument("--plans", type=plans, metavar="1=FILE,4=FILE", help="plans that say how long a step takes")
     parser.add_argument("--steps", type=int, metavar="N", help="of the run, where its workers do not tell")
     parser.add_argument("--wait", action="store_true", help="wait for its end; the exit code is the job's")
     add_state(parser)
@@ -57,7 +60,7 @@ def execute(chosen: argparse.Namespace) -> int:
             rigid=chosen.rigid,
             restart=chosen.restart,
             checkpoint=chosen.checkpoint,
-            step_seconds=chosen.step_seconds,
+            step_seconds=planned(chosen.plans) if chosen.plans else chosen.step_seconds,
             steps=chosen.steps,
         )
         state = find(chosen.state)["state"]  # from now on the same one, whichever others begin or end
@@ -71,6 +74,23 @@ def execute(chosen: argparse.Namespace) -> int:
         print(f"vnode: job {name} is submitted, but its id cannot be printed: {error}", file=sys.stderr)
         return 1
     return wait(name, state) if chosen.wait else 0
+
+
+def planned(files: Mapping[int, str]) -> dict[int, float]:
+    """Seconds of a step on each number of workers, by the best plan that there is room for.
+
+    Args:
+      files: of plans, by number of workers.
+
+    Raises:
+      ClusterError: a file cannot be read.
+      ValueError: one is no plan, or is for another number of devices.
+    """
+    from vnode.cluster.speeds import Speeds
+    from vnode.cluster.traces.measured import plan_seconds
+
+    speeds = Speeds.from_plans({count: plan_seconds(Path(path), count) for count, path in files.items()})
+    return {count: 1 / speed for count, speed in enumerate(speeds.per_second) if speed}
 
 
 def wait(name: str, state: str) -> int:

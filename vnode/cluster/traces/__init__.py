@@ -36,6 +36,12 @@ def read(
       ClusterError: it cannot be read; the message names file, place and field.
     """
     path = Path(path)
+    if is_database(path):
+        from vnode.cluster.live.history import trace_of
+
+        trace = trace_of(path)
+        check(trace, path)
+        return trace
     text = text_of(path)
     if throughputs is not None:
         source = Path(throughputs)
@@ -51,6 +57,15 @@ def read(
         trace = of_json(parsed(text, path), path, run)
     check(trace, path)
     return trace
+
+
+def is_database(path: Path) -> bool:
+    """Whether a file is a scheduler's, or another database of SQLite."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(16) == b"SQLite format 3\0"
+    except OSError:
+        return False
 
 
 def of_json(found: Any, path: Path, run: str | None) -> Trace:
