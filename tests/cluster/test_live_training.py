@@ -24,11 +24,13 @@ PROGRAM = str(PROGRAMS / "paced_job.py")
 
 
 def command(steps: int, seed: int, pace: float = 0.05) -> list[str]:
-    return [sys.executable, PROGRAM, str(steps), str(seed), str(pace), str(pace)]
+    """Of a job; that with seed 6 trains twice, and has two virtual nodes."""
+    more = ["2", "2"] if seed == 6 else []
+    return [sys.executable, PROGRAM, str(steps), str(seed), str(pace), str(pace), *more]
 
 
-def hash_of(output: str) -> str:
-    return output.split("hash ")[-1].split()[0]
+def hash_of(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("hash ")]
 
 
 def test_jobs_that_share_workers_end_with_their_own_bits(served: Served) -> None:  # noqa: F811
@@ -86,4 +88,9 @@ def test_a_job_that_made_room_goes_on_from_its_checkpoint(home: Path) -> None:  
     assert book.jobs["1"].state == "succeeded" and book.jobs["1"].attempt == 2
     assert [record.facts["why"] for record in stopped] == ["it made room for others"] and stopped[0].facts["step"] > 0
     alone = subprocess.run(command(120, 1, 0), capture_output=True, text=True, check=True)
-    assert hash_of(run.output("1")) == hash_of(alone.stdout)
+    assert hash_of(run.output("1")) == hash_of(alone.stdout)  # once: the script ended when the job made room
+
+    folder = str(Path(run.jobs["2"]["folder"]) / "checkpoint")
+    other = Submission(command=command(40, 3), workers=2, checkpoint=folder)  # its data have another seed
+    refused = vnode.cluster.run([other], 2, state=home / "other.db").jobs["1"]
+    assert refused["state"] == "failed" and "was made with other batches" in refused["why"]

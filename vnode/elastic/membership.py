@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from vnode.errors import ProcessError, layout_message
+from vnode.errors import CheckpointError, ProcessError, layout_message
 from vnode.placement.board import Notice
 from vnode.placement.records import flat, short
 from vnode.placement.world import World
@@ -121,9 +121,7 @@ class Membership:
         with contextlib.suppress(WireError):
             self.channel.send({"kind": kind, **message})
 
-    def arrive(
-        self, facts: Mapping[str, Any], virtual_nodes: int, checkpoint: Any, steps: int, **more: Any
-    ) -> None:
+    def arrive(self, facts: Mapping[str, Any], virtual_nodes: int, checkpoint: Any, steps: int, **more: Any) -> None:
         """Tells the supervisor that this worker has come to `run`, and can be used.
 
         Args:
@@ -136,6 +134,19 @@ class Membership:
         said = {name: short(value) for name, value in flat(facts, ["state"]).items() if value is not None}
         folder = None if checkpoint is None else real_path(str(checkpoint))
         self.send("arrived", facts=said, virtual_nodes=virtual_nodes, checkpoint=folder, steps=steps, **more)
+
+    @contextlib.contextmanager
+    def refusing(self, step: int) -> Iterator[None]:
+        """Ends the whole job by a `CheckpointError`: what one worker refuses, the others must not go on with.
+
+        Args:
+          step: where this worker is.
+        """
+        try:
+            yield
+        except CheckpointError as error:
+            self.send("error", text=str(error), step=step, of_all=True)
+            raise
 
     def beat(self) -> None:
         """The thread that gives signs of life."""

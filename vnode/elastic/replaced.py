@@ -66,6 +66,15 @@ class ReplacedDriver(Driver):
             self.member.send("error", text=one_line(error), step=self.number)
             raise
 
+    def identify(self, batch: Any) -> None:
+        """As in any process; an error ends the job, and is no loss of a worker.
+
+        Raises:
+          CheckpointError: the checkpoint is another run's.
+        """
+        with self.member.refusing(self.number):
+            super().identify(batch)
+
     def agree(self) -> bool:
         """As in any process; the supervisor is told where this one is."""
         self.member.check_end()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import numbers
@@ -169,7 +170,7 @@ def run(
             compile_ahead=compile_ahead,
             prefetch=prefetch,
             keep_every=keep_every,
-            checkpoint=os.environ.get(CHECKPOINT) if checkpoint is None and SUPERVISOR in os.environ else checkpoint,
+            checkpoint=default_folder() if checkpoint is None and SUPERVISOR in os.environ else checkpoint,
             checkpoint_every=checkpoint_every,
             checkpoint_seconds=checkpoint_seconds,
             checkpoints_kept=checkpoints_kept,
@@ -189,6 +190,25 @@ def run(
             progress=progress,
         )
         return begin(step, state, data if epochs is None else repeated(data), options)
+
+
+DEFAULTS = itertools.count()
+"""Counts the runs of this process that name no folder of checkpoints."""
+
+
+def default_folder() -> str | None:
+    """The folder of checkpoints that the job was given; each further run of a script has one of its own beside it."""
+    given = os.environ.get(CHECKPOINT)
+    return None if given is None else folder_of_call(given, next(DEFAULTS))
+
+
+def folder_of_call(folder: str, call: int) -> str:
+    """A folder for one of the runs of a script: another run's checkpoints would be taken for its own.
+
+    >>> folder_of_call("runs/7/", 0), folder_of_call("runs/7/", 1)
+    ('runs/7/', 'runs/7.run-2')
+    """
+    return folder if call == 0 else f"{folder.rstrip('/')}.run-{call + 1}"
 
 
 def begin(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
@@ -285,6 +305,7 @@ def check_for_worker(step: Any, options: RunOptions) -> None:
 
 def run_as_worker(member: Any, step: Any, state: Any, data: Any, load: Any, options: RunOptions) -> Result:
     """`run` in a process that a supervisor has started, as one of several that come and go."""
+    from vnode.elastic.replaced import Replaced
     from vnode.elastic.worker import WorkerDriver
 
     with contextlib.ExitStack() as stack:
@@ -297,6 +318,8 @@ def run_as_worker(member: Any, step: Any, state: Any, data: Any, load: Any, opti
         driver.display = stack.enter_context(display(False, driver.number, options.steps))
         result = driver.run()
         driver.leave(result)
+        if result.stopped and member.replaced:  # others go on with the script from here
+            raise Replaced(0)
         return result
 
 

@@ -269,6 +269,15 @@ class WorkerDriver(Driver):
             change.move = time.perf_counter() - began
             self.changed(self.step, change)
 
+    def identify(self, batch: Any) -> None:
+        """As in any process; only rank 0 has the checkpoint, and speaks for all.
+
+        Raises:
+          CheckpointError: it is another run's.
+        """
+        with self.member.refusing(self.number):
+            super().identify(batch)
+
     def tell_divided(self) -> None:
         """Says once, and beforehand, where a state that is divided over workers comes from after a loss."""
         if self.said_divided or world().index or not world().several:
@@ -644,7 +653,7 @@ class WorkerDriver(Driver):
         """Saves what there is before an error ends the run, where no other worker has it."""
         if self.saves and world().count == 1 and self.generation:
             super().rescue(error)
-        elif self.generation:
+        elif self.generation and not isinstance(error, CheckpointError):
             error.add_note("The other workers go on without this one.")
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import abc
 from typing import Any
 
 from vnode.workers.actions import Action, End, Record, Send
-from vnode.workers.messages import check_number
+from vnode.workers.messages import check_number, too_few_nodes
 from vnode.workers.worker import Limits, Worker
 
 
@@ -25,6 +25,8 @@ class Decisions(abc.ABC):
       keeps_programs: whether a worker may read the programs that one before it with its number has compiled.
       connects: whether workers connect to the supervisor.
       wanted: how many workers shall train.
+      ends_scripts: whether a stop ends the script, too, as others go on with the run later.
+      least: the fewest that may; None if it must be as many as were asked for.
       workers: the processes that have not ended, by number.
       reference: the first worker that called `run`; None if none has.
       losses: by number, when workers of that number were lost.
@@ -39,6 +41,8 @@ class Decisions(abc.ABC):
 
     def __init__(self, workers: int, most: int | None, limits: Limits | None) -> None:
         self.wanted, self.most, self.limits = workers, most, limits or Limits()
+        self.least: int | None = None
+        self.ends_scripts = False
         self.workers: dict[int, Worker] = {}
         self.reference: Worker | None = None
         self.losses: dict[int, list[float]] = {}
@@ -53,6 +57,12 @@ class Decisions(abc.ABC):
     def begin(self, now: float) -> list[Action]:
         """The job begins."""
         return self.settle(now)
+
+    def slept(self, seconds: float) -> None:
+        """The supervisor was stopped for so long: nobody was silent to it meanwhile."""
+        for worker in self.workers.values():
+            worker.heard += seconds
+            worker.started += seconds
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
@@ -161,6 +171,18 @@ class Decisions(abc.ABC):
         """The workers that train, in the order of their ranks."""
 
     # Small things
+
+    def fit_nodes(self, worker: Worker, now: float) -> None:
+        """Looks whether there are as many virtual nodes as workers; where fewer workers may be, has fewer."""
+        nodes = worker.virtual_nodes
+        if nodes >= self.wanted:
+            return
+        if self.least is None or nodes < self.least:
+            self.end(1, too_few_nodes(nodes, self.wanted))
+        else:
+            self.record("resize", None, f"{self.wanted} -> {nodes} workers: the step has {nodes} virtual nodes")
+            self.wanted = nodes
+            self.resized(True, now)
 
     def take_progress(self, worker: Worker, message: dict[str, Any]) -> None:
         """Takes note of where a worker is."""

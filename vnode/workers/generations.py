@@ -29,7 +29,6 @@ from vnode.workers.messages import (
     never_ran,
     not_come,
     one_line,
-    too_few_nodes,
 )
 from vnode.workers.worker import ENDING, FINISHED, LOST, READY, STARTING, Limits, Worker
 
@@ -205,6 +204,8 @@ class Generations(Decisions):
                 worker.error, worker.errored = str(message["text"]), now
                 worker.kill_at = now + self.limits.end
                 self.record("error", worker, worker.error)
+                if message.get("of_all"):
+                    self.end(1, worker.error)
                 if not self.trained and not self.active():
                     self.end(1, f"Worker {worker.number} failed before the first step.\n{worker.error}")
         else:
@@ -223,8 +224,7 @@ class Generations(Decisions):
         self.record("arrived", worker, "")
         if self.reference is None or self.reference.call != self.call:
             self.reference = worker
-            if worker.virtual_nodes < self.wanted:
-                self.end(1, too_few_nodes(worker.virtual_nodes, self.wanted))
+            self.fit_nodes(worker, now)
         elif why := difference(self.reference, worker):
             if not self.trained:
                 self.end(1, why)
@@ -670,7 +670,7 @@ class Generations(Decisions):
         assert self.current is not None and self.stopping is not None
         for worker in self.active():
             if worker.state == READY:
-                self.send(worker, kind="stop", why=self.stopping[0])
+                self.send(worker, kind="stop", why=self.stopping[0], anew=self.ends_scripts)
 
     def members(self) -> list[Worker]:
         """The workers that train, in the order of their ranks; after the end of a run those that were last."""

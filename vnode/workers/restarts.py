@@ -20,7 +20,7 @@ from typing import Any
 from vnode.errors import WorkerError, layout_message
 from vnode.workers.actions import Action, EndService, Kill, Spawn
 from vnode.workers.decisions import Decisions, exit_code
-from vnode.workers.messages import RUN_ENDED, ended_early, ending, never_ran, not_come, one_line, too_few_nodes
+from vnode.workers.messages import RUN_ENDED, ended_early, ending, never_ran, not_come, one_line
 from vnode.workers.worker import ENDING, FINISHED, LOST, READY, STARTING, Limits, Worker
 
 PASSING = ("ProcessError", "CheckpointError")
@@ -120,7 +120,7 @@ class Restarts(Decisions):
         if not any(w.state == READY for w in self.workers.values()):
             self.end(code, f"Stopped before it trained{' again' if self.trained else ''}: {why}.")
         elif not self.anew:
-            self.ask(why, now, anew=False)
+            self.ask(why, now, anew=self.ends_scripts)
 
     # What workers say
 
@@ -134,7 +134,7 @@ class Restarts(Decisions):
             if worker.number == 0:
                 self.coordinator = str(message["address"])
         elif kind == "arrived":
-            self.arrive(worker, message)
+            self.arrive(worker, message, now)
         elif kind == "leaving":
             if not worker.leaving and worker.may_train:
                 worker.leaving = str(message["why"])
@@ -152,8 +152,10 @@ class Restarts(Decisions):
             worker.error, worker.errored = str(message["text"]), now
             worker.kill_at = now + self.limits.end
             self.record("error", worker, worker.error)
+            if message.get("of_all"):
+                self.end(1, worker.error)
 
-    def arrive(self, worker: Worker, message: dict[str, Any]) -> None:
+    def arrive(self, worker: Worker, message: dict[str, Any], now: float) -> None:
         """A worker has called `run`."""
         worker.facts, worker.checkpoint = dict(message["facts"]), message["checkpoint"]
         worker.virtual_nodes, worker.state = int(message["virtual_nodes"]), READY
@@ -163,8 +165,7 @@ class Restarts(Decisions):
             self.reference = worker
             if not self.saves:
                 self.record("no checkpoints", None, f"a loss of a worker ends the job: it has none. Use {FOLDER}")
-        if worker.virtual_nodes < self.wanted:
-            self.end(1, too_few_nodes(worker.virtual_nodes, self.wanted))
+        self.fit_nodes(worker, now)
         if all(w.state == READY for w in self.workers.values()) and self.is_whole:
             names = " ".join(str(number) for number in sorted(self.workers))
             self.record("trains", None, f"workers {names}", None if self.repeats else self.furthest)

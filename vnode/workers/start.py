@@ -39,6 +39,8 @@ class Spec:
       checkpoint: the folder of checkpoints, or None.
       spares: how many workers stand by.
       max_workers: how many may be asked for, or None.
+      min_workers: how many it may begin with where the step has fewer virtual nodes; None: as many as `workers`.
+      stop_ends_script: whether a stop ends the script right after the checkpoint, as others go on with it later.
       start_timeout: seconds from the start of a worker to its call of `run`.
       max_restarts: how often a worker is started again within ten minutes.
       silence: seconds without a sign of life after which a worker is killed.
@@ -59,6 +61,8 @@ class Spec:
     checkpoint: str | None = None
     spares: int = 0
     max_workers: int | None = None
+    min_workers: int | None = None
+    stop_ends_script: bool = False
     start_timeout: float = 300
     max_restarts: int = 3
     silence: float = 10
@@ -144,9 +148,13 @@ class Spec:
         if self.rigid:
             return Rigid(self.workers)
         limits = Limits(start=self.start_timeout, restarts=self.max_restarts, silence=self.silence)
+        most = self.max_workers
         if self.restart:
-            return Restarts(self.workers, most=self.max_workers, limits=limits)
-        return Generations(self.workers, spares=self.spares, most=self.max_workers, limits=limits, rejoin=self.rejoin)
+            found: Decisions = Restarts(self.workers, most=most, limits=limits)
+        else:
+            found = Generations(self.workers, spares=self.spares, most=most, limits=limits, rejoin=self.rejoin)
+        found.least, found.ends_scripts = self.min_workers, self.stop_ends_script
+        return found
 
     def supervisor(
         self,

@@ -35,6 +35,9 @@ ALIVE_SECONDS = 1
 TICK = 0.05
 """Seconds between two looks at processes, output and deadlines."""
 
+LATE = 1.0
+"""Seconds between two looks after which this process was stopped, or had no processor: a paused machine, say."""
+
 HELLO_SECONDS = 10
 HELLO_BYTES = 1 << 16
 GRACE = 5
@@ -140,6 +143,7 @@ class Supervisor:
         self.over: End | None = None
         self.killed = False
         self.asked: list[int] = []
+        self.newest = 0  # the number of the last wish for workers
         self.looked = self.told = 0.0
         self.started = 0
         self.listener = listen(interface, port)
@@ -251,6 +255,8 @@ class Supervisor:
                 event(time.monotonic())
         now = time.monotonic()
         if now >= self.looked + TICK:
+            if self.looked and now > self.looked + LATE:  # what workers have said meanwhile is still in the sockets
+                self.decisions.slept(now - self.looked)
             self.looked = now
             self.look(now)
 
@@ -370,7 +376,10 @@ class Supervisor:
         kind = message["kind"]
         try:
             if kind == "resize":
-                self.resize(int(message["workers"]), message.get("devices", []), now)
+                serial = int(message.get("serial", self.newest))
+                if serial >= self.newest:  # an older wish may be taken in later, from another connection
+                    self.newest = serial
+                    self.resize(int(message["workers"]), message.get("devices", []), now)
             elif kind == "stop":
                 if not (message.get("once") and self.decisions.stopping):
                     self.stop_now(str(message.get("why") or "asked for"), 143, now)

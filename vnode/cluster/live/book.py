@@ -103,6 +103,7 @@ class Book:
       jobs: all of them by id, in the order of submission.
       devices: names of those that there are.
       policy: the name of the policy, and its options.
+      schedulers: how many have begun.
       epoch: when the first record was made.
       decisions: those that changed a share: time, job, from, to, why.
       holds: from when a job has how many devices.
@@ -114,6 +115,7 @@ class Book:
         self.policy, self.options = "", {}
         self.epoch: float | None = None
         self.began = self.last = 0.0
+        self.schedulers = 0
         self.decisions: deque[dict[str, Any]] = deque(maxlen=SHOWN)
         self.holds: deque[dict[str, Any]] = deque(maxlen=100 * SHOWN)
         for record in records:
@@ -140,6 +142,7 @@ class Book:
         if record.kind == "began":
             self.devices, self.policy = list(record.facts["devices"]), record.facts["policy"]
             self.options, self.began = dict(record.facts["options"]), record.time
+            self.schedulers += 1
             return None
         if record.kind == "decided":
             self.decided(record)

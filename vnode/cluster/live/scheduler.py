@@ -50,6 +50,9 @@ AGAIN = 5.0
 SILENCE = 120.0
 """Seconds after which a supervisor that does not answer is killed: another one goes on, from the checkpoint."""
 
+WISHES = 10**9
+"""The numbers of a scheduler's wishes begin at so many times the number of the scheduler."""
+
 PATIENCE = 30.0
 """Seconds that a job which was cancelled has to save and end, before it is killed."""
 
@@ -360,7 +363,8 @@ class Scheduler:
         self.said.pop(job.id, None)
         take = lambda report: self.queue.put(lambda: self.hear(report))  # noqa: E731
         rigid = job.submission.rigid
-        supervised = Supervised(job.id, job.attempt, self.attempt(job), take, process, rigid, job.supervisor)
+        folder, serial = self.attempt(job), self.book.schedulers * WISHES
+        supervised = Supervised(job.id, job.attempt, folder, take, process, rigid, job.supervisor, serial)
         self.supervised[job.id] = supervised
         return supervised
 
@@ -506,12 +510,14 @@ class Scheduler:
             "workers": len(job.devices),
             "backend": self.setup.backend,
             "resources": self.setup.resources,
+            "min_workers": submission.range[0],
             "max_workers": submission.range[1],
             "devices": list(job.devices),
             "env": dict(self.setup.env),
             "rigid": submission.rigid,
         }
         if not submission.rigid:
+            spec["stop_ends_script"] = True
             spec["restart"] = self.setup.restart if submission.restart is None else submission.restart
             spec["checkpoint"] = submission.checkpoint or str(folder / "checkpoint")
         try:

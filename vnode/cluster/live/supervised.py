@@ -132,6 +132,7 @@ class Supervised:
       report: called with each report, in that thread.
       process: of the supervisor, if this process has started it.
       rigid: whether its process is ended at once when its supervisor is gone: it does not notice that itself.
+      serial: of the first wish; later schedulers begin with larger ones.
       known: process number of the supervisor, and when it was started, if an earlier scheduler has seen it.
     """
 
@@ -144,10 +145,12 @@ class Supervised:
         process: subprocess.Popen[bytes] | None = None,
         rigid: bool = False,
         known: tuple[int, str | None] | None = None,
+        serial: int = 0,
     ) -> None:
         self.job, self.attempt, self.folder, self.report, self.process = job, attempt, folder, report, process
         self.rigid, self.known = rigid, known
-        self.serial, self.told, self.workers, self.devices = 0, 0, 0, ()
+        self.serial = self.told = serial
+        self.workers, self.devices = 0, ()
         self.asks: list[dict[str, Any]] = []
         self.changed = threading.Condition()
         self.closed = self.stopped = False
