@@ -14,6 +14,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,14 +40,13 @@ def counting(steps: int, rate: int = 50, **options) -> list[str]:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Sockets of this test's own, and a folder to work in."""
-    runtime = tmp_path / "r"
-    runtime.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    monkeypatch.delenv("VNODE_CLUSTER", raising=False)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    with tempfile.TemporaryDirectory(prefix="vn-", dir="/tmp") as runtime:  # a socket's path is short
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        monkeypatch.delenv("VNODE_CLUSTER", raising=False)
+        monkeypatch.chdir(tmp_path)
+        yield tmp_path
 
 
 class Served:
@@ -272,3 +272,76 @@ def test_a_scheduler_that_is_killed_loses_no_job_and_disturbs_none(home: Path, p
     command = [sys.executable, program, "--kills", "6", "--jobs", "8", "--seed", "3", "--policy", policy]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def marked(folder: Path) -> list[int]:
+    """Processes of jobs of a folder, by their environments."""
+    return registry.marked(str(folder / "run-1" / "job"))
+
+
+def test_what_a_job_leaves_is_ended_before_its_device_is_free(served: Served) -> None:
+    """Background processes in the job's session and in their own, of a job that ends, and of one that is killed."""
+    served.begin("--devices", "1", "--no-page")
+    ends = "sleep 300 & setsid sleep 300 & sleep 0.3"
+    for lines in (ends, f"{ends}; sleep 300"):
+        ask("submit", job=Submission(command=["sh", "-c", lines], rigid=True).facts())
+    first, second = (served.folder / "cluster.db.jobs" / name for name in ("1", "2"))
+    until(lambda: served.job("2")["state"] == "running", served.log)
+    assert served.job("1")["state"] == "succeeded" and not marked(first)
+    until(lambda: len(marked(second)) >= 3, served.log)
+    found = registry.load(second / "run-1" / "job")
+    assert found is not None
+    os.kill(found.facts["pid"], signal.SIGKILL)  # its supervisor
+    until(lambda: served.job("2")["ended"], served.log)
+    assert served.job("2")["state"] == "failed" and "its command with it" in served.job("2")["why"]
+    assert not marked(second)
+
+
+def test_a_job_runs_where_modules_are_called_as_those_of_python(served: Served) -> None:
+    """And with variables that would change the supervisor's own Python, from another user session."""
+    served.begin("--devices", "1", "--no-page")
+    for name in ("queue.py", "token.py", "vnode.py"):
+        (served.folder / name).write_text("raise SystemExit('not this one')\n")
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "XDG_RUNTIME_DIR": str(served.folder / "other")}
+    says = [sys.executable, "-m", "vnode", "submit", "--state", str(served.state), "--wait", "--rigid", "--"]
+    command = [*says, "sh", "-c", "printf 'ö\\377\\n'; exit 7"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=served.folder.parent)
+    assert (done.returncode, done.stdout) == (7, "1\n"), done.stderr
+    job = Submission(
+        command=["sh", "-c", "echo here"], rigid=True, directory=str(served.folder), env={**env, "PYTHONINSPECT": "1"}
+    )
+    ask("submit", str(served.state), job=job.facts())
+    until(lambda: served.job("2")["ended"], served.log)
+    assert served.job("2")["state"] == "succeeded", served.job("2")["why"]
+    output = served.folder / "cluster.db.jobs"
+    assert (output / "1" / "out").read_text() == "ö\ufffd\n" and (output / "2" / "out").read_text() == "here\n"
+
+
+def test_a_stopped_supervisor_can_be_cancelled_and_a_deleted_file_is_said(served: Served) -> None:
+    served.begin("--devices", "1", "--no-page")
+    ask("submit", job=Submission(command=counting(10**6)).facts())
+    until(lambda: served.job("1")["state"] == "running", served.log)
+    found = registry.load(served.folder / "cluster.db.jobs" / "1" / "run-1" / "job")
+    assert found is not None
+    os.kill(found.facts["pid"], signal.SIGSTOP)
+    until(lambda: "does not answer" in served.job("1")["why"], served.log)
+    ask("cancel", job="1", now=True)
+    until(lambda: served.job("1")["state"] == "cancelled", served.log)
+    assert not found.processes()
+    served.state.rename(served.folder / "moved.db")
+    with pytest.raises(ClusterError, match="was deleted, moved or replaced"):
+        ask("submit", str(served.state), job=Submission(command=["true"], rigid=True).facts())
+    (served.folder / "moved.db").rename(served.state)
+    ask("submit", str(served.state), job=Submission(command=["true"], rigid=True).facts())
+    until(lambda: served.job("2")["state"] == "succeeded", served.log)
+
+
+def test_a_new_file_does_not_take_an_old_one_s_jobs(served: Served, capfd: pytest.CaptureFixture[str]) -> None:
+    served.begin("--devices", "1", "--no-page")
+    served.end()
+    for path in served.folder.glob("cluster.db*"):
+        if path.is_file():
+            path.unlink()
+    served.begin("--devices", "1", "--no-page")
+    assert served.process is not None and served.process.returncode == 2
+    assert "holds jobs of another scheduler's file" in served.log()
