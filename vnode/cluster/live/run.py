@@ -8,6 +8,7 @@ Knows the scheduler. Must not know what it decides.
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,7 @@ class Run:
 
 def run(
     jobs: Sequence[Submission],
-    devices: int | Sequence[str],
+    devices: int | Sequence[str] | None = None,
     policy: str | Policy = "goodput",
     *,
     state: Path | str | None = None,
@@ -65,7 +66,8 @@ def run(
 
     Args:
       jobs: what is to run.
-      devices: how many there are, or their names.
+      devices: how many there are, or their names; by default the GPUs of ``CUDA_VISIBLE_DEVICES``, or else as many as
+        this machine has processors.
       policy: the name of a policy, or a function ``decide(now, jobs, devices) -> shares``.
       state: the scheduler's file; by default one in a new folder.
       options: `factor` and `inner` of a guarantee; `counts`: the numbers of devices that a job may have.
@@ -80,6 +82,9 @@ def run(
     Raises:
       ClusterError: a job cannot run here, the policy fails, or the file cannot be used.
     """
+    if devices is None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = visible.split(",") if visible else os.cpu_count() or 1
     names = [str(number) for number in range(devices)] if isinstance(devices, int) else list(devices)
     path = Path(tempfile.mkdtemp(prefix="vnode-cluster-")) / "cluster.db" if state is None else Path(state)
     setup = Setup(devices=names, policy=policy, options=options or {}, backend=backend, restart=restart, env=env or {})

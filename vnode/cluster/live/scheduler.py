@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vnode.cluster.live.admission import check_runs
 from vnode.cluster.live.book import Book, LiveJob, rows
 from vnode.cluster.live.deciding import decide, policy_of, reasons
 from vnode.cluster.live.door import Door, Reply
@@ -209,9 +210,8 @@ class Scheduler:
             known = isinstance(error, ClusterError | OSError)
             text = str(error) if known else f"{type(error).__name__}: {error} (a defect of vnode; please report it)"
             if text != self.troubles.get(what, ("", 0.0))[0]:
-                self.say(
-                    f"vnode: {self.book.jobs[what].called}: {text}" if what in self.book.jobs else f"vnode: {text}"
-                )
+                whose = f"{self.book.jobs[what].called}: " if what in self.book.jobs else ""
+                self.say(f"vnode: {whose}{text}")
             self.troubles[what] = text, time.monotonic() + AGAIN
 
     def stop(self) -> None:
@@ -279,10 +279,11 @@ class Scheduler:
 
     def queue_of(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The cluster: jobs that have not ended, and the `last` that have; or some of all jobs, from the `first` on."""
-        if (first := request.get("first")) is None:
+        first = request.get("first")
+        if first is None:
             return self.snapshot(request.get("last"))
         jobs = [self.show(job) for job in list(self.book.jobs.values())[first : first + PART]]
-        return {**self.snapshot(0), "jobs": jobs, "history": []}
+        return {"jobs": jobs}
 
     def status(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """One job, and what was decided about it."""
@@ -293,27 +294,7 @@ class Scheduler:
         """Takes a job in; its id is returned once it is on the disk."""
         submission = Submission.from_facts(request["job"])
         submission.__post_init__()
-        low, high = submission.range
-        there = len(self.setup.devices)
-        if low > there:
-            raise ClusterError(
-                layout_message(
-                    f"a job that needs {low} workers never runs here.",
-                    facts=[f"the cluster has {there} devices, one for each worker"],
-                    remedies=[f"ask for fewer: --workers 1:{min(high, there)}"],
-                )
-            )
-        counts = self.setup.options.get("counts")
-        if counts and not submission.rigid and not any(low <= count <= high for count in counts):
-            raise ClusterError(
-                layout_message(
-                    f"a job with {low}:{high} workers never runs here.",
-                    facts=[f"jobs have {', '.join(map(str, counts))} workers"],
-                    remedies=["ask for a range that holds one of these"],
-                )
-            )
-        if submission.rigid and self.setup.backend != "processes":
-            raise ClusterError("workers are placed by Ray here, which runs vnode programs, no rigid jobs.")
+        check_runs(submission, len(self.setup.devices), self.setup.options.get("counts"), self.setup.backend)
         name = self.book.next_id()
         self.record(Record(self.now(), "submitted", name, submission.facts()))
         job = self.book.jobs[name]
@@ -474,10 +455,10 @@ class Scheduler:
             self.say(f"{job.called}: its supervisor has not answered for {SILENCE:g} s, and is killed")
             self.silent.pop(job.id)
             supervised.kill_supervisor()
-        elif job.alive and supervised is None:
-            self.begin(job)  # it could not be, for want of room
         elif job.cancel:
             self.end(job, supervised)
+        elif job.alive and supervised is None:
+            self.begin(job)  # it could not be before, for want of room
         elif supervised is None:
             if job.share and len(free := self.book.free()) >= job.share:
                 moment = self.now()
@@ -533,10 +514,8 @@ class Scheduler:
     def end(self, job: LiveJob, supervised: Supervised | None) -> None:
         """Has a job end that was cancelled: with a checkpoint, or after a while without."""
         if supervised is None:
-            if not job.alive:
-                self.note(job, "ended", state="cancelled", code=None, why="", step=job.step)
-            return
-        if job.id not in self.cancelled:
+            self.note(job, "ended", state="cancelled", code=None, why="", step=job.step)
+        elif job.id not in self.cancelled:
             self.cancelled[job.id] = time.monotonic() + PATIENCE
             supervised.stop("cancelled")
         elif time.monotonic() >= self.cancelled[job.id]:
