@@ -14,7 +14,9 @@ from vnode.cluster.simulator import table_of
 
 
 @st.composite
-def jobs(draw: st.DrawFn, most: int = 6, devices: int = 8, powers: bool = False, alike: bool = False) -> list[Job]:
+def jobs(
+    draw: st.DrawFn, most: int = 6, devices: int = 8, powers: bool = False, alike: bool = False, minima: bool = False
+) -> list[Job]:
     """Jobs with speeds between not faster at all and linear, on 1 to as many devices as they demand."""
     made = []
     for number in range(draw(st.integers(1, most))):
@@ -29,6 +31,7 @@ def jobs(draw: st.DrawFn, most: int = 6, devices: int = 8, powers: bool = False,
                 work=1.0,
                 speeds=Speeds.with_fixed_part(float(alone), fixed * alone, demand),
                 demand=demand,
+                minimum=draw(st.integers(1, demand)) if minima else 1,
                 priority=float(draw(st.sampled_from([1, 5, 10]))),
             )
         )

@@ -124,6 +124,26 @@ def test_properties_of_every_policy(jobs, name, costs, data) -> None:
     assert before(more) == before(result)
 
 
+@settings(max_examples=examples(120), deadline=None)
+@given(cases.jobs(minima=True), st.sampled_from([*NAMES, "guarantee"]), st.sampled_from([FREE, COSTS]))
+def test_minima_are_respected_and_all_jobs_end(jobs, name, costs) -> None:
+    """A job has nothing or what it needs at least; none starves; no device is idle beside one that would gain by it."""
+    seen: list[str] = []
+
+    def watched(now, table, devices):
+        decided = policies.named(name, costs=costs)(now, table, devices)
+        shares = getattr(decided, "shares", decided)
+        if not ((shares == 0) | (shares >= np.minimum(table.minimum, table.demand))).all():
+            seen.append(f"{shares} of at least {table.minimum}")
+        faster = table.speed[np.arange(len(table)), shares] * (1 + 1e-12) < table.speed.max(1)
+        if name in ELASTIC and shares.sum() < devices and (faster & (shares > 0)).any():
+            seen.append(f"{shares} of {devices}, demanded {table.demand}")
+        return decided
+
+    result = simulate(jobs, 8, watched, costs=costs)
+    assert not seen and all(math.isfinite(job.jct) for job in result.of_jobs())
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(cases.jobs(), st.sampled_from(ELASTIC))
 def test_no_device_is_idle_while_a_job_would_gain_by_it(jobs, name) -> None:

@@ -6,6 +6,7 @@ Knows results and pictures. Must not know how results came about.
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -70,10 +71,11 @@ def utilisation(result: Result, until: float, colour: str) -> str:
 
 def completion(results: Mapping[str, Result], colours: Mapping[str, str]) -> str:
     """The part of the jobs whose completion time is at most x."""
-    times = {name: sorted(job.jct for job in result.of_jobs()) for name, result in results.items()}
+    every = {name: [job.jct for job in result.of_jobs()] for name, result in results.items()}
+    times = {name: sorted(jct for jct in each if math.isfinite(jct)) for name, each in every.items()}
     axes = Axes(max(each[-1] for each in times.values()), 100, "from arrival to end, s", "% of jobs")
     for name, each in times.items():
-        points = [(0.0, 0.0), *((time, 100 * (i + 1) / len(each)) for i, time in enumerate(each))]
+        points = [(0.0, 0.0), *((time, 100 * (i + 1) / len(every[name])) for i, time in enumerate(each))]
         axes.line(points, colours[name], steps=True)
     return axes.svg()
 
@@ -98,14 +100,14 @@ def gantt(result: Result) -> str:
     priorities = sorted({job.priority for job in result.jobs})
     for row, (job, spans) in enumerate(zip(result.jobs, result.shares(), strict=True)):
         bottom = count - row - 1
-        axes.line([(job.arrival, bottom + 0.05), (result.makespan, bottom + 0.05)], "#8884")
+        axes.line([(min(job.arrival, result.makespan), bottom + 0.05), (result.makespan, bottom + 0.05)], "#8884")
         for start, end, held in spans:
             top = bottom + 0.05 + 0.9 * min(held / job.demand, 1)
             colour = COLOURS[priorities.index(job.priority) % len(COLOURS)]
             axes.box(
                 start, end, bottom + 0.05, top, colour, f"{job.id}: {held} of {job.demand}, {start:.0f} to {end:.0f} s"
             )
-        axes.text(54, axes.y(bottom + 0.2), job.id[:8], "end")
+        axes.text(54, axes.y(bottom + 0.2), str(job.facts.get("name", job.id))[:8], "end")
     return axes.svg() + legend({f"priority {p:g}": COLOURS[i % len(COLOURS)] for i, p in enumerate(priorities)})
 
 

@@ -94,7 +94,7 @@ class Result:
         now = [0] * len(self.jobs)
         busy = total = last = 0.0
         for event in self.events:
-            if event.kind in (kind, "ended"):
+            if event.kind in (kind, "ended") and event.time <= self.makespan:
                 total += busy * (event.time - last)
                 last = event.time
                 count = 0 if event.kind == "ended" and kind == "runs" else event.devices
@@ -106,17 +106,18 @@ class Result:
     def figures(self) -> dict[str, Any]:
         """All figures, in seconds, fit for JSON."""
         jobs = self.of_jobs()
-        times = np.array([job.jct for job in jobs])
+        times = np.array([job.jct for job in jobs if math.isfinite(job.jct)])  # of a live run some may not have ended
+        queueing = [job.queueing for job in jobs if math.isfinite(job.queueing)]
         return {
             "makespan": self.makespan,
-            "jct_mean": float(times.mean()),
-            "jct_median": float(np.median(times)),
-            "jct_p99": float(np.percentile(times, 99)),
-            "queueing_median": float(np.median([job.queueing for job in jobs])),
+            "jct_mean": float(times.mean()) if len(times) else math.nan,
+            "jct_median": float(np.median(times)) if len(times) else math.nan,
+            "jct_p99": float(np.percentile(times, 99)) if len(times) else math.nan,
+            "queueing_median": float(np.median(queueing)) if queueing else math.nan,
             "utilisation_allocated": self.utilisation("holds"),
             "utilisation_effective": self.utilisation("runs"),
             "resizes": sum(job.resizes for job in jobs),
-            "jobs": [dataclasses.asdict(job) for job in jobs],
+            "jobs": [{name: known(value) for name, value in dataclasses.asdict(job).items()} for job in jobs],
         }
 
     def against(self, other: Result) -> np.ndarray:
@@ -136,3 +137,8 @@ class Result:
             [(start, end, count) for (start, count), (end, _) in itertools.pairwise(times) if count and end > start]
             for times in found
         ]
+
+
+def known(value: Any) -> Any:
+    """A value for JSON: None in place of what is not known."""
+    return None if isinstance(value, float) and math.isnan(value) else value

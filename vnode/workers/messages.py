@@ -58,7 +58,7 @@ def not_come(
         f"Only {ready} of {wanted} workers have called vnode.elastic.run.",
         facts=facts,
         remedies=[
-            "see what the workers printed: their output is above, and in the job's folder (vnode runs)",
+            "see what the workers printed: above, and in worker-*.err of the job's folder",
             f"if their start takes longer than {start:g} s: start_timeout=, --start-timeout",
             "have them use this version of vnode: an older one does not know workers",
         ],
@@ -69,7 +69,7 @@ def ended_early(worker: Worker) -> str:
     """The message of a worker that failed before it came to `run`, or within the beginning of it."""
     return layout_message(
         f"Worker {worker.number} {ending(worker.code or 1)} before training began.",
-        remedies=["see what it printed: its output is above, and in the job's folder (vnode runs)"],
+        remedies=["see what it printed: above, and in worker-*.err of the job's folder"],
     )
 
 
@@ -78,7 +78,10 @@ def never_ran(worker: Worker) -> str:
     return layout_message(
         f"Worker {worker.number} ended without a call of vnode.elastic.run.",
         facts=["its script came to its end with exit code 0"],
-        remedies=["call vnode.elastic.run(step, state, data) in the script", "or run it without workers"],
+        remedies=[
+            "call vnode.elastic.run(step, state, data) in the script",
+            "or run it without workers; on a cluster: vnode submit --rigid",
+        ],
     )
 
 

@@ -52,6 +52,8 @@ def execute_report(chosen: argparse.Namespace) -> int:
         print(f"vnode: {error}", file=sys.stderr)
         return 1
     print(json.dumps(figures, indent=1) if chosen.json else table(figures))
+    if open_jobs := sum(job["jct"] is None for job in figures[result.policy]["jobs"]):
+        print(f"{open_jobs} jobs have not ended, and count only where devices are counted", file=sys.stderr)
     return 0
 
 

@@ -1,5 +1,7 @@
 """`vnode queue` and `vnode status ID`: the jobs of a scheduler, and one of them with what was decided about it.
 
+TIME is that since a job first had devices; of a job that never had any, since it was submitted.
+
 Knows how jobs are shown in a terminal. Must not know how they run.
 
     ID  NAME  STATE    PRIORITY  WORKERS     STEP      STEPS/S  TIME   WHY
@@ -30,7 +32,9 @@ SECONDS = 0.5
 
 def add_parser(commands: Any) -> None:
     """Adds the commands to the command line."""
-    queue = commands.add_parser("queue", help="the jobs of the scheduler")
+    queue = commands.add_parser(
+        "queue", help="the jobs of the scheduler", description="TIME is that since a job first had devices."
+    )
     queue.add_argument("--json", action="store_true", help="all that is known, as JSON")
     queue.add_argument("--all", action="store_true", help=f"also those that ended before the last {ENDED}")
     queue.add_argument("--watch", action="store_true", help="go on showing them; needs rich")
@@ -83,7 +87,7 @@ def execute_status(chosen: argparse.Namespace) -> int:
         ("workers", f"{len(job['devices'])} of {low}:{high}" + (", rigid" if job["rigid"] else "")),
         ("devices", " ".join(job["devices"]) or "none"),
         ("step", steps(job) or "not known"),
-        ("metrics", "  ".join(f"{name} {value}" for name, value in job["metrics"].items())),
+        ("metrics", "  ".join(f"{name} {value:.6g}" for name, value in job["metrics"].items())),
         ("submitted", clock(job["submitted"])),
         ("started", clock(job["started"])),
         ("ended", clock(job["ended"])),
@@ -112,8 +116,9 @@ def cells(job: Mapping[str, Any], now: float) -> tuple[str, ...]:
     asked = str(low) if low == high else f"{low}:{high}"
     held = f"{len(job['devices'])} of {asked}" if job["ended"] is None else asked
     speed = "" if job["steps_per_second"] is None else f"{job['steps_per_second']:.3g}"
-    why = plain(job["why"].strip().splitlines()[-1][:60]) if job["why"].strip() else ""
-    since = (job["ended"] or now) - job["submitted"]
+    lines = job["why"].strip().splitlines() or [""]
+    why = plain(lines[-1 if any(line.startswith("Traceback") for line in lines) else 0][:60])
+    since = (job["ended"] or now) - (job["started"] or job["submitted"])
     return (
         job["id"],
         plain(job["name"]),

@@ -25,7 +25,12 @@ def add_parser(commands: Any) -> None:
         "file takes them over.",
     )
     parser.add_argument("--devices", required=True, metavar="N|NAME,...", help="how many there are, or their names")
-    parser.add_argument("--policy", default="goodput", metavar="NAME", help="who has how many; default: goodput")
+    parser.add_argument(
+        "--policy",
+        default="goodput",
+        metavar="NAME",
+        help="who has how many: goodput (default), max_min, wfs, shortest_remaining, static, ...",
+    )
     parser.add_argument("--guarantee", type=float, default=1.1, metavar="C", help="of the policy guarantee")
     parser.add_argument("--inner", default="goodput", metavar="NAME", help="the policy inside of a guarantee")
     parser.add_argument("--counts", type=counts, metavar="N,...", help="numbers of devices that a job may have; all")

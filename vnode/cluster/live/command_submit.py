@@ -33,7 +33,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--name", default="", help="of the job, for people; default: its script's")
     parser.add_argument("--priority", type=float, default=1, metavar="N", help="its weight; default: 1")
-    parser.add_argument("--workers", type=workers, default=(1, 1), metavar="MIN:MAX", help="one device each; or N")
+    parser.add_argument(
+        "--workers", type=workers, default=(1, 1), metavar="MIN:MAX", help="one device each; default: 1"
+    )
     parser.add_argument("--rigid", action="store_true", help="no vnode program: runs once, and keeps its N devices")
     parser.add_argument("--restart", action="store_true", default=None, help="replace all workers at each change")
     parser.add_argument("--checkpoint", metavar="FOLDER", help="of checkpoints, if the script names none")

@@ -180,7 +180,8 @@ def reasons(book: Book, shares: Mapping[str, int], causes: Iterable[str]) -> dic
     for name, share in shares.items():
         before = book.jobs[name].share
         if share != before:
-            word = "starts on" if not before else "stops" if not share else "grown" if share > before else "shrunk"
+            gone = "stops" if book.jobs[name].devices else "waits"
+            word = "starts on" if not before else gone if not share else "grown" if share > before else "shrunk"
             change = f"{word} {share}" if not before else word if not share else f"{word} {before} -> {share}"
             found[name] = f"{change}: {cause}"
     return found

@@ -33,8 +33,8 @@ def outcome(job: LiveJob, facts: Mapping[str, Any], folder: Path, time: float) -
       folder: where the workers' output is.
       time: now, in seconds since 1970.
     """
-    step = facts.get("step")
-    step = job.step if step is None else step
+    done = [each.get("step") for each in facts.get("events", []) if each["event"] in ("finished", "complete")]
+    step = max(each for each in (job.step, facts.get("step"), *done) if each is not None)
 
     def ended(state: str, code: int, why: str = "") -> Record:
         return Record(time, "ended", job.id, {"state": state, "code": code, "why": why[-LONGEST:], "step": step})
@@ -51,7 +51,7 @@ def outcome(job: LiveJob, facts: Mapping[str, Any], folder: Path, time: float) -
     code = facts.get("code")
     finished = [event["why"] for event in facts.get("events", []) if event["event"] == "finished"]
     stops = [event["why"] for event in facts.get("events", []) if event["event"] == "stop"]
-    done = bool(finished) and not finished[-1]
+    completed = bool(finished) and not finished[-1]
     if code is None:
         if job.cancel:
             return ended("cancelled", KILLED)
@@ -61,9 +61,9 @@ def outcome(job: LiveJob, facts: Mapping[str, Any], folder: Path, time: float) -
         if job.submission.rigid:
             return ended("failed", KILLED, "its supervisor was killed, and its command with it")
         return later("its supervisor was killed; it goes on from its checkpoint")
-    if job.cancel and not (done and code == 0):
+    if job.cancel and not (completed and code == 0):
         return ended("cancelled", code)
-    if stops and not done and not job.submission.rigid:
+    if stops and not completed and not job.submission.rigid:
         return later("it made room for others" if job.stopping else f"it was told to stop ({stops[-1]})")
     if code == 0:
         return ended("succeeded", 0)

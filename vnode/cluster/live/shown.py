@@ -105,7 +105,7 @@ def reason_to_wait(job: LiveJob, free: int) -> str:
     if job.state != "pending" or job.devices:
         return ""
     if job.share:
-        return f"waits for {job.share} devices until others have given them back; {free} are free"
+        return f"waits for {job.share} devices: {free} are free, others are about to be"
     return f"the policy gives the devices to other jobs; it needs {job.submission.range[0]}"
 
 

@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ NETWORK = {
     "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone",
 }  # fmt: skip
 """File systems of several hosts, on which the shared memory of SQLite's log does not work."""
+
+TRIES = 10
+"""How often a lock is asked for."""
 
 OWNER = "owner"
 """In the folder of jobs: the identity of the file that it belongs to."""
@@ -69,6 +73,7 @@ class State:
     def __init__(self, path: Path) -> None:
         self.path = Path(os.path.realpath(path))
         self.lock: int | None = None
+        self.log: dict[Path, int] = {}
         try:
             check_file_system(self.path.parent)
             self.lock = os.open(lock_of(self.path), os.O_RDWR | os.O_CREAT, 0o600)
@@ -98,7 +103,13 @@ class State:
             raise ClusterError("a scheduler needs a system with flock: Linux or macOS.")
         assert self.lock is not None
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for _ in range(TRIES):  # who asks for a scheduler holds the lock for a moment
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(0.05)
+            else:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
@@ -160,6 +171,7 @@ class State:
                     [(r.time, r.kind, r.job, json.dumps(r.facts)) for r in records],
                 )
                 database.executemany("INSERT OR REPLACE INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+            self.know_log()
         except sqlite3.Error as error:
             raise ClusterError(
                 layout_message(
@@ -169,6 +181,12 @@ class State:
                 )
             ) from error
 
+    def know_log(self) -> None:
+        """Takes note of SQLite's log, which is there after the first write."""
+        log = self.path.with_name(f"{self.path.name}-wal")
+        if not self.log and log.exists():
+            self.log = {log: os.stat(log).st_ino}
+
     def check_inodes(self) -> None:
         """Looks whether the file and its lock are still those that were opened.
 
@@ -176,7 +194,8 @@ class State:
           ClusterError: one was deleted, or replaced by another: what was written would be lost.
         """
         assert self.lock is not None
-        for path, inode in ((self.path, self.inode), (lock_of(self.path), os.fstat(self.lock).st_ino)):
+        inodes = {self.path: self.inode, lock_of(self.path): os.fstat(self.lock).st_ino, **self.log}
+        for path, inode in inodes.items():
             if not path.exists() or os.stat(path).st_ino != inode:
                 raise ClusterError(
                     layout_message(
@@ -260,12 +279,12 @@ def read(path: Path) -> list[Record]:
 
 def rows_of(database: sqlite3.Connection, path: Path) -> Iterator[Record]:
     """The records in a database."""
-    for seq, time, kind, job, facts in database.execute("SELECT seq, time, kind, job, facts FROM events ORDER BY seq"):
+    for seq, at, kind, job, facts in database.execute("SELECT seq, time, kind, job, facts FROM events ORDER BY seq"):
         try:
             said = json.loads(facts)
         except ValueError as error:
             raise unusable(path, f"event {seq} is no JSON: {error}") from error
-        yield Record(time, kind, job, said)
+        yield Record(at, kind, job, said)
 
 
 @contextlib.contextmanager

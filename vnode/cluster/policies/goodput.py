@@ -17,7 +17,8 @@ from vnode.cluster.policies.increments import concave, top_up, with_first
 def goodput(now: float, jobs: Jobs, devices: int) -> np.ndarray:
     """Largest sum of the logarithms of speeds; the first devices go to those that run, then by priority."""
     base = with_first(jobs, devices, jobs.order)
-    return top_up(jobs.from_curves(log_gains), base, jobs.demand, devices, jobs.order)
+    most = np.where(base > 0, jobs.demand, 0)
+    return top_up(jobs.from_curves(log_gains), base, most, devices, jobs.order)
 
 
 def log_gains(curves: np.ndarray) -> np.ndarray:

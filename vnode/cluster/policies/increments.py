@@ -83,6 +83,9 @@ def is_below(values: np.ndarray, first: int, middle: int, last: int) -> bool:
 def with_first(jobs: Jobs, devices: int, order: np.ndarray) -> np.ndarray:
     """The least devices that each job can use: for those that run, then for others in some order, while there are any.
 
+    The first that needs more than there are holds up all behind it, so that it has its turn. Meanwhile the devices are
+    for those that run.
+
     Args:
       jobs: all that are there.
       devices: how many there are.
@@ -91,9 +94,8 @@ def with_first(jobs: Jobs, devices: int, order: np.ndarray) -> np.ndarray:
     base = np.where(jobs.runs, jobs.minimum, 0)
     left = devices - int(base.sum())
     for job in order[~jobs.runs[order]].tolist():
-        if left <= 0:
+        if jobs.minimum[job] > left:
             break
-        if jobs.minimum[job] <= left:
-            base[job] = jobs.minimum[job]
-            left -= int(jobs.minimum[job])
+        base[job] = jobs.minimum[job]
+        left -= int(jobs.minimum[job])
     return base

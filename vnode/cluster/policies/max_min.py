@@ -25,4 +25,5 @@ def max_min(now: float, jobs: Jobs, devices: int) -> np.ndarray:
     before[:, 1:] = level[:, :-1]
     rises = level[:, -1:] > before  # some further device makes it faster
     top = float(level.max()) + 1
-    return top_up(np.where(rises, top - before, 0), base, jobs.demand, devices, jobs.order)
+    most = np.where(base > 0, jobs.demand, 0)
+    return top_up(np.where(rises, top - before, 0), base, most, devices, jobs.order)

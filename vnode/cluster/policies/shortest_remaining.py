@@ -18,8 +18,18 @@ from vnode.cluster.policies.increments import concave, top_up
 
 def shortest_remaining(now: float, jobs: Jobs, devices: int) -> np.ndarray:
     """Devices where they speed up most what ends soonest."""
-    base = np.where(jobs.runs, jobs.minimum, 0)
-    return top_up(gains_by_remaining(jobs, devices), base, jobs.demand, devices, by_remaining(jobs, devices))
+    base, most = np.where(jobs.runs, jobs.minimum, 0), jobs.demand.copy()
+    gains, order = gains_by_remaining(jobs, devices), by_remaining(jobs, devices)
+    while True:
+        shares = top_up(gains, base, most, devices, order)
+        short = (shares > 0) & (shares < jobs.minimum)
+        if not short.any():
+            return shares
+        first = int(order[short[order]][0])  # it has what it needs at least, or nothing
+        if base.sum() + jobs.minimum[first] <= devices:
+            base[first] = jobs.minimum[first]
+        else:
+            most[first] = 0
 
 
 def gains_by_remaining(jobs: Jobs, devices: int) -> np.ndarray:

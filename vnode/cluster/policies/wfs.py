@@ -27,8 +27,8 @@ Shares = Callable[[Sequence[float], Sequence[int], int], list[int]]
 def admitted(jobs: Jobs, devices: int, shares_of: Shares) -> np.ndarray:
     """Shares of those that run, and of those that wait and may join them, in falling priority.
 
-    A job may join unless a running job of strictly higher priority would then have less than without it. The first that
-    may not holds up all behind it.
+    A job may join unless a running job of strictly higher priority would then have less than without it, or one of them
+    less than it can use. The first that may not holds up all behind it.
 
     Args:
       jobs: all that are there.
@@ -36,6 +36,7 @@ def admitted(jobs: Jobs, devices: int, shares_of: Shares) -> np.ndarray:
       shares_of: the rule by which those that run together share.
     """
     priority, demand, before = jobs.priority.tolist(), jobs.demand.tolist(), jobs.share.tolist()
+    minimum = jobs.minimum.tolist()
     running = [int(job) for job in np.argsort(jobs.rank) if before[job]]
 
     def shares(members: list[int]) -> dict[int, int]:
@@ -51,6 +52,8 @@ def admitted(jobs: Jobs, devices: int, shares_of: Shares) -> np.ndarray:
             break
         trial = shares([*running, job])
         if any(priority[other] > priority[job] and trial[other] < accepted[other] for other in running):
+            break
+        if any(trial[member] < minimum[member] for member in trial):
             break
         running.append(job)
         accepted = trial
