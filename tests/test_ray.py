@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,28 @@ def strangers(pid: int) -> list[str]:
 
 LOOPBACK = ("0100007F:", "0000000000000000FFFF00000100007F:", "00000000000000000000000001000000:")
 """127.0.0.1, also as an address of IPv6, and ::1, as the kernel writes them."""
+
+
+def test_jobs_that_share_a_ray(tmp_path: Path) -> None:
+    """A scheduler that decides, and a Ray that places: two jobs on three workers end with their own bits."""
+    from vnode.cluster import Submission, run
+
+    program = str(Path(__file__).parent / "programs" / "paced_job.py")
+
+    def command(steps: int, seed: int, pace: str) -> list[str]:
+        return ["python", program, str(steps), str(seed), pace, pace]
+
+    submitted = [
+        Submission(command=command(300, 1, "0.05"), workers=(1, 3), name="first"),
+        Submission(command=command(40, 2, "0.05"), workers=(1, 3), name="second", arrival=20),
+    ]
+    found = run(submitted, 3, "max_min", state=tmp_path / "cluster.db", backend="ray")
+    assert [job["state"] for job in found.jobs.values()] == ["succeeded", "succeeded"], found.jobs
+    for name, asked in zip(found.jobs, submitted, strict=True):
+        alone = subprocess.run(
+            [sys.executable, *command(int(asked.command[2]), int(asked.command[3]), "0")[1:]],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert found.output(name).split("hash ")[-1].split() == alone.stdout.split("hash ")[-1].split()

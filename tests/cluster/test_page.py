@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import http.client
 import json
@@ -11,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -405,3 +407,31 @@ def area_of(path: str) -> float:
             x, y = start
         total += (before[0] * y - x * before[1]) / 2
     return abs(total)
+
+
+def test_idle_connections_leave_room(tmp_path: Path) -> None:
+    """Of a hundred that ask for nothing, a few dozen are kept; a reader is answered when they are gone."""
+    page = Page(lambda: {"cluster": {"now": 0}, "jobs": []}, token_file=tmp_path / "token")
+    page.start()
+    try:
+        address = urlsplit(page.url)
+        idle = [socket.create_connection(("127.0.0.1", address.port or 0)) for _ in range(100)]
+        ended = 0
+        for sock in idle:
+            sock.settimeout(0.02)
+            with contextlib.suppress(TimeoutError):
+                try:
+                    ended += sock.recv(1) == b""
+                except ConnectionResetError:
+                    ended += 1
+        assert 30 <= ended < 100
+        for sock in idle:
+            sock.close()
+        end = time.monotonic() + 20
+        while True:
+            with contextlib.suppress(OSError):
+                assert urllib.request.urlopen(page.url.replace("/?", "/snapshot?")).status == 200
+                break
+            assert time.monotonic() < end
+    finally:
+        page.stop()

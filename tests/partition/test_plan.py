@@ -30,6 +30,7 @@ import vnode
 from benchmarks.partition import possible
 from tests.budget import examples
 from tests.rounding import assert_same
+from vnode.cluster.live.command_submit import planned as planned_seconds
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.budget import Budget
 from vnode.partition.plan.candidates import OnMesh
@@ -591,6 +592,8 @@ def test_a_job_of_a_cluster_is_as_fast_as_its_best_plan(tmp_path: Path) -> None:
     (read,) = vnode.cluster.read(trace).jobs
     assert vnode.cluster.Speeds.from_plans(plans).per_second == read.by_kind[""].per_second == expected
     assert (read.minimum, read.demand) == (4, 8)
+    declared = planned_seconds({count: str(tmp_path / f"{count}.json") for count in plans})  # of vnode submit --plans
+    assert declared == {count: pytest.approx(1 / speed) for count, speed in enumerate(expected) if speed}
     with pytest.raises(ValueError, match="the plan for 2 devices is for 4"):
         vnode.cluster.Speeds.from_plans({2: plans[4]})
     (tmp_path / "damaged.json").write_text((tmp_path / "4.json").read_text().replace('"memory":', '"memory":1'))

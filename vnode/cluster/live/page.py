@@ -36,6 +36,9 @@ PERIOD = 0.4
 HEARTBEAT = 5.0
 """Seconds after which a page is told that nothing has changed."""
 
+READERS, PATIENCE = 64, 10.0
+"""Connections at a time, and seconds that each has to ask for something."""
+
 LINES, TAIL = 200, 256 * 1024
 """Of a job's output, so many lines are shown, out of the last so many bytes."""
 
@@ -67,7 +70,7 @@ class Page:
         config = uvicorn.Config(
             guarded(self._application(), token, policy),
             loop="asyncio",
-            http="h11",
+            http=limited(),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -102,7 +105,13 @@ class Page:
         self._socket.close()
 
     def _serve(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._socket]))
+        asyncio.run(self._answer())
+
+    async def _answer(self) -> None:
+        asyncio.get_running_loop().set_exception_handler(
+            lambda *_: None
+        )  # what a reader does is not the scheduler's log
+        await self._server.serve(sockets=[self._socket])
 
     def _application(self) -> Any:
         try:
@@ -162,6 +171,37 @@ class Page:
                 yield f": heartbeat\nevent: alive\ndata: {look.now}\n\n"
                 told_at = time.monotonic()
             await asyncio.sleep(PERIOD)
+
+
+def limited() -> type[asyncio.Protocol]:
+    """Uvicorn's protocol for few connections, of which each asks for something soon: descriptors are for jobs."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Limited(H11Protocol):
+        refused = False
+
+        def connection_made(self, transport: Any) -> None:
+            self.refused = len(self.connections) >= READERS
+            if self.refused:
+                transport.abort()
+                return
+            super().connection_made(transport)
+            self.loop.call_later(PATIENCE, self.end_if_silent)
+
+        def end_if_silent(self) -> None:
+            """Ends a connection that has asked for nothing."""
+            if self.cycle is None and not self.transport.is_closing():
+                self.transport.abort()
+
+        def data_received(self, data: bytes) -> None:
+            if not self.refused:
+                super().data_received(data)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if not self.refused:
+                super().connection_lost(exc)
+
+    return Limited
 
 
 class Look(NamedTuple):

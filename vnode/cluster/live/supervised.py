@@ -206,7 +206,21 @@ class Supervised:
     # The thread
 
     def follow(self) -> None:
-        """Speaks with the supervisor until it is gone."""
+        """Speaks with the supervisor until it is gone, whatever this process lacks meanwhile, as descriptors."""
+        while not self.closed:
+            try:
+                self.follow_closely()
+                return
+            except OSError:
+                self.report(Report(self.job, self.attempt, "silent"))
+                time.sleep(1)
+
+    def follow_closely(self) -> None:
+        """Speaks with the supervisor until it is gone.
+
+        Raises:
+          OSError: the system has no room.
+        """
         while not self.closed:
             there = self.is_there()  # before the files: after the end nothing is added
             found = registry.load(self.folder / OWN)
