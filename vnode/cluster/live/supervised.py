@@ -223,7 +223,7 @@ class Supervised:
         """
         while not self.closed:
             there = self.is_there()  # before the files: after the end nothing is added
-            found = registry.load(self.folder / OWN)
+            found = self.found()
             if not there:
                 self.bury(found)
                 return
@@ -236,6 +236,18 @@ class Supervised:
                 continue
             with contextlib.suppress(FileNotFoundError):  # its token: it ends
                 self.speak(found)
+
+    def found(self) -> registry.Found | None:
+        """What the supervisor has written down of itself; None if it has not begun, or that was deleted.
+
+        Raises:
+          OSError: it cannot be read just now: nobody is to take the job for one that has not begun.
+        """
+        own = self.folder / OWN
+        for name in ("job.json", "events.jsonl"):
+            with contextlib.suppress(FileNotFoundError), open(own / name, "rb"):
+                pass
+        return registry.load(own)
 
     def is_there(self) -> bool:
         """Whether the supervisor is there, as the kernel says."""
