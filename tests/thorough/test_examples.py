@@ -108,6 +108,13 @@ def test_workers(tmp_path: Path) -> None:
         assert said in output
 
 
+def test_cluster(tmp_path: Path) -> None:
+    """Three jobs share four workers, and the picture says so."""
+    output = run(str(ROOT / "examples" / "cluster.py"), "--out", "page", cwd=tmp_path)
+    assert "The hashes are equal" in output and "shrunk" in output and "grown" in output
+    assert "Who has devices" in (tmp_path / "page" / "index.html").read_text()
+
+
 TIMED = {"elastic", "fit", "profile"}
 """Cells of the tour that print more or fewer lines, or in another order, from one machine or run to the next."""
 

@@ -606,3 +606,64 @@ def test_a_worker_that_the_kernel_kills_every_time_is_not_started_for_ever() -> 
         script.call("exited", 1, -9)
     assert started == LIMITS.restarts
     assert script.job.over is None and [w.number for w in script.job.current.members] == [0]
+
+
+def trained(workers: int) -> Script:
+    """Workers that train together."""
+    script = Script(workers)
+    script.prepare(1, *range(workers))
+    script.switch(1, 0, *range(workers))
+    return script
+
+
+def test_a_worker_that_does_not_end_after_the_run_is_ended_some_time_after_the_first() -> None:
+    """At once if it is stopped; and what it says of its step then does not count."""
+    script = trained(3)
+    for number in range(3):
+        script.says(number, "finished", step=20, reason="")
+    script.says(1, "progress", generation=1, step=19, doing="rests", nodes=0, metrics={})
+    assert script.job.status()["step"] == 20
+    script.call("stopped", 1)
+    script.now += LIMITS.busy + 1
+    script.call("tick")
+    assert not [action for action in script.done if isinstance(action, Kill)], "the first may take its time"
+    script.call("exited", 0, 0)
+    script.call("stopped", 1)
+    assert [action for action in script.done if isinstance(action, Kill)] == [Kill(1)]
+    script.call("exited", 1, -9)
+    script.now += LIMITS.busy + 1
+    script.call("tick")
+    assert [action for action in script.done if isinstance(action, Kill)] == [Kill(2)]
+    script.call("exited", 2, -9)
+    assert script.job.over == End(0, "")
+
+
+def test_fewer_virtual_nodes_than_workers_are_enough_where_fewer_may_be() -> None:
+    for least, ends in ((None, True), (3, True), (2, False)):
+        job = Generations(4, limits=LIMITS)
+        job.least = least
+        job.begin(0.0)
+        job.connected(0, 100, 1.0)
+        said = {"facts": {}, "handover": "h", "virtual_nodes": 2, "checkpoint": None, "call": 0, "steps": 9}
+        job.message(0, {"kind": "arrived", **said}, 2.0)
+        assert (job.over is not None) == ends
+        if not ends:
+            status = job.status()
+            assert (status["wanted"], status["virtual_nodes"], status["steps"]) == (2, 2, 9)
+
+
+def test_a_checkpoint_that_one_worker_refuses_ends_the_job() -> None:
+    script = trained(2)
+    script.says(0, "error", text="checkpoint 40 was made with other batches", step=0, of_all=True)
+    assert script.job.over == End(1, "checkpoint 40 was made with other batches")
+
+
+def test_a_supervisor_that_was_stopped_does_not_take_its_workers_for_silent() -> None:
+    script = trained(2)
+    script.now += 100
+    script.job.slept(100)
+    script.call("tick")
+    assert not [action for action in script.done if isinstance(action, Kill)]
+    script.now += LIMITS.silence + 1
+    script.call("tick")
+    assert [action for action in script.done if isinstance(action, Kill)]

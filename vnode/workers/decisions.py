@@ -8,9 +8,9 @@ from __future__ import annotations
 import abc
 from typing import Any
 
-from vnode.workers.actions import Action, End, Record, Send
+from vnode.workers.actions import Action, End, Kill, Record, Send
 from vnode.workers.messages import check_number, too_few_nodes
-from vnode.workers.worker import Limits, Worker
+from vnode.workers.worker import FINISHED, Limits, Worker
 
 
 class Decisions(abc.ABC):
@@ -66,6 +66,9 @@ class Decisions(abc.ABC):
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
+        for worker in self.workers.values():
+            if worker.rest_until is not None and now >= worker.rest_until:
+                self.put_to_rest(worker)
         return self.settle(now)
 
     def connected(self, number: int, pid: int, now: float) -> list[Action]:
@@ -99,6 +102,8 @@ class Decisions(abc.ABC):
         worker = self.workers.get(number)
         if worker is not None and worker.may_train:
             self.lose(worker, "is stopped (SIGSTOP or a debugger)", now)
+        elif worker is not None and worker.rest_until is not None:
+            self.put_to_rest(worker)
         return self.settle(now)
 
     @abc.abstractmethod
@@ -172,6 +177,18 @@ class Decisions(abc.ABC):
 
     # Small things
 
+    def first_ended(self, now: float) -> None:
+        """The run is complete, and the process of its lowest rank has ended: the others have a while to end, too."""
+        for worker in self.workers.values():
+            if worker.state == FINISHED and worker.rest_until is None:
+                worker.rest_until = now + self.limits.busy
+
+    def put_to_rest(self, worker: Worker) -> None:
+        """Ends a worker that does not end by itself, though the run is complete, and the lowest rank has ended."""
+        worker.rest_until = None
+        self.record("killed", worker, "the run is complete, and this worker has not ended")
+        self.do(Kill(worker.number))
+
     def fit_nodes(self, worker: Worker, now: float) -> None:
         """Looks whether there are as many virtual nodes as workers; where fewer workers may be, has fewer."""
         nodes = worker.virtual_nodes
@@ -185,8 +202,9 @@ class Decisions(abc.ABC):
             self.resized(True, now)
 
     def take_progress(self, worker: Worker, message: dict[str, Any]) -> None:
-        """Takes note of where a worker is."""
-        worker.step, worker.doing = message["step"], str(message["doing"])
+        """Takes note of where a worker is; of one whose run has ended, the last step is known."""
+        worker.step = worker.step if worker.state == FINISHED else message["step"]
+        worker.doing = str(message["doing"])
         worker.nodes, worker.metrics = int(message["nodes"]), dict(message["metrics"] or {})
         worker.waits, worker.busy = bool(message.get("waits")), bool(message.get("busy"))
 

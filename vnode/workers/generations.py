@@ -109,6 +109,8 @@ class Generations(Decisions):
                 self.lose(worker, ending(code), now)
             elif worker.state in (FINISHED, ENDING):
                 self.record("exited", worker, ending(code))
+                if self.last and worker is self.last[0]:
+                    self.first_ended(now)
         return self.settle(now)
 
     def service(self, generation: int, address: str, now: float) -> list[Action]:

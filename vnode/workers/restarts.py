@@ -79,6 +79,8 @@ class Restarts(Decisions):
             self.record("exited", worker, ending(code))
             if worker.state == FINISHED:
                 self.codes[number] = code
+                if number == 0:
+                    self.first_ended(now)
         elif worker.state == STARTING and not self.trained and code >= 0 and not self.stopping:
             self.end(code or 1, never_ran(worker) if code == 0 else ended_early(worker))
         elif worker.state != LOST:

@@ -24,7 +24,8 @@ class Limits:
       errors: how long to wait for errors of other workers, once one has reported its own.
       left: from the first answer to `leave` to the last.
       leave: from `leave` to the last answer.
-      busy: the same, of workers in a callback, an evaluation or a save.
+      busy: the same, of workers in a callback, an evaluation or a save; and how long workers have for the rest of the
+        script once that of the lowest rank has ended.
       vain: from the report that others are waited for in vain until all leave, so that the one at fault is found.
       finish: of workers that do no further step while others have finished.
       end: from `end`, or the report of an error, to the end of the process.
@@ -71,6 +72,7 @@ class Worker:
     why: str = ""
     leaving: str = ""
     kill_at: float | None = None
+    rest_until: float | None = None
     again: dict[str, Any] | None = None
     code: int | None = None
 
