@@ -27,7 +27,7 @@ from vnode.cluster.live.book import Book
 from vnode.cluster.live.door import ask, socket_of
 from vnode.cluster.live.state import read
 from vnode.cluster.live.submission import Submission
-from vnode.errors import ClusterError
+from vnode.errors import ClusterError, WorkerError
 from vnode.workers import registry
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -293,7 +293,7 @@ def test_what_a_job_leaves_is_ended_before_its_device_is_free(served: Served) ->
     assert found is not None
     os.kill(found.facts["pid"], signal.SIGKILL)  # its supervisor
     until(lambda: served.job("2")["ended"], served.log)
-    assert served.job("2")["state"] == "failed" and "its command with it" in served.job("2")["why"]
+    assert served.job("2")["state"] == "failed" and "its supervisor was killed" in served.job("2")["why"]
     assert not marked(second)
 
 
@@ -345,3 +345,17 @@ def test_a_new_file_does_not_take_an_old_one_s_jobs(served: Served, capfd: pytes
     served.begin("--devices", "1", "--no-page")
     assert served.process is not None and served.process.returncode == 2
     assert "holds jobs of another scheduler's file" in served.log()
+
+
+def test_how_a_job_ended_is_known_though_the_disk_was_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes for it are there from the beginning."""
+    entry = registry.Entry("job", None, tmp_path / "job")
+
+    def full(*_: object) -> None:
+        raise WorkerError("no space left on device")
+
+    monkeypatch.setattr(registry.files, "write", full)
+    entry.close(3, "why " * 5000, 7)
+    found = registry.load(tmp_path / "job")
+    assert found is not None and not found.runs
+    assert (found.facts["code"], found.facts["step"], found.facts["why"][:7]) == (3, 7, "why why")

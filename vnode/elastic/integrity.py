@@ -156,12 +156,16 @@ class OwnCopy:
 
     def compile(self) -> None:
         """Compiles the programs, beside the first steps."""
-        self.programs = {
-            device: jax.jit(functools.partial(sums_by_group, self.places[device], len(self.holders)))
-            .lower(shapes)
-            .compile()
-            for device, shapes in self.shapes.items()
-        }
+        try:
+            self.programs = {
+                device: jax.jit(functools.partial(sums_by_group, self.places[device], len(self.holders)))
+                .lower(shapes)
+                .compile()
+                for device, shapes in self.shapes.items()
+            }
+        except Exception:
+            if threading.main_thread().is_alive():  # else the process ends, and JAX has forgotten what is traced here
+                raise
 
     def begin(self, state: Any) -> list[jax.Array] | None:
         """Begins to add up a state.

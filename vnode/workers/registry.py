@@ -38,6 +38,9 @@ except ImportError:  # Windows
 LINK = "vnode.job"
 """The file in a folder of checkpoints that names its job."""
 
+END, ROOM = "end.json", 4096
+"""The file of a job that has bytes on the disk from its beginning, for how it ended where the disk is full by then."""
+
 KEPT = 20
 """Jobs that have ended whose events and output are kept."""
 
@@ -187,7 +190,12 @@ def load(folder: Path) -> Found | None:
         facts = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return Found(folder, facts) if isinstance(facts, dict) else None
+    if not isinstance(facts, dict):
+        return None
+    if "code" not in facts:
+        with contextlib.suppress(OSError, ValueError):
+            facts.update(json.loads((folder / END).read_text(encoding="utf-8")))
+    return Found(folder, facts)
 
 
 def jobs() -> list[Found]:
@@ -257,6 +265,7 @@ class Entry:
         if self.checkpoint is not None and "://" not in self.checkpoint:
             self.take(Path(self.checkpoint))
         self.folder.mkdir(mode=0o700)
+        (self.folder / END).write_bytes(b" " * ROOM)
         self.token = secrets.token_hex(32)
         write_privately(self.folder / "token", self.token)
         self.log: TextIO = open(self.folder / "events.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
@@ -316,9 +325,13 @@ class Entry:
 
     def close(self, code: int, why: str, step: int | None) -> None:
         """The job has ended."""
-        with contextlib.suppress(OSError, WorkerError):
-            ended = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        ended = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        try:
             self.save(code=code, why=why, step=step, ended=ended)
+        except (OSError, WorkerError):  # a full disk: what is there may still be written over
+            said = {"code": code, "why": why[: ROOM // 8], "step": step, "ended": ended}
+            with contextlib.suppress(OSError), open(self.folder / END, "r+b") as file:
+                file.write(json.dumps(said).encode()[:ROOM])
         with contextlib.suppress(OSError):
             self.log.close()
         with contextlib.suppress(OSError):

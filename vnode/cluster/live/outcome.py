@@ -59,7 +59,7 @@ def outcome(job: LiveJob, facts: Mapping[str, Any], folder: Path, time: float) -
             said = last_lines(folder.parent.parent / "err")[-5:]
             return later("\n".join(["its supervisor did not begin", *said]), counts=not facts.get("blameless"))
         if job.submission.rigid:
-            return ended("failed", KILLED, "its supervisor was killed, and its command with it")
+            return ended("failed", KILLED, "its supervisor was killed, or could not write down how its command ended")
         return later("its supervisor was killed; it goes on from its checkpoint")
     if job.cancel and not (completed and code == 0):
         return ended("cancelled", code)
@@ -76,9 +76,10 @@ def last_error(folder: Path) -> str:
     without = ""
     for path in sorted(folder.glob("worker-*.err"), key=lambda path: int(path.stem.partition("-")[2])):
         lines = last_lines(path)
-        if TRACEBACK in lines:
-            last = len(lines) - lines[::-1].index(TRACEBACK) - 1
-            return end_of_error(lines[last:])
+        before = ["", *lines]
+        places = [i for i, line in enumerate(lines) if line == TRACEBACK and not before[i].startswith("Exception ")]
+        if places:  # of the script, not of a thread that its end has caught
+            return end_of_error(lines[places[-1] :])
         without = without or "\n".join(lines[-10:])
     return without
 

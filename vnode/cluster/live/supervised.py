@@ -313,6 +313,9 @@ class Supervised:
         facts: dict[str, Any] = {"blameless": blameless}
         if found is not None:
             facts |= {**found.facts, "events": found.events()}
+            code = None if self.process is None else self.process.returncode
+            if code == 0 or (self.rigid and code is not None and code >= 0 and not blameless):
+                facts = {"code": code, "why": "", **facts}  # a full disk may not have taken it
         with contextlib.suppress(OSError):
             facts["refused"] = (self.folder / REFUSED).read_text(encoding="utf-8")
         self.report(Report(self.job, self.attempt, "gone", facts=facts))
