@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vnode.errors import WorkerError, layout_message
+from vnode.files import is_no_room
 from vnode.workers.decisions import Decisions
 from vnode.workers.generations import Generations
 from vnode.workers.on_ray import Ray
@@ -191,7 +192,8 @@ class Spec:
                 observe=observe,
             )
         except WorkerError as error:
-            entry.close(1, str(error), None)
+            if not is_no_room(error):  # else it did not begin, and may later
+                entry.close(1, str(error), None)
             raise
 
 

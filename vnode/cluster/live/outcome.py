@@ -5,6 +5,8 @@ Knows exit codes, events of workers, tracebacks. Must not know schedulers.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ LONGEST = 4000
 """Letters of a reason, from its end: of a traceback that is the error."""
 
 KILLED = 137
+FULL = os.strerror(errno.ENOSPC)
 TRACEBACK = "Traceback (most recent call last):"
 LARGEST = 1 << 16
 """Bytes of a worker's errors that are looked at, from the end."""
@@ -68,6 +71,8 @@ def outcome(job: LiveJob, facts: Mapping[str, Any], folder: Path, time: float) -
     if code == 0:
         return ended("succeeded", 0)
     why = "\n".join(part for part in (facts.get("why") or f"exit code {code}", last_error(folder)) if part)
+    if FULL in why and not job.submission.rigid:
+        return later(f"a disk is full; it is begun again a few times\n{why}")
     return ended("failed", code, why)
 
 

@@ -12,6 +12,8 @@ LEAST = 1.0
 """Seconds, and `STEPS` steps, without which nothing is said."""
 
 STEPS = 3
+LONG = 10.0
+"""Seconds after which one step is enough."""
 
 
 class Pace:
@@ -42,7 +44,7 @@ class Pace:
           workers: that make steps.
           step: how many are done.
         """
-        if step is None:
+        if step is None or step < 0:
             return
         if workers != self.workers or step < self.step:
             self.workers, self.window, self.settles = workers, [], True
@@ -58,5 +60,5 @@ class Pace:
             while time - self.window[0][0] > WINDOW and len(self.window) > 2:
                 del self.window[0]
             (before, low), (after, high) = self.window[0], self.window[-1]
-            if after - before >= LEAST and high - low >= STEPS:
+            if after - before >= LEAST and (high - low >= STEPS or after - before >= LONG):
                 self.seconds[workers] = (after - before) / (high - low)
