@@ -19,7 +19,7 @@ from vnode.cluster.jobs import Job
 
 @dataclasses.dataclass(frozen=True)
 class JobFigures:
-    """What became of one job.
+    """The figures of one job.
 
     Attributes:
       id: its name.

@@ -28,12 +28,12 @@ from vnode.cluster.simulator import natural
 from vnode.errors import ClusterError, layout_message
 
 SEED = 5
-"""Of the order in which kinds are looked at, as Gavel's simulator has it."""
+"""The order in which Gavel's simulator looks at kinds."""
 
 
 @dataclasses.dataclass
 class Received:
-    """What jobs have received on each kind since time shares were computed last.
+    """The time that jobs have received on each kind since time shares were computed last.
 
     Attributes:
       seconds: ``[jobs, kinds]``; half a round more than they have, so that none has received nothing.
@@ -56,7 +56,7 @@ def simulate_rounds(
     shuffles: bool = False,
     policy: str = "",
 ) -> Result:
-    """What would become of jobs that take turns on kinds of devices.
+    """Simulates jobs that take turns on kinds of devices.
 
     Args:
       jobs: in any order. Each takes as many devices as it demands; its work is in whole steps.

@@ -26,7 +26,7 @@ def simulate(
     inner: str = "goodput",
     round_seconds: float = 360.0,
 ) -> Result:
-    """What would become of jobs that share devices.
+    """Simulates jobs that share devices.
 
     Args:
       jobs: in any order.

@@ -23,7 +23,7 @@ td:first-child, th:first-child { text-align: left; } th { border-bottom: 1px sol
 .key { display: inline-block; margin-right: 1em; white-space: nowrap; }
 .key i { display: inline-block; width: .9em; height: .9em; margin-right: .3em; vertical-align: -.1em; }
 """
-"""Of a page with pictures."""
+"""The style sheet of a page with pictures."""
 
 
 class Axes:

@@ -21,7 +21,7 @@ from vnode.workers.command_run import handle_signals
 from vnode.workers.start import Spec
 
 SPEC = "spec.json"
-"""What it shall run: fields of `Spec` (`spec`), the job's variables (`env`) and its folder (`directory`)."""
+"""The job to run: fields of `Spec` (`spec`), the job's variables (`env`) and its folder (`directory`)."""
 
 OWN = "job"
 """The supervisor's own folder."""

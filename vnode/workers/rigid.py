@@ -65,7 +65,7 @@ class Rigid(Decisions):
         self.do(Kill(worker.number))
 
     def stopped(self, number: int, now: float) -> list[Action]:
-        """Whoever stops a command of their own, as by SIGSTOP, goes on with it when they want."""
+        """A command that is stopped, as by SIGSTOP, is left alone: its owner goes on with it."""
         return self.settle(now)
 
     def check_resize(self, workers: int) -> None:

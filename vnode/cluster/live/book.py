@@ -192,7 +192,7 @@ class Book:
         job.seconds = {int(n): seconds for n, seconds in record.facts["seconds"].items()}
 
     def take_learned(self, job: LiveJob, record: Record) -> None:
-        """What its workers have told of its run."""
+        """The virtual nodes of its step, and the steps of its run."""
         job.nodes, steps = record.facts["nodes"], record.facts["steps"]
         job.steps = job.steps if steps is None else steps
         if job.nodes is not None:

@@ -97,7 +97,7 @@ def decide(book: Book, policy: Policy, time: float) -> Decided:
 
 
 def usable(book: Book, given: Mapping[str, int], devices: int) -> dict[str, int]:
-    """What jobs can use of what a policy gives them.
+    """Fits the shares of a policy to the numbers of devices that jobs can use.
 
     Each job that is given something gets the least that it needs, as far as there are devices: those that run first,
     then by priority and arrival. What is left raises them to what the policy gives. Nothing changes where all jobs can

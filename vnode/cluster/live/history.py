@@ -21,7 +21,7 @@ from vnode.cluster.traces.trace import Trace
 
 
 def result_of(records: Sequence[Record]) -> Result:
-    """What has happened, for figures and pictures: times count from the first submission."""
+    """The events of a cluster, for figures and pictures. Times count from the first submission."""
     book = Book(records)
     jobs = list(book.jobs.values())
     first = min((job.submitted for job in jobs), default=0.0)

@@ -40,7 +40,7 @@ READERS, PATIENCE = 64, 10.0
 """Connections at a time, and seconds that each has to ask for something."""
 
 LINES, TAIL = 200, 256 * 1024
-"""Of a job's output, so many lines are shown, out of the last so many bytes."""
+"""Lines of a job's output that are shown, and the bytes at its end in which they are looked for."""
 
 
 class Page:
@@ -325,12 +325,12 @@ def document() -> tuple[str, str]:
 
 
 def digest(text: str) -> str:
-    """What a Content-Security-Policy calls a script or a style."""
+    """The name of a script or a style in a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def missing(why: ImportError) -> ClusterError:
-    """What to say of a package that is not installed."""
+    """The error of a package that is not installed."""
     return ClusterError(
         layout_message(
             "The status page needs starlette and uvicorn.",

@@ -26,7 +26,7 @@ from vnode.errors import ClusterError
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What has become of jobs.
+    """The outcome of jobs that shared devices.
 
     Attributes:
       result: events, and figures of them, as of a simulation.
@@ -39,7 +39,7 @@ class Run:
     state: Path
 
     def output(self, job: str) -> str:
-        """What a job has printed.
+        """The output of a job.
 
         Args:
           job: its id: "1" is the first that arrived.

@@ -86,7 +86,7 @@ class Setup:
 
     @property
     def policy_name(self) -> str:
-        """What the policy is called."""
+        """The name of the policy."""
         return self.policy if isinstance(self.policy, str) else getattr(self.policy, "__name__", "policy")
 
 
@@ -198,7 +198,7 @@ class Scheduler:
 
     @contextlib.contextmanager
     def complaining(self, what: str) -> Any:
-        """What cannot be done now, as on a full disk, is said, and tried again some time later.
+        """Says of an action that fails, as on a full disk, why; it is tried again some time later.
 
         Args:
           what: the id of a job, or a name of what concerns all.
@@ -538,7 +538,7 @@ class Scheduler:
         return found
 
     def show(self, job: LiveJob) -> dict[str, Any]:
-        """What is shown of a job."""
+        """A job as plain data."""
         free = len(self.book.free())
         found = shown(job, self.state.jobs, self.said.get(job.id, {}), self.paces.get(job.id), free)
         return {**found, "why": "its supervisor does not answer"} if job.id in self.silent else found

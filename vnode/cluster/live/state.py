@@ -237,7 +237,7 @@ def lock_of(path: Path) -> Path:
 
 
 def said_in(lock: int) -> dict[str, Any]:
-    """What the scheduler that has a lock says of itself."""
+    """The facts that the holder of a lock has written into it."""
     try:
         found = json.loads(os.pread(lock, 4096, 0))
     except ValueError:
@@ -246,7 +246,7 @@ def said_in(lock: int) -> dict[str, Any]:
 
 
 def holder(path: Path) -> dict[str, Any] | None:
-    """What the scheduler that has a file says of itself; None if none has it."""
+    """The facts of the scheduler that has a file; None if none has it."""
     try:
         lock = os.open(lock_of(path), os.O_RDONLY)
     except OSError:

@@ -1,4 +1,4 @@
-"""What a user asks of a scheduler: a command, how many workers it may have, and how much it matters.
+"""A job that a user hands to a scheduler: its command, its workers, its priority.
 
 Knows what may be asked for. Must not know what else is there.
 
@@ -129,7 +129,7 @@ class Submission:
 
     @property
     def title(self) -> str:
-        """What people call it."""
+        """Its name for people."""
         if self.name:
             return self.name
         scripts = [part for part in self.command[1:] if part.endswith(".py")]

@@ -238,7 +238,7 @@ class Supervised:
                 self.speak(found)
 
     def found(self) -> registry.Found | None:
-        """What the supervisor has written down of itself; None if it has not begun, or that was deleted.
+        """The facts that the supervisor has written down; None if it has not begun, or that was deleted.
 
         Raises:
           OSError: it cannot be read just now: nobody is to take the job for one that has not begun.
@@ -290,7 +290,7 @@ class Supervised:
             channel.close()
 
     def processes(self, found: registry.Found | None) -> list[int]:
-        """What is left of its workers."""
+        """Processes that are left of its workers."""
         return registry.marked(str(self.folder / OWN)) if found is None else found.processes()
 
     def bury(self, found: registry.Found | None) -> None:

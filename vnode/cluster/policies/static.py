@@ -33,7 +33,7 @@ def static_backfill(now: float, jobs: Jobs, devices: int) -> np.ndarray:
 
 
 def full_demands(jobs: Jobs, devices: int, order: np.ndarray, skips: bool) -> np.ndarray:
-    """What jobs have; and their demands for those that wait, in some order, as far as there are devices.
+    """The shares of jobs that run, and full demands of those that wait, in some order, as far as there are devices.
 
     Args:
       jobs: all that are there.

@@ -24,7 +24,7 @@ COLUMNS = {
     10: {"type": 0, "steps": 5, "scale": 6, "priority": 7, "arrival": 9},
     7: {"type": 0, "steps": 4, "arrival": 5, "scale": 6},
 }
-"""Of traces with so many columns, which one is what."""
+"""The places of fields, by the number of columns of a trace."""
 
 
 def read(text: str, path: str, throughputs: Mapping[str, Any], source: str, kinds: list[str]) -> Trace:

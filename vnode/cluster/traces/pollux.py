@@ -104,7 +104,7 @@ Sizes = Mapping[int, tuple[float, float]]
 
 
 def measured(folder: Path, application: str) -> Mapping[int, Sizes]:
-    """What was measured of an application by number of devices, on as few nodes as hold them.
+    """The measured times of an application by number of devices, on as few nodes as hold them.
 
     Raises:
       ClusterError: a file is not there, or a line of it cannot be read.

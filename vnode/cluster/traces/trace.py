@@ -44,7 +44,7 @@ class Trace:
 
 
 def text_of(path: Path) -> str:
-    """What stands in a file.
+    """The text of a file.
 
     Raises:
       ClusterError: it cannot be read.
