@@ -43,7 +43,7 @@ class World:
         self.records: list[Record] = []
         self.book, self.time = Book(), 0.0
         self.add(began(devices, policy, **options))
-        self.policy = policy_of(policy, options)
+        self.name, self.options = policy, options
 
     def add(self, record: Record) -> None:
         record = Record(record.time, record.kind, record.job, json.loads(json.dumps(record.facts)))
@@ -54,7 +54,7 @@ class World:
         self.add(Record(self.time, kind, job, facts))
 
     def decide(self) -> None:
-        decided = decide(self.book, self.policy, self.time)
+        decided = decide(self.book, policy_of(self.name, self.options), self.time)
         why = reasons(self.book, decided.shares, ["something happened"])
         self.note(None, "decided", shares=decided.shares, again=decided.again, why=why)
 
@@ -77,7 +77,9 @@ class World:
 
 
 EVENTS = st.lists(
-    st.tuples(st.sampled_from(["submit", "rigid", "end", "cancel", "measure", "priority", "wait"]), st.integers(0, 9)),
+    st.tuples(
+        st.sampled_from(["submit", "rigid", "end", "cancel", "measure", "learn", "priority", "wait"]), st.integers(0, 9)
+    ),
     max_size=25,
 )
 
@@ -102,6 +104,8 @@ def test_whatever_happens(events: list[tuple[str, int]], policy: str, devices: i
             world.note(job.id, "ended", state="cancelled", code=None, why="", step=5)
         elif job is not None and what == "measure" and not job.submission.rigid:
             world.note(job.id, "measured", step=job.step + number, seconds={str(1 + number % 4): 0.1 + number})
+        elif job is not None and what == "learn" and not job.submission.rigid:
+            world.note(job.id, "learned", nodes=1 + number % 4, steps=20 + number)
         elif job is not None and what == "priority":
             world.note(job.id, "priority", priority=1.0 + number)
         world.decide()
@@ -191,6 +195,8 @@ STOP = {"event": "stop", "why": "SIGTERM"}
         ({"pid": 1, "code": 143, "events": [STOP]}, {"stopping": True}, "pending", "pending"),
         ({"pid": 1, "code": 0, "events": [STOP, DONE]}, {"stopping": True}, "ended", "succeeded"),
         ({"pid": 1, "code": 0, "events": [DONE, STOP, STOPPED]}, {}, "pending", "pending"),
+        ({"pid": 1, "code": 143, "events": [DONE, STOP]}, {"stopping": True}, "pending", "pending"),
+        ({"pid": 1, "code": 137, "events": [DONE]}, {}, "pending", "pending"),
         ({"pid": 1, "code": 0, "events": [STOP, STOPPED]}, {"cancel": True}, "ended", "cancelled"),
         ({"pid": 1, "code": 0, "events": [DONE]}, {"cancel": True}, "ended", "succeeded"),
         ({"pid": 1}, {}, "pending", "pending"),

@@ -119,6 +119,8 @@ class Restarts(Decisions):
             return
         self.record("stop", None, why)
         self.stopping = why, code
+        if any(w.state == FINISHED for w in self.workers.values()):
+            return  # the rest of the script, or the next run, which stops at once
         if not any(w.state == READY for w in self.workers.values()):
             self.end(code, f"Stopped before it trained{' again' if self.trained else ''}: {why}.")
         elif not self.anew:
@@ -168,6 +170,8 @@ class Restarts(Decisions):
             if not self.saves:
                 self.record("no checkpoints", None, f"a loss of a worker ends the job: it has none. Use {FOLDER}")
         self.fit_nodes(worker, now)
+        if self.stopping and not self.anew:
+            self.send(worker, kind="stop", why=self.stopping[0], anew=self.ends_scripts)
         if all(w.state == READY for w in self.workers.values()) and self.is_whole:
             names = " ".join(str(number) for number in sorted(self.workers))
             self.record("trains", None, f"workers {names}", None if self.repeats else self.furthest)

@@ -36,7 +36,7 @@ TICK = 0.05
 """Seconds between two looks at processes, output and deadlines."""
 
 LATE = 1.0
-"""Seconds between two looks after which this process was stopped, or had no processor: a paused machine, say."""
+"""Seconds between two events after which this process was stopped, or had no processor: a paused machine, say."""
 
 HELLO_SECONDS = 10
 HELLO_BYTES = 1 << 16
@@ -144,7 +144,7 @@ class Supervisor:
         self.killed = False
         self.asked: list[int] = []
         self.newest = 0  # the number of the last wish for workers
-        self.looked = self.told = 0.0
+        self.looked = self.told = self.seen = 0.0
         self.started = 0
         self.listener = listen(interface, port)
         port = self.listener.getsockname()[1]
@@ -249,16 +249,21 @@ class Supervisor:
         now = time.monotonic()
         with contextlib.suppress(queue.Empty):
             event = self.events.get(timeout=max(self.looked + TICK - now, 0))
-            event(time.monotonic())
             while True:
+                event(self.awake())
                 event = self.events.get_nowait()
-                event(time.monotonic())
-        now = time.monotonic()
+        now = self.awake()
         if now >= self.looked + TICK:
-            if self.looked and now > self.looked + LATE:  # what workers have said meanwhile is still in the sockets
-                self.decisions.slept(now - self.looked)
             self.looked = now
             self.look(now)
+
+    def awake(self) -> float:
+        """The time, after a look whether this process was stopped: what workers have said is still in the sockets."""
+        now = time.monotonic()
+        if self.seen and now > self.seen + LATE:
+            self.decisions.slept(now - self.seen)
+        self.seen = now
+        return now
 
     def look(self, now: float) -> None:
         """Looks at processes, output and deadlines."""

@@ -52,6 +52,8 @@ def execute_report(chosen: argparse.Namespace) -> int:
         print(f"vnode: {error}", file=sys.stderr)
         return 1
     print(json.dumps(figures, indent=1) if chosen.json else table(figures))
+    if other := sum(job.facts["state"] in ("failed", "cancelled") for job in result.jobs):
+        print(f"{other} jobs failed or were cancelled; their times are counted, too", file=sys.stderr)
     if open_jobs := sum(job["jct"] is None for job in figures[result.policy]["jobs"]):
         print(f"{open_jobs} jobs have not ended, and count only where devices are counted", file=sys.stderr)
     return 0
@@ -66,9 +68,14 @@ def execute_replay(chosen: argparse.Namespace) -> int:
     try:
         for record, decided in replay(read(path_of(chosen.state))):
             count += 1
-            if dict(decided.shares) != dict(record.facts["shares"]) or decided.again != record.facts["again"]:
-                differing += 1
-                print(f"decision {count}: {dict(record.facts['shares'])} in the log, {dict(decided.shares)} again")
+            logged, made = dict(record.facts["shares"]), dict(decided.shares)
+            if made != logged:
+                print(f"decision {count}: shares {logged} in the log, {made} when made again")
+            if decided.again != record.facts["again"]:
+                print(
+                    f"decision {count}: next one at {record.facts['again']} in the log, {decided.again} when made again"
+                )
+            differing += made != logged or decided.again != record.facts["again"]
     except ClusterError as error:
         print(f"vnode: {error}", file=sys.stderr)
         return 1

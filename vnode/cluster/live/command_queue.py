@@ -78,7 +78,7 @@ def execute_status(chosen: argparse.Namespace) -> int:
         print(json.dumps(job))
         return 0
     low, high = job["workers"]
-    code = "" if job["code"] is None else f" (exit code {job['code']})"
+    code = "" if job["code"] is None or job["state"] == "cancelled" else f" (exit code {job['code']})"
     facts = [
         ("job", f"{job['id']}  {job['name']}"),
         ("state", f"{job['state']}{code}"),
@@ -185,6 +185,8 @@ def watch(state: str | None, everything: bool) -> int:
         from rich.text import Text
     except ImportError as error:
         raise ClusterError("--watch needs rich: pip install 'vnode[cluster]'") from error
+    if not sys.stdout.isatty():
+        raise ClusterError("--watch draws in a terminal; without one, ask again and again: vnode queue")
     colours = {"running": "green", "resizing": "yellow", "starting": "yellow", "failed": "red", "cancelled": "dim"}
     with Live(screen=False, auto_refresh=False) as live:
         try:

@@ -40,7 +40,7 @@ class Decided:
 
 
 def policy_of(name: str, options: Mapping[str, Any]) -> Policy:
-    """The policy of a scheduler.
+    """The policy of a scheduler, made anew for each decision: it remembers nothing.
 
     Raises:
       ClusterError: there is none of that name, or it is not for one kind of device.
@@ -159,7 +159,7 @@ def table(book: Book, jobs: Sequence[LiveJob], time: float) -> Jobs:
         )
     found = table_of(asked, VNODE, {"": most})
     found.rank[:] = [job.number for job in jobs]
-    found.share[:] = [job.share for job in jobs]
+    found.share[:] = [min(job.share, each.demand) for job, each in zip(jobs, asked, strict=True)]
     found.state[:] = [STATES.get(job.state, PENDING) for job in jobs]
     found.remaining[:] = [remaining_of(job) for job in jobs]
     ended = [np.nan if job.ended is None else job.ended - book.epoch for job in jobs]
@@ -198,11 +198,7 @@ def replay(records: Iterable[Record], policy: Policy | None = None) -> Iterator[
       Each record of a decision, with the decision that the same policy makes in its place.
     """
     book = Book()
-    chosen: tuple[Any, Policy] | None = None
     for record in records:
         if record.kind == "decided":
-            key = book.policy, tuple(sorted(book.options.items(), key=str))
-            if chosen is None or str(chosen[0]) != str(key):
-                chosen = key, policy or policy_of(book.policy, book.options)
-            yield record, decide(book, chosen[1], record.time)
+            yield record, decide(book, policy or policy_of(book.policy, book.options), record.time)
         book.add(record)

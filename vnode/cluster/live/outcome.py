@@ -66,8 +66,10 @@ def outcome(job: LiveJob, facts: Mapping[str, Any], folder: Path, time: float) -
         return later("its supervisor was killed; it goes on from its checkpoint")
     if job.cancel and not (completed and code == 0):
         return ended("cancelled", code)
-    if stops and not completed and not job.submission.rigid:
+    if stops and not (completed and code == 0) and not job.submission.rigid:
         return later("it made room for others" if job.stopping else f"it was told to stop ({stops[-1]})")
+    if code == KILLED and not facts.get("why") and not job.submission.rigid:
+        return later("its first worker was killed behind a run; it goes on from the checkpoint")
     if code == 0:
         return ended("succeeded", 0)
     why = "\n".join(part for part in (facts.get("why") or f"exit code {code}", last_error(folder)) if part)

@@ -38,6 +38,10 @@ class Run:
     jobs: Mapping[str, Mapping[str, Any]]
     state: Path
 
+    def __repr__(self) -> str:
+        states = ", ".join(f"{name} {job['state']}" for name, job in self.jobs.items())
+        return f"Run({states}; {self.state})"
+
     def output(self, job: str) -> str:
         """The output of a job.
 
@@ -69,7 +73,7 @@ def run(
       devices: how many there are, or their names; by default the GPUs of ``CUDA_VISIBLE_DEVICES``, or else as many as
         this machine has processors.
       policy: the name of a policy, or a function ``decide(now, jobs, devices) -> shares``.
-      state: the scheduler's file; by default one in a new folder.
+      state: the scheduler's file; by default one in a new folder for temporary files, which stays.
       options: `factor` and `inner` of a guarantee; `counts`: the numbers of devices that a job may have.
       backend: what places workers: "processes" or "ray".
       restart: whether jobs replace all workers at each change (GPUs, TPUs).

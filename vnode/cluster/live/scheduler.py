@@ -108,7 +108,7 @@ class Scheduler:
 
     def __init__(self, state: Path, setup: Setup, say: Callable[[str], None] | None = None) -> None:
         self.setup, self.say = setup, say or (lambda line: print(line, file=sys.stderr, flush=True))
-        self.policy = policy_of(setup.policy, setup.options) if isinstance(setup.policy, str) else setup.policy
+        self.policy()  # or it is not known
         self.state = State(state)
         try:
             self.book = Book(self.state.records())
@@ -154,6 +154,15 @@ class Scheduler:
                         remedies=["start the scheduler with the devices that it had, and cancel the job or wait"],
                     )
                 )
+
+    def policy(self) -> Policy:
+        """The policy, for one decision.
+
+        Raises:
+          ClusterError: there is none of its name.
+        """
+        chosen = self.setup.policy
+        return policy_of(chosen, self.setup.options) if isinstance(chosen, str) else chosen
 
     def now(self) -> float:
         """The time, which does not go back."""
@@ -401,7 +410,7 @@ class Scheduler:
             workers = max(job.trains, 1)
             if workers < job.limit:
                 self.note(job, "limited", workers=workers, why=text)
-                self.happened(f"{job.called} stays at {workers}")
+                self.happened(f"{job.called} stays at {workers}: {text.splitlines()[0]}")
 
     def take_end(self, job: LiveJob, report: Report) -> None:
         """The supervisor and all workers of a job are gone."""
@@ -438,7 +447,7 @@ class Scheduler:
         for job in self.book.active():
             self.measure(job)
         moment = self.now()
-        decided = decide(self.book, self.policy, moment)
+        decided = decide(self.book, self.policy(), moment)
         why = reasons(self.book, decided.shares, self.causes)
         facts = {"shares": dict(decided.shares), "again": decided.again, "why": why}
         self.record(Record(moment, "decided", None, facts))
