@@ -220,3 +220,22 @@ def test_a_stop_ends_the_job_and_an_error_of_all_is_not_tried_again() -> None:
         world.turn()
     assert world.over.code == 1 and "worker 1: ValueError: step 3 is odd" in world.over.why
     assert world.events.count("start") == 2
+
+
+def test_a_stop_behind_a_first_run_stops_the_second_and_not_the_script() -> None:
+    """In the rest of the script nothing is ended; a further run is told to stop when it is called."""
+    job = Restarts(1, limits=LIMITS)
+    job.ends_scripts = True
+    job.begin(0.0)
+    job.connected(0, 100, 1.0)
+    said = {"facts": {}, "virtual_nodes": 2, "checkpoint": "folder", "steps": 9}
+    job.message(0, {"kind": "leads", "address": "there"}, 1.5)
+    job.message(0, {"kind": "arrived", **said}, 2.0)
+    job.message(0, {"kind": "finished", "step": 9, "reason": ""}, 3.0)
+    job.stop("others", 143, 4.0)
+    assert job.over is None
+    done = job.message(0, {"kind": "arrived", **said}, 5.0)
+    assert Send(0, {"kind": "stop", "why": "others", "anew": True}) in done
+    job.message(0, {"kind": "saved", "step": 0}, 6.0)
+    job.exited(0, 0, 7.0)
+    assert job.over is not None and job.over.code == 143
