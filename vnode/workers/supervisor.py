@@ -27,7 +27,7 @@ from vnode.workers.decisions import Decisions
 from vnode.workers.devices import Devices
 from vnode.workers.processes import Backend, Handle
 from vnode.workers.registry import STOPPED_SECONDS, Entry, marked, started
-from vnode.workers.wire import LARGEST, Channel, Message, WireError
+from vnode.workers.wire import LARGEST, Channel, Message, WireError, connections
 
 ALIVE_SECONDS = 1
 """How often workers are told that the supervisor is there: a host that vanishes closes no connection."""
@@ -177,14 +177,7 @@ class Supervisor:
 
     def accept(self) -> None:
         """Takes connections in."""
-        while True:
-            try:
-                sock, _ = self.listener.accept()
-            except OSError:
-                if self.listener.fileno() < 0:
-                    return
-                time.sleep(TICK)  # no room for another connection just now
-                continue
+        for sock in connections(self.listener):
             threading.Thread(target=self.serve, args=(sock,), name="vnode connection", daemon=True).start()
 
     def serve(self, sock: socket.socket) -> None:

@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 from vnode.errors import VnodeError, layout_message
@@ -124,6 +125,19 @@ def damaged(fact: str) -> WireError:
             remedies=["have all workers use the same version of vnode", "see whether another program uses the port"],
         )
     )
+
+
+def connections(listener: socket.socket) -> Iterator[socket.socket]:
+    """The connections to a listening socket, until that is closed; where there is no room for one, a moment later."""
+    while True:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            if listener.fileno() < 0:
+                return
+            time.sleep(0.1)
+        else:
+            yield sock
 
 
 class Channel:

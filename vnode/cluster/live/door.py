@@ -14,7 +14,6 @@ import json
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 from vnode.cluster.live.state import holder
 from vnode.errors import ClusterError, WorkerError, layout_message
 from vnode.workers import registry
-from vnode.workers.wire import Channel, WireError
+from vnode.workers.wire import Channel, WireError, connections
 
 VARIABLE = "VNODE_CLUSTER"
 """Names the file of the scheduler that commands ask, if they name none."""
@@ -87,14 +86,7 @@ class Door:
 
     def accept(self) -> None:
         """Takes connections in."""
-        while True:
-            try:
-                sock, _ = self.listener.accept()
-            except OSError:
-                if self.listener.fileno() < 0:
-                    return
-                time.sleep(0.1)  # no room for another connection just now
-                continue
+        for sock in connections(self.listener):
             threading.Thread(target=self.serve, args=(sock,), name="vnode request", daemon=True).start()
 
     def serve(self, sock: socket.socket) -> None:
