@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import secrets
@@ -92,12 +93,24 @@ def private(top: Path, name: str) -> Path:
     return folder
 
 
+@functools.cache
+def boot() -> str:
+    """The name of this start of the kernel; empty where it tells none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
 def started(pid: int) -> str | None:
-    """When a process was started, as the kernel tells; "" where it does not tell; None if there is no such process."""
+    """When a process was started, as the kernel tells; "" where it does not tell; None if there is no such process.
+
+    The kernel counts from its own start, which is part of the answer: after another one, numbers come again.
+    """
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else fields[19]
+        return None if fields[0] in "ZX" else f"{fields[19]} {boot()}"
     except (OSError, IndexError):
         if Path("/proc/self/stat").exists():
             return None
