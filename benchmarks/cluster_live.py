@@ -3,9 +3,10 @@
     python -m benchmarks.cluster_live --policy goodput
 
 Seven jobs share four workers. Steps are paced: one takes at least FIXED + REST / n seconds on n workers, as if each
-worker had a device of its own; the cores of this machine do what else there is to do. The simulation knows the pace,
-the arrivals, and the median seconds of a start and of a growth in this run; stalls are those of docs/workers.md. The
-hash of each job is compared with that of the job alone.
+worker had a device of its own; the cores of this machine do what else there is to do. The simulation knows the seconds
+of a step that were measured in this run, the arrivals, the seconds that a job takes besides its steps (three short
+jobs, each alone, before), and the median seconds of a growth in this run; stalls are those of docs/workers.md. The hash
+of each job is compared with that of the job alone.
 
 Knows the scheduler and the simulator. Must not know how either works.
 """
@@ -21,7 +22,7 @@ import sys
 from pathlib import Path
 
 import vnode.cluster
-from vnode.cluster import VNODE, Job, Result, Speeds, Submission
+from vnode.cluster import VNODE, Job, Result, Submission
 
 PROGRAM = str(Path(__file__).parents[1] / "tests" / "programs" / "paced_job.py")
 
@@ -44,19 +45,28 @@ def hash_of(output: str) -> str:
     return output.split("hash ")[-1].split()[0]
 
 
-def spans(result: Result) -> tuple[list[float], list[float]]:
-    """Seconds from devices to steps on them: of starts, and of growths."""
-    starts, growths = [], []
+def overhead_of_a_job(runs: int = 3, steps: int = 20, pace: float = 0.1) -> float:
+    """Seconds that a job takes besides its steps, before the first and behind the last: the median of some, alone."""
+    found = []
+    for seed in range(runs):
+        job = Submission(command=command(steps, seed, pace, 0.0))
+        found.append(vnode.cluster.run([job], 1).result.of_jobs()[0].jct - steps * pace)
+    return statistics.median(found)
+
+
+def growths_in(result: Result) -> list[float]:
+    """Seconds from further devices to steps on them."""
+    growths = []
     asked: dict[int, tuple[float, int]] = {}
     runs: dict[int, int] = {}
     for event in result.events:
         if event.kind == "holds":
             asked[event.job] = event.time, event.devices
         elif event.kind == "runs":
-            if event.devices > runs.get(event.job, 0) and event.devices == asked[event.job][1]:
-                (growths if runs.get(event.job) else starts).append(event.time - asked[event.job][0])
+            if event.devices > runs.get(event.job, 0) > 0 and event.devices == asked[event.job][1]:
+                growths.append(event.time - asked[event.job][0])
             runs[event.job] = event.devices
-    return starts, growths
+    return growths
 
 
 def main() -> None:
@@ -78,16 +88,17 @@ def main() -> None:
         )
         for arrival, steps, seed, fixed, rest, most, priority in JOBS
     ]
+    overhead = overhead_of_a_job()
     run = vnode.cluster.run(submissions, 4, chosen.policy, say=lambda line: print(line, file=sys.stderr))
     live = run.result
-    starts, growths = spans(live)
-    costs = dataclasses.replace(VNODE, start=statistics.median(starts), growth=statistics.median(growths or [5.0]))
+    growths = growths_in(live)
+    costs = dataclasses.replace(VNODE, start=overhead, growth=statistics.median(growths or [5.0]))
     jobs = [
         Job(
             id=job.id,
             arrival=job.arrival,
             work=each.steps,
-            speeds=Speeds((0.0, *(1 / seconds for seconds in each.step_seconds.values()))),
+            speeds=job.speeds,  # as measured while it ran
             demand=each.range[1],
             priority=each.priority,
         )
@@ -104,7 +115,7 @@ def main() -> None:
     if chosen.json:
         print(json.dumps({"jobs": rows, "mean": mean, "start": costs.start, "growth": costs.growth}))
         return
-    print(f"{len(starts)} starts, median {costs.start:.1f} s; {len(growths)} growths, median {costs.growth:.1f} s")
+    print(f"a job's overhead {costs.start:.1f} s; {len(growths)} growths, median {costs.growth:.1f} s")
     print("job     live JCT  simulated  differs  resizes  simulated  same hash")
     for name, jct, other, differs, resizes, others, same in rows:
         print(f"{name:<7} {jct:8.1f}  {other:9.1f}  {differs:+7.1%}  {resizes:7}  {others:9}  {same}")
