@@ -85,6 +85,24 @@ def is_no_room(error: BaseException | None) -> bool:
     return False
 
 
+def is_locked(path: Path) -> bool:
+    """Whether another process has a file by `flock`, as the kernel says.
+
+    Raises:
+      OSError: there is no such file, or it cannot be opened.
+    """
+    import fcntl  # not on Windows
+
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
 def reason(why: OSError | ValueError) -> str:
     """Why a file cannot be read or written, without its name.
 

@@ -1,4 +1,4 @@
-"""What a scheduler decides, from records alone: the book, speeds that were measured, shares, what becomes of a job.
+"""The decisions of a scheduler, from records alone: the book, measured speeds, shares, the outcome of a job.
 
 Knows the pure parts of the scheduler. Must not start processes.
 """

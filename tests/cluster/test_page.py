@@ -314,7 +314,7 @@ def test_packages_that_are_missing(package: str, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
 def test_in_a_browser(served: Served, tmp_path: Path) -> None:
-    """What jobs are called and write is text; changes arrive; keys open details; a silent scheduler is told of."""
+    """Names and output of jobs are text; changes arrive; keys open details; a silent scheduler is told of."""
     ended = [
         job(n, tmp_path, state="failed", ended=1700000100.0 + n, share=0, devices=[], why=f"{HOSTILE}\nValueError: no")
         for n in range(3, 63)

@@ -406,7 +406,7 @@ class Supervisor:
                 self.devices.trim(self.decisions.wanted)
 
     def status(self) -> dict[str, Any]:
-        """What is said of the job, and which devices it has."""
+        """The status of the job, and its devices."""
         return {**self.decisions.status(), "devices": None if self.devices is None else self.devices.granted}
 
     def stop_now(self, why: str, code: int, now: float) -> None:
@@ -524,12 +524,7 @@ class Supervisor:
         """Starts the process that keeps the services."""
         with open(self.entry.folder / "keeper.err", "ab") as err:
             keeper = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "vnode.workers.keeper",
-                ],  # modules of the user's folder are none of its own
+                [sys.executable, "-P", "-m", "vnode.workers.keeper"],  # -P: without modules of the user's folder
                 env={**OWN_VARIABLES, **QUIET, "PYTHONPATH": search_path()},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

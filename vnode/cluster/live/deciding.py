@@ -100,8 +100,8 @@ def usable(book: Book, given: Mapping[str, int], devices: int) -> dict[str, int]
     """Fits the shares of a policy to the numbers of devices that jobs can use.
 
     Each job that is given something gets the least that it needs, as far as there are devices: those that run first,
-    then by priority and arrival. What is left raises them to what the policy gives. Nothing changes where all jobs can
-    use what they are given.
+    then by priority and arrival. The devices that are left raise them to the policy's shares. Nothing changes where all
+    jobs can use their shares.
 
     Args:
       book: the jobs.

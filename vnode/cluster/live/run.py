@@ -81,7 +81,7 @@ def run(
       say: called with each line about decisions and ends.
 
     Returns:
-      What has become of them. A job that has failed raises nothing: see `Run.jobs`.
+      Their outcome. A job that has failed raises nothing: see `Run.jobs`.
 
     Raises:
       ClusterError: a job cannot run here, the policy fails, or the file cannot be used.

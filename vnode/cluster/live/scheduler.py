@@ -433,7 +433,7 @@ class Scheduler:
         if job.is_over:
             self.say(f"{job.called}: {job.state}" + (f" (exit code {job.code})" if job.code else ""))
 
-    # What follows
+    # Decisions
 
     def measure(self, job: LiveJob) -> None:
         """Writes down how fast a job is, if that has changed."""
@@ -532,14 +532,14 @@ class Scheduler:
             if job.id in self.silent:
                 supervised.kill_supervisor()
 
-    # What is shown
+    # Snapshots
 
     def facts(self) -> dict[str, Any]:
         """Facts of this scheduler."""
         return {"state": str(self.state.path), "folder": str(self.state.jobs), "pid": os.getpid()}
 
     def snapshot(self, last: int | None = None) -> dict[str, Any]:
-        """All that is shown; of jobs that have ended, the last."""
+        """The cluster as plain data, with the last of the jobs that have ended."""
         found = snapshot(self.book, self.now(), self.facts(), self.said, self.paces, last)
         for job in found["jobs"] if self.silent else ():
             if job["id"] in self.silent:

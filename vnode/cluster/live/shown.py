@@ -25,7 +25,7 @@ def snapshot(
     paces: Mapping[str, Pace],
     last: int | None = None,
 ) -> dict[str, Any]:
-    """All that is shown of a cluster.
+    """A cluster as plain data.
 
     Args:
       book: the jobs.
@@ -57,7 +57,7 @@ def snapshot(
 
 
 def shown(job: LiveJob, folder: Path, said: Mapping[str, Any], pace: Pace | None, free: int) -> dict[str, Any]:
-    """All that is shown of a job.
+    """A job as plain data.
 
     Args:
       job: as the records tell.
@@ -121,9 +121,7 @@ def job_in(found: Mapping[str, Any], name: str) -> dict[str, Any]:
         jobs = [job for job in called if job["ended"] is None] or called[-1:]
     if len(jobs) != 1:
         several = "several jobs are called" if jobs else "there is no job"
-        facts = [f"{job['id']}: {job['name']}, {job['state']}" for job in jobs] or [
-            f"there are {len(found['jobs'])} jobs"
-        ]
+        facts = [f"{job['id']}: {job['name']}, {job['state']}" for job in jobs]
         raise ClusterError(
             layout_message(
                 f"{several} {name[:80]!r}.",

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from vnode import files
 from vnode.cluster.live.records import Record
 from vnode.errors import ClusterError, layout_message
 
@@ -113,7 +114,7 @@ class State:
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
-            holder = said_in(self.lock).get("pid", "?")
+            holder = said_in(lock_of(self.path).read_bytes()).get("pid", "?")
             raise ClusterError(
                 layout_message(
                     f"a scheduler already has {self.path}.",
@@ -236,10 +237,10 @@ def lock_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.lock")
 
 
-def said_in(lock: int) -> dict[str, Any]:
+def said_in(lock: bytes) -> dict[str, Any]:
     """The facts that the holder of a lock has written into it."""
     try:
-        found = json.loads(os.pread(lock, 4096, 0))
+        found = json.loads(lock)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
@@ -248,17 +249,9 @@ def said_in(lock: int) -> dict[str, Any]:
 def holder(path: Path) -> dict[str, Any] | None:
     """The facts of the scheduler that has a file; None if none has it."""
     try:
-        lock = os.open(lock_of(path), os.O_RDONLY)
+        return said_in(lock_of(path).read_bytes()) if files.is_locked(lock_of(path)) else None
     except OSError:
         return None
-    try:
-        assert fcntl is not None
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
-    except BlockingIOError:
-        return said_in(lock)
-    finally:
-        os.close(lock)
 
 
 def read(path: Path) -> list[Record]:

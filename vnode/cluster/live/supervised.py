@@ -109,17 +109,9 @@ def start(folder: Path, spec: Mapping[str, Any], directory: str, env: Mapping[st
 def is_there(folder: Path) -> bool:
     """Whether the supervisor of an attempt is there, as the kernel says."""
     try:
-        lock = os.open(folder / LOCK, os.O_RDWR)
+        return files.is_locked(folder / LOCK)
     except FileNotFoundError:
         return False
-    try:
-        assert fcntl is not None
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
 
 
 class Supervised:
