@@ -194,7 +194,7 @@ def on_devices(name: str, chip: str, budget: float, changed: dict[str, int]) -> 
         except vnode.VnodeError as error:
             yield {"devices": count, "refused": " ".join(str(error).split("\n")[:4])}
             continue
-        held = plan.acceptance.memory / GIB
+        held = plan.memory.value / GIB
         mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
         found = {"GiB": held, "of its share": held * count / base, "plan": f"{plan.name} on {mesh}"}
         yield {"devices": count, **found, "seconds": plan.figures.seconds, "on the host": plan.figures.on_host}

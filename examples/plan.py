@@ -89,11 +89,9 @@ def main():
     machine = vnode.partition.Machine.here()
     free = vnode.partition.search(train_step, (state, batches.batch(0)), machine, **search)
     memory = max(each.memory for each in (free.figures, *free.beside.values())) // 2
-    plan = vnode.partition.search(
-        train_step, (state, batches.batch(0)), machine, memory=memory, compiled_for=jax.devices(), **search
-    )
+    plan = vnode.partition.search(train_step, (state, batches.batch(0)), machine, memory=memory, **search)
     console.print(plan)
-    console.print(plan.acceptance)
+    console.print(plan.accept())
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"

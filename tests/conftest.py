@@ -21,6 +21,7 @@ _devices = "--xla_force_host_platform_device_count=8"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_devices}".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["VNODE_COMPILE_PLANS"] = "0"  # searches compile only where a test gives them devices
 
 # Tracing makes much that lives long, which Python's collector would go through again and again.
 gc.set_threshold(50_000, 20, 20)

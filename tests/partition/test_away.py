@@ -261,7 +261,7 @@ def test_a_plan_has_on_the_host_what_does_not_fit_though_all_is_computed_again(t
     free, tight, args = plans()
     assert not free.away and not free.again and tight.away and tight.again and not tight.host
     figures = tight.figures
-    assert figures.memory <= tight.memory < free.figures.memory
+    assert figures.memory <= tight.limit < free.figures.memory
     assert figures.aside == BEGINS and figures.back == 2 * figures.aside
     kind = ONE.kinds[0]
     assert figures.transfer == pytest.approx(2 * (figures.back / kind.host_bandwidth + 2 * 64 * kind.host_latency))

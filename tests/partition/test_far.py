@@ -58,7 +58,7 @@ def test_as_many_wait_there_as_need_to(plans):
     assert plain.far == 0 and plain.figures.pending == 2 * GRADIENT
     assert "on the host" not in str(plain)
     for far, plan in enumerate(others, 1):
-        assert plan.far == far and plan.figures.memory <= plan.memory
+        assert plan.far == far and plan.figures.memory <= plan.limit
         assert plan.figures.far == far * GRADIENT and plan.figures.pending == (2 - far) * GRADIENT
         assert plan.figures.seconds == pytest.approx(plan.figures.compute + plan.figures.transfer)
         assert f"{2 * far}.0 MiB of sums that wait for others" in str(plan)

@@ -134,7 +134,7 @@ def test_a_plan_moves_slots_where_memory_does_not_suffice() -> None:
     enough, tight = (plan_for(limit)[0] for limit in LIMITS.values())
     assert not enough.host and tight.host
     assert all("/mu/" in name or "/nu/" in name for name in tight.host)
-    assert tight.figures.memory <= tight.memory < enough.figures.memory
+    assert tight.figures.memory <= tight.limit < enough.figures.memory
     sizes = {"up": 4 << 20, "down": 4 << 20}
     moved = sum(sizes[name.rpartition("/")[2]] for name in tight.host)
     assert tight.figures.host == moved

@@ -309,7 +309,7 @@ def test_a_plan_from_a_file_is_accepted_and_a_changed_one_is_not(tmp_path: Path)
 
     figures = dataclasses.replace(plan.figures, temporary=plan.figures.temporary // 4)
     less = dataclasses.replace(plan.prediction, figures=figures)
-    refused = dataclasses.replace(plan, prediction=less, memory=found.memory - 1).accept()
+    refused = dataclasses.replace(plan, prediction=less, limit=found.memory - 1).accept()
     assert not refused.accepted and refused.exchange_accepted
     assert f"memory={int((found.memory - 1) * figures.memory / found.memory)}" in refused.advice[0]
 

@@ -374,8 +374,8 @@ class TestFiles:
         assert str(path) in str(caught.value)
 
     def test_of_a_later_version(self, path: Path) -> None:
-        self.changed(path, lambda content: content.update(version=6))
-        with pytest.raises(PartitionError, match="of version 6, and this library reads 1 to 5"):
+        self.changed(path, lambda content: content.update(version=7))
+        with pytest.raises(PartitionError, match="of version 7, and this library reads 1 to 6"):
             Plan.load(path, STEP, (STATE, X))
 
     def test_what_is_not_shared_out(self) -> None:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "vnode"
 
 ROOMS = {
+    "compat": "",
     "errors": "",
     "files": "errors",
     "stopped": "",
@@ -32,7 +33,8 @@ ROOMS = {
     "plan": "analysis errors files placement report runtime show step tracebacks",
     "transform": "errors placement plan step tracebacks",
     "partition": (
-        "analysis errors files operators placement plan report runtime show spmd step threads tracebacks transform"
+        "analysis compat errors files operators placement plan report runtime show spmd step threads tracebacks "
+        "transform"
     ),
     "data": "errors placement threads",
     "workers": "errors files stopped",

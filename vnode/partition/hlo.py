@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
+import numpy as np
+
 COLLECTIVES = (
     "all-reduce",
     "all-gather",
@@ -165,6 +167,58 @@ def members(instruction: Instruction) -> int:
     return math.prod(int(sizes.get(part, part)) for part in parts)
 
 
+_LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
+_COUNTED = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
+_MESHED = re.compile(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\)(?= \{))?\s*\{(.*?)\}")
+_PAIRS = re.compile(r"source_target_pairs=\{([\d,{}]*)\}")
+
+
+def groups(instruction: Instruction) -> tuple[tuple[int, ...], ...]:
+    """The devices of each group of a collective, by number; of a permute its pairs; nothing where it names none.
+
+    XLA lists them, or counts along the axes of an array, or names axes of a mesh. ``"x:(2)4"`` is a part of an axis:
+    of ``x`` as 2 x 4 x the rest, the 4.
+
+    >>> def made(rest):
+    ...     return Instruction("all-reduce.1", "f32[8]", "all-reduce", f"%x), {rest}")
+    >>> groups(made("replica_groups={{0,2},{1,3}}")), groups(made("source_target_pairs={{0,1},{1,0}}"))
+    (((0, 2), (1, 3)), ((0, 1), (1, 0)))
+    >>> groups(made("replica_groups=[2,2]<=[2,2]T(1,0)")), groups(made("replica_groups=mesh['a'=2,'b'=2] {'a'}"))
+    (((0, 2), (1, 3)), ((0, 2), (1, 3)))
+    """
+    rest = instruction.rest
+    if listed := _LISTED.search(rest) or _PAIRS.search(rest):
+        return tuple(tuple(map(int, each.split(","))) for each in re.findall(r"\{([\d,]+)\}", listed[1]))
+    if found := _COUNTED.search(rest):
+        rows = _counted(found[3]).reshape(-1, int(found[2]))
+    elif found := _MESHED.search(rest):
+        sizes = {name.strip("'"): int(n) for name, n in (each.split("=") for each in found[1].split(","))}
+        ids = _counted(found[2]) if found[2] else np.arange(math.prod(sizes.values()))
+        wanted, split = list[int](), list[int]()
+        parts = [re.fullmatch(r"'?([^':]*)'?(?::\((\d+)\)(\d+))?", each) for each in found[3].split(",")]
+        for name, n in sizes.items():
+            own = sorted((int(p[2] or 1), int(p[3] or n)) for p in parts if p is not None and p[1] == name)
+            before = 1
+            for start, size in own:
+                split += [start // before, size]
+                wanted.append(len(split) - 1)
+                before = start * size
+            split.append(n // before)
+        cut = np.moveaxis(ids.reshape(split), wanted, range(-len(wanted), 0))
+        rows = cut.reshape(-1, math.prod(split[i] for i in wanted))
+    else:
+        return ()
+    return tuple(tuple(map(int, row)) for row in rows)
+
+
+def _counted(said: str) -> np.ndarray:
+    """Numbers that count along the axes of an array, which are then put in another order: ``"[2,4]T(1,0)"``."""
+    shape, _, order = said.partition("T")
+    sizes = [*map(int, shape.strip("[]").split(","))]
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    return (numbers.transpose([*map(int, order.strip("()").split(","))]) if order else numbers).ravel()
+
+
 def arrays(instruction: Instruction) -> list[int]:
     """Bytes of each array of the result."""
     return [_width(kind) * _product(dims) // 8 for kind, dims in _SHAPE.findall(instruction.type)]
@@ -184,6 +238,7 @@ class Found:
         name: In the text.
         type: Of the result, as the text has it.
         added: Whether it only puts in place what a sum over padded arrays has left elsewhere (`found_collectives`).
+        groups: Numbers of the devices that exchange (`groups`).
     """
 
     kind: str
@@ -194,6 +249,7 @@ class Found:
     name: str
     type: str
     added: bool = False
+    groups: tuple[tuple[int, ...], ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -255,7 +311,8 @@ def found_collectives(module: Module, over_nodes: int | None = None) -> list[Fou
             kind, own = "reduce-scatter", [scattered[instruction.name]]
         runs, open_ = runs_of(visit, nodes, over_nodes)
         added = instruction.name in moved
-        found.append(Found(kind, tuple(own), devices, runs, open_, instruction.name, instruction.type, added))
+        said = instruction.name, instruction.type, added, groups(instruction)
+        found.append(Found(kind, tuple(own), devices, runs, open_, *said))
     return found
 
 

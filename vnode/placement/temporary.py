@@ -72,6 +72,8 @@ def heap_of(compiled: Any, said: Any) -> int:
 
 def is_for_tpu(compiled: Any) -> bool:
     """Whether a program was compiled for TPUs."""
+    if hasattr(compiled, "tpu"):
+        return bool(compiled.tpu)
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     return any(device.platform == "tpu" for sharding in shardings[:1] for device in sharding.device_set)
 

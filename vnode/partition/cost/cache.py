@@ -17,6 +17,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from vnode.errors import ProfileError, layout_message
 
@@ -46,41 +47,50 @@ class Cache:
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self.folder = usual_folder() if folder is None else Path(folder).expanduser()
-        self._known: dict[str, dict[str, float]] = {}
+        self._known: dict[str, dict[str, Any]] = {}
 
     def path(self, key: Mapping[str, str]) -> Path:
         """The file of an entry."""
         text = json.dumps(dict(key), sort_keys=True)
         return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
-    def get(self, key: Mapping[str, str]) -> dict[str, float] | None:
+    def get(self, key: Mapping[str, str]) -> dict[str, Any] | None:
         """An entry.
 
         Args:
           key: what it is of.
 
         Returns:
-          The numbers that were put there; None if there are none, or the file holds something else.
+          The content that was put there; None if there is none, or the file holds something else.
         """
         path = self.path(key)
         if path.name not in self._known:
             try:
                 content = json.loads(path.read_text(encoding="utf-8"))
                 head = content["format"], content["version"], content["key"]
-                numbers = {str(name): float(value) for name, value in content["value"].items()}
+                value = {str(name): each for name, each in content["value"].items()}
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 return None
-            if head != (FORMAT, VERSION, dict(key)) or not all(0 <= n < math.inf for n in numbers.values()):
+            numbers = [each for each in value.values() if isinstance(each, float | int)]
+            if head != (FORMAT, VERSION, dict(key)) or not all(0 <= n < math.inf for n in numbers):
                 return None
-            self._known[path.name] = numbers
+            self._known[path.name] = value
         return dict(self._known[path.name])
 
-    def put(self, key: Mapping[str, str], value: Mapping[str, float]) -> None:
+    def numbers(self, key: Mapping[str, str]) -> dict[str, float] | None:
+        """An entry that consists of numbers; None where it holds anything else."""
+        found = self.get(key)
+        try:
+            return None if found is None else {name: float(value) for name, value in found.items()}
+        except (ValueError, TypeError):
+            return None
+
+    def put(self, key: Mapping[str, str], value: Mapping[str, Any]) -> None:
         """Writes an entry.
 
         Args:
           key: what it is of.
-          value: numbers by name, none negative.
+          value: plain data by name; numbers are not negative.
 
         Raises:
           ProfileError: the folder cannot be written to.
@@ -106,4 +116,4 @@ class Cache:
                     remedies=["give another folder: Cache('folder')", "or set XDG_CACHE_HOME"],
                 )
             ) from None
-        self._known[path.name] = {name: float(number) for name, number in value.items()}
+        self._known[path.name] = dict(value)

@@ -90,7 +90,7 @@ class Compiler:
             "jaxlib": importlib.metadata.version("jaxlib"),
             "libtpu": importlib.metadata.version("libtpu"),
         }
-        found = self.cache.get(key)
+        found = self.cache.numbers(key)
         if found is None or "cycles" not in found:
             found = {"cycles": float(self.cycles(piece, kind))}
             self.cache.put(key, found)

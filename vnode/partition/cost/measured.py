@@ -78,7 +78,7 @@ class Measured:
         if kind.name not in mine or not all(map(is_plain, piece.shapes)):
             return None
         key = self.key(piece)
-        found = self.cache.get(key)
+        found = self.cache.numbers(key)
         if found is None or not {"seconds", "noise"} <= found.keys():
             seconds, noise = self.measure(piece)
             found = {"seconds": seconds, "noise": noise}

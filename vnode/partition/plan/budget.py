@@ -24,7 +24,7 @@ class Budget:
 
     Attributes:
       seconds: how many there were.
-      cut_short: whether something was not tried because they were over.
+      untried: what was not tried because they were over, a line each.
       more: which share of them is spent once more, where nothing fits, on what would.
       predictions: how many each of the last predictions took.
 
@@ -42,7 +42,7 @@ class Budget:
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.more = seconds, MORE
-        self.cut_short = False
+        self.untried: list[str] = []
         self.predictions: collections.deque[float] = collections.deque(maxlen=LAST)
         self.until = time.monotonic() + seconds
 
@@ -67,6 +67,15 @@ class Budget:
         The first takes longer than those after it, and any may wait for another program.
         """
         return statistics.median_low(self.predictions) if self.predictions else 0.0
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether something was not tried because they were over."""
+        return bool(self.untried)
+
+    def leave_out(self, *several: str) -> None:
+        """Notes what is not tried, because they are over."""
+        self.untried += [each for each in several if each not in self.untried]
 
     def interrupt(self) -> None:
         """Ends them with what was found so far; what would fit where nothing does is not tried either."""

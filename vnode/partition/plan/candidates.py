@@ -57,6 +57,9 @@ BESIDE = "searched + branches"
 MEGATRON, SEARCHED = "Megatron-style", "searched"
 """What candidates are called that are divided as experts do it, and as is found to be best."""
 
+EXPERTS = ("data parallel", "FSDP", MEGATRON)
+"""What candidates are called that experts would write."""
+
 HOPELESS = 2.0
 """So many times the best time of what is even, or has no branches: what is slower is not looked at further."""
 

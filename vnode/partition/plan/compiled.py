@@ -1,100 +1,208 @@
-"""A plan that fits as it is compiled: where a prediction was too low, the search goes on with that much less.
+"""Candidates of a search -> the best by the compiler's word: the few that look best are compiled.
 
-Knows plans, and what a compiler makes of them. Must not know how a plan is searched.
+    ranking = CompiledRanking(machine, limit, target, until)
+    best = ranking.best(pool)         # None if nothing that was compiled fits
 
-A prediction is a model of a compiler, and off by some per cent, for some programs by more. Of the same step on the same
-machine it is off by about as much from one plan to the next of its kind, so that one or two more searches do. Where
-nothing fits in that much less, it was that plan that was off: the next limit is half-way back. Where nothing is
-predicted to fit at all, what is predicted to take a little more is compiled.
+A model of what programs take is wrong by some tens of per cent, by about as much for plans of one kind. So a few
+candidates are compiled, the most promising first, two at a time; after each pair the model's figures of the others are
+corrected by what it was wrong by. What does not fit by the model is compiled too, if it is near and would be faster.
+The order depends on figures alone, so that time only decides where it stops.
+
+Knows candidates, figures and compilers. Must not know how candidates are found.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+import statistics
+import time
+from collections.abc import Callable, Collection, Sequence
 
-from vnode.errors import MemoryLimitError, layout_message
+from vnode.errors import VnodeError
+from vnode.partition.compiler.pool import AT_ONCE, CompileJob, CompilePool
+from vnode.partition.machine import Machine
+from vnode.partition.plan.as_compiled import figures_as_compiled
+from vnode.partition.plan.candidates import EXPERTS, Candidate
 from vnode.partition.plan.plan import Plan
+from vnode.partition.plan.predict import Figures
 from vnode.partition.plan.remedies import placed
-from vnode.show.units import several, size
+from vnode.show.units import size
 
-ROUNDS = 4
-"""How many plans are compiled at most."""
+LEAST, MOST = 3, 6
+"""How many candidates are compiled at least, where the compiler says how long they take, and at most."""
 
-NEAR = 0.02
-"""By which share limits in which nothing and something fits, as predicted, are apart at least for one in between."""
+NEAR = 1.5
+"""So many times the limit a candidate may take by the model that is compiled, before anything is."""
 
-BEYOND = 1.25
-"""How many times the limit a plan may be predicted to take that is compiled, where nothing less is."""
+CLOSE = 1.1
+"""The same once the model's figures are corrected."""
 
-LESS = 0.8
-"""By which share the limit is lowered where the compiler refuses a program, and does not say what that needs."""
+HOPELESS = 2.0
+"""So many times the time of what is best as compiled an expert's candidate may take, both by the model, to be compiled
+in any case: the model may be wrong by another factor for it."""
 
 
-def fits_as_compiled(search: Callable[[int], Plan], memory: int, devices: Sequence[Any]) -> Plan:
-    """Searches and compiles until a plan fits.
+@dataclasses.dataclass(eq=False)
+class Entry:
+    """A candidate that may be compiled.
 
-    Args:
-      search: from bytes that one device may hold, as predicted, to a plan.
-      memory: bytes that it may hold, as compiled.
-      devices: in the order of the machine's; they need not be there, if there is a compiler for them.
-
-    Returns:
-      The first plan that fits, with what the compiler made of it (`Plan.acceptance`).
-
-    Raises:
-      MemoryLimitError: nothing fits as predicted, or nothing does as compiled.
+    Attributes:
+      candidate: a way to carry out the step.
+      plan: makes the plan that it is.
+      job: its compilation, if that was begun.
+      figures: by the compiler's word, once that is known.
     """
-    allowed = most = memory  # `most`: what may be allowed and gives another plan
-    nothing = 0  # in how much nothing fits as predicted
-    tried: list[str] = []
-    fits = False  # whether one that was compiled is predicted to fit
-    first: MemoryLimitError | None = None  # says what would be predicted to fit
-    while len(tried) < ROUNDS:
-        try:
-            plan = search(allowed)
-        except MemoryLimitError as error:
-            if first is not None and not tried:
-                raise first from None
-            first = first or error
-            nothing = allowed
-            if not tried:
-                allowed = most = int(BEYOND * memory)
-            elif most - nothing <= max(1, NEAR * most):  # 1: there is no whole number in between
-                raise MemoryLimitError(refused(memory, tried, fits)) from error
+
+    candidate: Candidate
+    plan: Callable[[], Plan]
+    job: CompileJob | None = None
+    figures: Figures | None = None
+
+    @property
+    def kind(self) -> str:
+        """What the candidate is, without how its state is sharded over rows."""
+        return kind_of(self.candidate.name)
+
+    @property
+    def said(self) -> str:
+        """Its name and mesh."""
+        return placed(self.candidate.name, self.candidate.mesh)
+
+
+@dataclasses.dataclass
+class CompiledRanking:
+    """Compiles candidates and compares them by what the compiler says.
+
+    Attributes:
+      machine: what they run on.
+      limit: bytes that one device may hold.
+      pool: compiles.
+      until: when time is over, by `time.monotonic`.
+      tried: what was compiled, or was to be, in order.
+      said: of what was not compiled, or does not fit, a line each.
+    """
+
+    machine: Machine
+    limit: int
+    pool: CompilePool
+    until: float
+    tried: list[Entry] = dataclasses.field(default_factory=list)
+    said: list[str] = dataclasses.field(default_factory=list)
+
+    def best(self, entries: Sequence[Entry]) -> Entry | None:
+        """The fastest that fits as compiled; None if none does.
+
+        Args:
+          entries: what may be compiled.
+        """
+        waiting = [*entries]
+        while batch := self.batch(waiting):
+            self.compile(batch)
+            waiting = [each for each in waiting if each not in batch]
+            if any(each.job is None or not each.job.done for each in batch):
+                break  # time is over
+        return self.fastest()
+
+    @property
+    def over(self) -> bool:
+        """Whether there is no time left, or enough was compiled."""
+        return time.monotonic() >= self.until or len(self.tried) >= MOST
+
+    def memory_allowed(self) -> int:
+        """Bytes by the model with which what was compiled would fit: the most of all."""
+        known = [each for each in self.tried if each.figures is not None]
+        shares = [each.candidate.figures.memory / each.figures.memory for each in known if each.figures]
+        return int(self.limit * max(shares, default=1.0))
+
+    def fastest(self) -> Entry | None:
+        """The best so far."""
+        fits = [each for each in self.tried if each.figures is not None and each.figures.memory <= self.limit]
+        return min(fits, key=lambda each: each.figures.seconds if each.figures else math.inf, default=None)
+
+    def batch(self, waiting: Sequence[Entry]) -> list[Entry]:
+        """What is compiled next; nothing where that would change nothing.
+
+        Args:
+          waiting: what was not compiled.
+        """
+        compiled = [each for each in self.tried if each.figures is not None]
+        best = self.fastest()
+        slack = CLOSE if compiled else NEAR
+        near = [each for each in waiting if self.memory(each) <= slack * self.limit]
+        near.sort(key=lambda each: (self.seconds(each), self.memory(each)))
+        if len(self.tried) >= MOST or not near:
+            return []
+        if not self.tried:  # what fits by the model, beside what would be faster if it did
+            fits = [each for each in near if self.memory(each) <= self.limit]
+            return list(dict.fromkeys([*fits[:1], *near[:1], *near[1:2]]))[:AT_ONCE]
+        if best is None or best.figures is None:
+            return near[:AT_ONCE]
+        enough = HOPELESS * best.candidate.figures.seconds
+        known = {each.kind for each in self.tried}
+        experts = [
+            each
+            for kind in EXPERTS
+            for each in near
+            if kind == each.kind and kind not in known and each.candidate.figures.seconds <= enough
+        ]
+        experts = [each for n, each in enumerate(experts) if each.kind not in {other.kind for other in experts[:n]}]
+        better = [each for each in near if self.seconds(each) < best.figures.seconds]
+        if not best.figures.timed:  # time is the model's: only what it has as faster can be better
+            return better[:AT_ONCE]
+        wanted = [*experts, *better, *near[: max(LEAST - len(self.tried), 0)]]
+        return list(dict.fromkeys(wanted))[:AT_ONCE]
+
+    def compile(self, batch: Collection[Entry]) -> None:
+        """Compiles candidates, as far as there is time."""
+        for each in batch:
+            self.tried.append(each)
+            try:
+                plan = each.plan()
+                lowered = plan.step(self.pool.target.devices).executor.lower_for(plan.args, {})
+            except VnodeError as error:
+                self.said.append(f"{each.said}: {str(error).splitlines()[0]}")
+                continue
+            each.job = self.pool.submit(lowered, each.candidate.prediction.turns)
+        self.pool.wait([each.job for each in batch if each.job is not None], self.until)
+        for each in batch:
+            job = each.job
+            if job is None:
+                continue
+            if job.stats is not None:
+                order = self.machine.mesh(each.candidate.mesh).devices
+                each.figures = figures_as_compiled(each.candidate.figures, job.stats, self.machine, order)
+                if each.figures.memory > self.limit:
+                    self.said.append(f"{each.said}: compiled {size(each.figures.memory)}")
+            elif job.refused:
+                needed = max(job.needed or 0, self.limit + 1)
+                each.figures = dataclasses.replace(
+                    each.candidate.figures, temporary=needed, arguments=0, results=0, source="compiled"
+                )
+                self.said.append(f"{each.said}: {job.outcome}")
             else:
-                allowed = (nothing + most) // 2
-            continue
-        plan = dataclasses.replace(plan, memory=memory)
-        predicted = plan.figures.memory
-        most, fits = predicted - 1, fits or predicted <= memory
-        said = f"{placed(plan.name, plan.mesh)}: predicted {size(predicted)}, "
-        try:
-            found = plan.accept(devices)
-        except MemoryLimitError:
-            tried.append(f"{said}refused by the compiler")
-            less = int(LESS * predicted)
-        else:
-            if found.memory <= memory:
-                return dataclasses.replace(plan, acceptance=found)
-            tried.append(f"{said}compiled {size(found.memory)}")
-            less = min(int(memory * predicted / found.memory), most)
-        allowed = less if less > nothing else (nothing + most) // 2
-    raise MemoryLimitError(refused(memory, tried, fits))
+                self.said.append(f"{each.said}: {job.outcome}")
+
+    def ratio(self, each: Entry, what: Callable[[Figures], float]) -> float:
+        """What compiled figures were of the model's: of candidates of one name, or of all, the median; 1 so far."""
+        known = [entry for entry in self.tried if entry.figures is not None]
+        alike = [entry for entry in known if entry.candidate.name == each.candidate.name] or known
+        pairs = [(what(entry.figures), what(entry.candidate.figures)) for entry in alike if entry.figures]
+        return statistics.median([a / b for a, b in pairs if b > 0] or [1.0])
+
+    def memory(self, each: Entry) -> float:
+        """Bytes that a candidate takes by the corrected model."""
+        return each.candidate.figures.memory * self.ratio(each, lambda figures: figures.memory)
+
+    def seconds(self, each: Entry) -> float:
+        """Seconds that it takes, likewise."""
+        return each.candidate.figures.seconds * self.ratio(each, lambda figures: figures.seconds)
 
 
-def refused(memory: int, tried: Sequence[str], fits: bool) -> str:
-    """The message for when nothing that was compiled fits.
+def kind_of(name: str) -> str:
+    """What a candidate is, without how its state is sharded over rows.
 
-    Args:
-      memory: bytes that a device may hold.
-      tried: what was compiled.
-      fits: whether some of that is predicted to fit.
+    >>> kind_of("Megatron-style + ZeRO")
+    'Megatron-style'
     """
-    as_predicted = ["or take a plan as it is predicted: without compiled_for"]
-    return layout_message(
-        f"no plan fits in {size(memory)} a device as it is compiled, of {several(len(tried), 'plan')}.",
-        facts=[*tried, *["nothing is predicted to fit either"][: not fits]],
-        remedies=["allow more memory, or use more virtual nodes or more devices", *as_predicted[:fits]],
-    )
+    return name.split(" + ")[0]

@@ -51,7 +51,7 @@ def nothing_fits(search: OverMeshes, subject: Subject, least: Candidate) -> Memo
         if ("devices",) in untried and kept.state > 0:
             help_.append(f"about {-(-kept.memory // limit) * devices} devices")
     if search.budget.cut_short:
-        help_.insert(0, f"more time: not everything was tried in budget={search.budget.seconds:g} seconds")
+        help_.insert(0, f"more time: {several(len(search.budget.untried), 'thing')} not tried within the budget")
     failed = ", ".join(each.said(tries.nodes, devices) for each in tries.failed())
     only_batch = " ".join(search.undivided.split("What to do")[0].split())
     return MemoryLimitError(

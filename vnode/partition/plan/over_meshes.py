@@ -112,14 +112,15 @@ class OverMeshes:
         """
         waiting: list[tuple[float, float, OnMesh]] = []
         took, before = 0.0, 0
-        for sizes in meshes(len(self.machine.devices), subject.virtual_nodes, NODES):
+        every = [*meshes(len(self.machine.devices), subject.virtual_nodes, NODES)]
+        for number, sizes in enumerate(every):
             began, inner = time.monotonic(), len(sizes) - 1
             if inner and self.undivided:
                 break
             took *= MORE_AXES ** max(inner - before, 0)
             unknown = 0.0 if self.budget.predictions else PREDICTED * took  # a prediction takes about as long
             if (found or waiting) and self.budget.lacks(took + unknown, predictions=PREDICTED):
-                self.budget.cut_short = True
+                self.budget.leave_out(*(f"{said(each)}: not searched" for each in every[number:]))
                 break
             self.say(sizes, found)
             try:
@@ -160,10 +161,11 @@ class OverMeshes:
           The meshes, with seconds of the best on them as predicted, and those that they took; the best first.
         """
         done: list[tuple[float, float, OnMesh]] = []
-        for _, before, on in waiting:
+        for number, (_, before, on) in enumerate(waiting):
             began, known = time.monotonic(), len(found)
             if found and self.budget.lacks() and (done or self.budget.more):  # after Ctrl-C the best mesh all the same
-                self.budget.cut_short = True
+                left = (each.sizes for _, _, each in waiting[number:])
+                self.budget.leave_out(*(f"{said(sizes)}: searched, what was found is not predicted" for sizes in left))
                 break
             self.say(on.sizes, found)
             over = self.divided(on, found)
@@ -182,7 +184,7 @@ class OverMeshes:
         """
         interrupted = self.searched(on, found)
         if not interrupted and self.budget.lacks():
-            self.budget.cut_short = True
+            self.budget.leave_out(f"{said(on.sizes)}: {MEGATRON} is not predicted")
         elif not interrupted:
             for expert in on.megatron(self.most(MEGATRON, found)):
                 self.add(on, expert, found)
@@ -219,7 +221,7 @@ class OverMeshes:
 
         while len(tried) < TRIES:
             if (tried or (self.budget.more and fitting(found, self.limit))) and self.budget.lacks():
-                self.budget.cut_short = True
+                self.budget.leave_out(f"{said(on.sizes)}: not searched with less memory")
                 break
             if on.solution(allowed, left(), GAP) is None:
                 if tried or allowed == math.inf:
@@ -296,7 +298,7 @@ class OverMeshes:
         if on.rows == 1 or candidate.figures.memory <= self.limit:
             return
         if fitting(found, self.limit) and self.budget.lacks():
-            self.budget.cut_short = True
+            self.budget.leave_out(f"{said(on.sizes)}: {candidate.name} with ZeRO is not predicted")
             return
         self.keep(on.over_rows(candidate), found)
 
@@ -309,8 +311,17 @@ class OverMeshes:
         """Shows how far the search is."""
         done = 1 - max(self.budget.left, 0.0) / self.budget.seconds
         best = fitting(found, self.limit)
-        mesh = " x ".join(f"{name} {n}" for name, n in sizes.items())
+        mesh = said(sizes)
         self.shown.update(round(1000 * done), f"{mesh}; best {best[0].figures.seconds:.3g} s" if best else mesh)
+
+
+def said(sizes: Mapping[str, int]) -> str:
+    """A mesh in words.
+
+    >>> said({"vnode": 2, "model": 4})
+    'vnode 2 x model 4'
+    """
+    return " x ".join(f"{name} {n}" for name, n in sizes.items())
 
 
 def less(tried: Sequence[tuple[float, int]], limit: int) -> float:

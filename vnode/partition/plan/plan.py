@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
 import jax
@@ -73,7 +73,7 @@ class Plan(Drawn, Bound):
       args: its arguments, as shapes.
       fingerprint: of what that computes.
       machine: for which it was made.
-      memory: bytes that one device may hold.
+      limit: bytes that one device may hold.
       virtual_nodes: V.
       name: what such a plan is called, or ``"searched"``.
       mesh: sizes of the axes; that of the nodes is ``"vnode"``.
@@ -81,21 +81,23 @@ class Plan(Drawn, Bound):
       specs: how the leaves of the state lie, by name; by name and shape where arguments have leaves of one name and
         several shapes.
       records: how what a node computes is divided, for each pass.
-      prediction: what it takes; None of a plan whose file an earlier version wrote, which predicted otherwise.
+      prediction: what it takes by the model; None of a plan whose file an earlier version wrote, whose model was
+        another.
       beside: the same of other plans, by name; those that do not fit too.
       gap: by which share the predicted cost may be above the best on this mesh; None if nothing was searched.
       divisions: of the dearest operations.
       host: names of the leaves of the state that lie in the host's memory between updates.
       far: how many of the sums that wait for others lie there meanwhile.
       parameters: names of the leaves of the state that passes read: no slots.
-      acceptance: what a compiler made of it, if the search was to ask one; a plan from a file has none.
+      compiled: what it takes by its compiler's word, if the search compiled it.
+      notes: what the search did not try, compile, or find to fit, a line each.
     """
 
     pattern: Any
     args: tuple[Any, ...]
     fingerprint: Fingerprint
     machine: Machine
-    memory: int
+    limit: int
     virtual_nodes: int
     name: str
     mesh: Mapping[str, int]
@@ -109,17 +111,38 @@ class Plan(Drawn, Bound):
     host: tuple[str, ...] = ()
     far: int = 0
     parameters: frozenset[str] = frozenset()
-    acceptance: Acceptance | None = None
+    compiled: Figures | None = None
+    notes: tuple[str, ...] = ()
     _steps: dict[tuple[Any, ...], VirtualStep[..., Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def figures(self) -> Figures:
-        """What is predicted, in numbers.
+        """What it takes, in numbers: by its compiler's word, or else by the model.
 
         Raises:
-          PartitionError: nothing is: an earlier version wrote the plan's file.
+          PartitionError: nothing is known: an earlier version wrote the plan's file.
         """
-        return self._predicted().figures
+        return self.compiled or self._predicted().figures
+
+    @property
+    def memory(self) -> Figure:
+        """Bytes of one device, and who says so.
+
+        Raises:
+          PartitionError: see `figures`.
+        """
+        figures = self.figures
+        return Figure(figures.memory, "compiled" if figures.source == "compiled" else "estimated", size)
+
+    @property
+    def time(self) -> Figure:
+        """Seconds of a step, and who says so: cycles of the compiler, or the model.
+
+        Raises:
+          PartitionError: see `figures`.
+        """
+        figures = self.figures
+        return Figure(figures.seconds, "compiled" if figures.timed else "estimated", seconds)
 
     @property
     def timeline(self) -> Timeline:
@@ -245,7 +268,7 @@ class Plan(Drawn, Bound):
             counted_exchanges(prediction.exchanges),
             predicted,
             tolerance=tolerance,
-            limit=self.memory,
+            limit=self.limit,
             over_nodes=prediction.turns,
             fetched=figures.back,
             platforms=None if wanted == given else (wanted, given),
@@ -269,14 +292,12 @@ class Plan(Drawn, Bound):
 
     def _refused(self, needed: int | None) -> str:
         """The message for when the compiler refuses the program."""
-        facts = [f"predicted: {size(self.figures.memory)}, of {size(self.memory)} that the plan may take"]
+        facts = [f"{self.memory}, of {size(self.limit)} that the plan may take"]
         remedies = ["search again with less memory: vnode.partition.search(..., memory=...)"]
         if needed is not None:
             facts.append(f"the compiler: {size(needed)}")
             share = self.figures.memory / needed
-            remedies = [
-                f"search again with less memory: vnode.partition.search(..., memory={int(self.memory * share)})"
-            ]
+            remedies = [f"search again with less memory: vnode.partition.search(..., memory={int(self.limit * share)})"]
         return layout_message("the compiler refuses the planned step: it does not fit.", facts=facts, remedies=remedies)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -358,7 +379,7 @@ class Plan(Drawn, Bound):
         if self.prediction is not None and self.prediction.levels:
             figures, levels = self.figures, self.prediction.levels
             always = figures.arguments + figures.results
-            found.append(f"<h4>memory over time</h4>{draw_levels(levels, always, self.memory)}")
+            found.append(f"<h4>memory over time</h4>{draw_levels(levels, always, self.limit)}")
         if self.prediction is not None and self.prediction.timeline is not None:
             found.append(f"<h4>timeline of one device</h4>{self.prediction.timeline.svg()}")
         return f'<figure class="vnode" style="margin:1em 0">{"".join(found)}</figure>' if found else ""
@@ -378,29 +399,23 @@ class Plan(Drawn, Bound):
             *self._kinds(),
             *self._shares(),
             Fact("memory", self._memory()),
-            *self._compiled(),
             *self._branches(),
             *self._host(),
             *[Fact("recomputed", f"{several(len(self.again), 'value')} where they are read late")][: len(self.again)],
+            *[Fact("" if i else "notes", note) for i, note in enumerate(shortened(self.notes))],
         )
         said = "not predicted: an earlier version of vnode wrote its file"
         if self.prediction is not None:
-            said = f"{seconds(self.figures.seconds)} a step, {size(self.figures.memory)} a device (predicted)"
+            said = f"{self.time} a step, {self.memory} a device"
         beside = [] if self.prediction is None else [self._beside()]
         blocks = (Facts(facts), *beside, *self._state(), *self._divisions())
         return Page(f"plan for {self.pattern.spec.name}", said, blocks)
 
     def _memory(self) -> str:
-        limit = f"{size(self.memory)} on each device"
+        limit = f"{size(self.limit)} on each device"
         if self.prediction is None:
             return f"searched for {limit}"
         return f"{size(self.figures.memory)} of {limit}"
-
-    def _compiled(self) -> list[Fact]:
-        if self.acceptance is None:
-            return []
-        sent = "as planned" if self.acceptance.exchange_accepted else "not all as planned: print(plan.acceptance)"
-        return [Fact("as compiled", f"{size(self.acceptance.memory)}; collectives {sent}")]
 
     def _kinds(self) -> list[Fact]:
         kinds = collections.Counter(device.kind.name for device in self.machine.devices)
@@ -447,22 +462,22 @@ class Plan(Drawn, Bound):
 
     def _beside(self) -> Table:
         def row(name: str, figures: Figures, strong: bool = False) -> tuple[Cell, ...]:
-            fits = figures.memory <= self.memory
+            fits = figures.memory <= self.limit
             moved = ", ".join(f"{kind} {size(n)}" for kind, n in sorted(figures.collectives.items()))
             return (
                 Cell(name, strong=strong),
                 Cell(seconds(figures.seconds), strong=strong),
                 Cell(seconds(figures.compute)),
                 Cell(seconds(figures.exchange), moved),
-                Cell(size(figures.sent)),
-                Cell(size(figures.memory), "" if fits else f"more than {size(self.memory)}"),
+                Cell(size(figures.memory), "" if fits else f"more than {size(self.limit)}"),
                 Cell("yes" if fits else "no", quiet=fits),
+                Cell(said_by(figures), quiet=figures.source != "compiled"),
             )
 
-        names = ("step", "compute", "exchange", "sent", "memory")
-        columns = (Column("plan"), *(Column(name, right=True) for name in names), Column("fits"))
+        names = ("step", "compute", "exchange", "memory")
+        columns = (Column("plan"), *(Column(name, right=True) for name in names), Column("fits"), Column("by"))
         others = [row(name, figures) for name, figures in self.beside.items()]
-        note = "predicted, for each device; exchange may run beside computation"
+        note = "for each device; exchange may run beside computation; estimates are wrong by some tens of per cent"
         return Table("beside others", columns, (row(f"this: {self.name}", self.figures, True), *others), note)
 
     def _state(self) -> list[Table]:
@@ -534,6 +549,48 @@ class Explanation(Drawn):
 
     def _repr_html_(self) -> str:
         return super()._repr_html_() + self.plan.pictures()
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A number, and who says so.
+
+    Attributes:
+      value: bytes or seconds.
+      source: ``"compiled"`` or ``"estimated"``.
+      shown: how it is written.
+
+    Example:
+      >>> print(Figure(2**20, "estimated", size))
+      1.0 MiB (estimated)
+    """
+
+    value: float
+    source: str
+    shown: Callable[[Any], str] = dataclasses.field(default=str, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.shown(self.value)} ({self.source})"
+
+
+SHOWN = 8
+"""Notes that are printed; the others are counted."""
+
+
+def shortened(notes: Sequence[str]) -> list[str]:
+    """The first of several notes, and how many more there are.
+
+    >>> shortened(["a"] * 10)[-1]
+    'and 2 more: plan.notes'
+    """
+    return [*notes[:SHOWN], *[f"and {len(notes) - SHOWN} more: plan.notes"][: max(len(notes) - SHOWN, 0)]]
+
+
+def said_by(figures: Figures) -> str:
+    """Who says what a plan takes."""
+    if figures.source != "compiled":
+        return "estimated"
+    return "compiled" if figures.timed else "memory compiled"
 
 
 def kind_of(device: Any) -> str:

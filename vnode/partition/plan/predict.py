@@ -76,6 +76,8 @@ class Figures:
       aside: bytes of what loops keep for later ones that lie in the host's memory, likewise.
       back: bytes of what comes from there in a step, loops counted by their turns; as many go there before.
       far: bytes of sums that wait for others in the host's memory.
+      source: who says so: ``"model"``, or ``"compiled"``, where memory and collectives are the compiler's.
+      timed: whether `compute` is the compiler's, too.
     """
 
     seconds: float
@@ -93,6 +95,8 @@ class Figures:
     aside: int = 0
     back: int = 0
     far: int = 0
+    source: str = "model"
+    timed: bool = False
 
     @property
     def memory(self) -> int:

@@ -6,11 +6,18 @@ the meshes of a machine are searched, nor how one candidate is found, or shown.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import math
+import os
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, SupportsFloat, TypeVar
 
-from vnode.errors import PartitionError, PlacementError, layout_message
+from vnode.errors import MemoryLimitError, PartitionError, PlacementError, layout_message
+from vnode.partition.compiler.pool import CompilePool
+from vnode.partition.compiler.target import compile_target
 from vnode.partition.cost.times import Times
 from vnode.partition.machine import Machine
 from vnode.partition.plan.budget import Budget
@@ -22,7 +29,7 @@ from vnode.partition.plan.candidates import (
     Candidate,
     fitting,
 )
-from vnode.partition.plan.compiled import fits_as_compiled
+from vnode.partition.plan.compiled import CompiledRanking, Entry
 from vnode.partition.plan.keep import SOLVING, Keeping, Less
 from vnode.partition.plan.nothing_fits import nothing_fits
 from vnode.partition.plan.over_meshes import OverMeshes
@@ -33,7 +40,7 @@ from vnode.placement.context import with_jit
 from vnode.placement.placement import MOST_NODES, device_list
 from vnode.plan.nodes.memory import byte_count
 from vnode.show.progress import display
-from vnode.show.units import several
+from vnode.show.units import several, size
 from vnode.step.virtual import VirtualStep
 from vnode.tracebacks import api_boundary
 
@@ -42,6 +49,18 @@ BISECTIONS = 4
 
 LONGEST = 1e9
 """Seconds of a budget without end."""
+
+COMPILES = "VNODE_COMPILE_PLANS"
+"""The variable of the environment that says, with 0, that searches compile nothing unless they are given devices."""
+
+SEARCHING = 0.5
+"""So much of the budget at most is spent before the best are compiled."""
+
+LEAST_SECONDS = 0.1
+"""Seconds that a search has at least."""
+
+LESS = 0.95
+"""So much of the memory that was allowed before is allowed at most, where what was found does not fit as compiled."""
 
 T = TypeVar("T")
 
@@ -80,16 +99,17 @@ def search(
       machine: what it shall run on; of a TPU slice its name will do, ``"v5e:2x4"``.
       virtual_nodes: V; ``"auto"`` for the fewest nodes with which something fits. Of a `VirtualStep`, its own.
       memory: what one device may hold: bytes, or a string such as ``"12GiB"``; by default what its kind has.
-      budget: seconds after which it ends. Nothing is begun that would take longer, by what went before.
+      budget: seconds after which it ends, compilations among them. Nothing is begun that would take longer, by what
+        went before. What was not tried for want of time is printed with the plan.
       times: of kernels, from measurements or the TPU compiler (`vnode.partition.Times`); by default passes and tiles as
         the compiler counts them for TPUs v4 to v6e, and of other kinds the roofline. Kernels that are measured or
         compiled first, once and for all (`vnode.partition.Cache`), are so until a mesh is done, whatever `budget` says.
       progress: a bar; by default in notebooks and on terminals.
-      compiled_for: devices in the order of the machine's, for which plans are compiled until one fits in `memory` by
-        the compiler's own account, each search allowing as much less as the prediction before was too low, or a quarter
-        more than `memory` where nothing is predicted to fit in that; `budget` is
-        for each of them, and compiling takes time besides. Devices of a TPU topology that is not there will do. By
-        default what is predicted to fit is taken, and `Plan.accept` tells whether it does.
+      compiled_for: devices to compile for, in the order of the machine's. By default those of the TPU topology that the
+        machine is named for (with the extra ``tpu-aot``; no TPU is needed), or the devices of this process, if they are
+        what the machine consists of. The best candidates are compiled, three to six of them, and compared by what the
+        compiler says. ``()``, or ``VNODE_COMPILE_PLANS=0`` in the environment: nothing is compiled, and all figures are
+        estimates. Answers are kept on disk.
       **options: of `vnode.virtualize`, if the step is not virtualized yet. ``lanes="auto"``: as many as nodes if that
         fits with the state on the devices, otherwise as many as the machine has devices.
 
@@ -109,9 +129,10 @@ def search(
       ...     loss = lambda w: jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"]) ** 2)
       ...     return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss)(state))
       >>> state = {"up": jnp.ones((64, 512)), "down": jnp.ones((512, 64))}
-      >>> plan = search(train_step, (state, jnp.ones((32, 64))), Machine.tpu("v5e:2x2"), virtual_nodes=8)
-      >>> plan.figures.memory <= plan.memory, sorted(plan.specs)
-      (True, ['down', 'up'])
+      >>> args = state, jnp.ones((32, 64))
+      >>> plan = search(train_step, args, Machine.tpu("v5e:2x2"), virtual_nodes=8, compiled_for=())
+      >>> plan.memory.value <= plan.limit, plan.memory.source, sorted(plan.specs)
+      (True, 'estimated', ['down', 'up'])
     """
     machine = Machine.tpu(machine) if isinstance(machine, str) else machine
     if not isinstance(machine, Machine):
@@ -136,26 +157,69 @@ def search(
     except ValueError as error:
         raise PartitionError(str(error)) from None
 
-    wanted, given = len(machine.devices), 0 if compiled_for is None else len(device_list(compiled_for))
-    if compiled_for is not None and given != wanted:
+    check_devices(machine, compiled_for)
+    target, reason = None, "nothing was compiled, as was asked for"
+    if len(compiled_for) if compiled_for is not None else os.environ.get(COMPILES) != "0":
+        target, reason = compile_target(machine, compiled_for)
+    until = time.monotonic() + budget
+    with display(progress, 0, 1000) as shown, contextlib.ExitStack() as stack:
+        ranking = None
+        if target is not None:
+            pool = stack.enter_context(CompilePool(target))
+            ranking = CompiledRanking(machine, limit, pool, until)
+        allowed = limit
+        while True:
+            share = 1.0 if ranking is None else SEARCHING
+            left = max(share * (until - time.monotonic()), LEAST_SECONDS)
+            over_meshes = OverMeshes(machine, platform_of(machine), allowed, times, Budget(left), shown)
+            found = _Search(step, args, over_meshes, options)
+            found.explore(virtual_nodes)
+            if ranking is None:
+                return found.plan(limit, (f"estimates only: {reason}",))
+            shown.update(1000, "compiling the best")
+            entries = found.entries(limit)
+            best = ranking.best(entries)
+            if best is not None:
+                return found.plan(limit, tuple(ranking.said), best, entries)
+            if not any(each.figures is not None for each in ranking.tried) or found.budget.over:
+                return found.plan(limit, tuple(ranking.said))  # nothing was compiled in time, or Ctrl-C
+            less = min(ranking.memory_allowed(), math.ceil(LESS * allowed))
+            if ranking.over or less < 1 or not found.fits:
+                raise MemoryLimitError(not_as_compiled(limit, ranking, found))
+            allowed = less
+
+
+def check_devices(machine: Machine, compiled_for: Sequence[Any] | None) -> None:
+    """Checks that there are as many devices to compile for as the machine has, or none.
+
+    Raises:
+      PlacementError: there are not.
+    """
+    wanted, given = len(machine.devices), 0 if compiled_for is None else len(compiled_for)
+    if given and len(device_list(compiled_for)) != wanted:
         raise PlacementError(
             layout_message(
                 f"compiled_for: the plan is for {several(wanted, 'device')}, and there are {given}.",
                 facts=[f"machine: {machine.name}"],
                 remedies=[
                     f"give as many devices as the machine has: {wanted}, in its order",
-                    "or leave it out: what is predicted to fit is taken, and plan.accept(devices) compiles it",
+                    "or leave it out; compiled_for=() compiles nothing",
                 ],
             )
         )
 
-    def within(limit: int) -> Plan:
-        platform = platform_of(machine)
-        with display(progress, 0, 1000) as shown:
-            over_meshes = OverMeshes(machine, platform, limit, times, Budget(budget), shown)
-            return _Search(step, args, over_meshes, options).plan(virtual_nodes)
 
-    return within(limit) if compiled_for is None else fits_as_compiled(within, limit, compiled_for)
+def not_as_compiled(limit: int, ranking: CompiledRanking, found: _Search) -> str:
+    """The message for when nothing that was compiled fits."""
+    return layout_message(
+        f"no plan fits in {size(limit)} a device as it is compiled, of {several(len(ranking.tried), 'plan')}.",
+        facts=ranking.said,
+        remedies=[
+            "more memory, more devices, or more virtual nodes",
+            *[f"more time: {several(len(found.budget.untried), 'thing')} not tried"][: len(found.budget.untried)],
+            "or take a plan by the model's estimate: compiled_for=()",
+        ],
+    )
 
 
 class _Search:
@@ -168,27 +232,90 @@ class _Search:
         self.options = {name: value for name, value in options.items() if not (name == "lanes" and self.fewer_lanes)}
         self.smallest: Candidate | None = None
         self.fitted: dict[Less, bool] = {}  # of the step that is looked at
+        self.found: list[tuple[Subject, Candidate]] = []
+        self.chosen: tuple[Subject, Candidate] | None = None  # the fastest that fits by the model
+        self.last: Subject | None = None  # the step that was looked at last
 
-    def plan(self, virtual_nodes: int | str) -> Plan:
+    def explore(self, virtual_nodes: int | str) -> None:
+        """Finds candidates, with more and more nodes until something fits.
+
+        Args:
+          virtual_nodes: V, or ``"auto"``.
+        """
         searched = virtual_nodes == "auto" and not isinstance(self.given, VirtualStep)
         nodes = len(self.machine.devices) if searched else virtual_nodes
-        best: tuple[Subject, Candidate, list[Candidate]] | None = None
         while True:  # fewer nodes are fewer turns, each of more examples
-            subject = subject_of(on_nodes(self.given, nodes, self.options), self.args)
+            self.last = subject = subject_of(on_nodes(self.given, nodes, self.options), self.args)
             for one, found in self.in_lanes(subject) if self.fewer_lanes else self.ways(subject):
-                chosen = fitting(found, self.limit)[:1]
-                if chosen and (best is None or chosen[0].figures.seconds < best[1].figures.seconds):
-                    best = one, chosen[0], found
+                self.found += [(one, each) for each in found]
+                fits = fitting(found, self.limit)[:1]
+                if fits and (self.chosen is None or fits[0].figures.seconds < self.chosen[1].figures.seconds):
+                    self.chosen = one, fits[0]
             nodes = 2 * subject.virtual_nodes
             over = not searched or nodes > min(subject.examples, MOST_NODES) or self.budget.lacks()
-            plain = best is not None and not (
-                best[1].uses_host or best[0].step.options.again or best[0].step.options.away
-            )
-            if best is not None and (over or plain):  # else more nodes may need neither the host nor more work
-                return self.made(*best)
-            if over:
-                assert self.smallest is not None
-                raise nothing_fits(self.over_meshes, subject, self.smallest)
+            plain = False
+            if self.chosen is not None:
+                options = self.chosen[0].step.options
+                plain = not (self.chosen[1].uses_host or options.again or options.away)
+            if over or plain:  # else more nodes may need neither the host nor more work
+                return
+
+    @property
+    def fits(self) -> bool:
+        """Whether something fits by the model."""
+        return self.chosen is not None
+
+    def entries(self, limit: int) -> list[Entry]:
+        """What may be compiled.
+
+        Args:
+          limit: bytes that one device may hold.
+        """
+
+        def plan(subject: Subject, candidate: Candidate) -> Callable[[], Plan]:
+            return functools.cache(lambda: plan_of(subject, candidate, self.machine, limit, {}))
+
+        return [Entry(candidate, plan(subject, candidate)) for subject, candidate in self.found]
+
+    def plan(self, limit: int, said: tuple[str, ...], best: Entry | None = None, entries: Sequence[Entry] = ()) -> Plan:
+        """The plan: what is best as compiled, or else by the model.
+
+        Args:
+          limit: bytes that one device may hold.
+          said: of what was not compiled, or does not fit.
+          best: the best as compiled.
+          entries: all that could be compiled.
+
+        Raises:
+          MemoryLimitError: nothing fits.
+        """
+        if best is None and self.chosen is None:
+            assert self.smallest is not None and self.last is not None
+            raise nothing_fits(self.over_meshes, self.last, self.smallest)
+        if best is None:
+            assert self.chosen is not None
+            subject, chosen = self.chosen
+        else:
+            chosen = best.candidate
+            subject = next(subject for subject, candidate in self.found if candidate is chosen)
+        compiled = {id(each.candidate): each.figures for each in entries if each.figures is not None}
+        made = plan_of(subject, chosen, self.machine, limit, self.beside(subject, chosen, compiled, limit))
+        notes = (*said, *self.budget.untried)
+        return dataclasses.replace(made, compiled=compiled.get(id(chosen)), notes=notes)
+
+    def beside(
+        self, subject: Subject, chosen: Candidate, compiled: Mapping[int, Figures], limit: int
+    ) -> dict[str, Figures]:
+        """What other plans of the same step take, by name: as compiled where that is known, else by the model."""
+        beside: dict[str, Figures] = {}
+        others = (SEARCHED,) if BESIDE in chosen.name or UNEQUAL in chosen.name else ()
+        for name in ("data parallel", "FSDP", MEGATRON, f"{MEGATRON} + ZeRO", *others):
+            alike = [each for one, each in self.found if each.name == name and one is subject]
+            figures = [compiled.get(id(each), each.figures) for each in alike]
+            figures.sort(key=lambda each: (each.memory > limit, each.source != "compiled", each.seconds))
+            if figures and name != chosen.name:
+                beside[name] = figures[0]
+        return beside
 
     def in_lanes(self, subject: Subject) -> Ways[None]:
         """A step with as many lanes as nodes; where that does not fit, the ways of that with as many as devices."""
@@ -263,7 +390,7 @@ class _Search:
           Whether it fits with its state on the devices; None if time is over, or Ctrl-C ended the search.
         """
         if self.budget.lacks():
-            self.budget.cut_short = True
+            self.budget.leave_out("keeping less for the backward pass: not tried further")
             return None
         try:
             several = keeping.chosen(level, min(SOLVING, self.budget.left), host)
@@ -283,17 +410,6 @@ class _Search:
         found = self.over_meshes.candidates(subject)
         self.smallest = min(filter(None, [self.smallest, *found]), key=lambda each: each.figures.memory)
         return found
-
-    def made(self, subject: Subject, chosen: Candidate, found: Sequence[Candidate]) -> Plan:
-        """The plan."""
-        beside: dict[str, Figures] = {}
-        others = (SEARCHED,) if BESIDE in chosen.name or UNEQUAL in chosen.name else ()
-        for name in ("data parallel", "FSDP", MEGATRON, f"{MEGATRON} + ZeRO", *others):
-            alike = sorted((c for c in found if c.name == name), key=lambda c: c.figures.seconds)
-            fits = fitting(alike, self.limit) or alike
-            if fits and fits[0] is not chosen:
-                beside[name] = fits[0].figures
-        return plan_of(subject, chosen, self.machine, self.limit, beside)
 
 
 def plan_of(subject: Subject, chosen: Candidate, machine: Machine, limit: int, beside: Mapping[str, Figures]) -> Plan:

@@ -42,8 +42,9 @@ from vnode.step.virtual import VirtualStep
 from vnode.transform import lane_count
 
 FORMAT = "vnode plan"
-VERSION = 5
-"""Of the file: 2 knew nothing of what loops keep on the host, 3 had neither options nor a checksum, 4 no shares."""
+VERSION = 6
+"""Of the file: 2 knew nothing of what loops keep on the host, 3 had neither options nor a checksum, 4 no shares, 5
+nothing of compilers."""
 
 CHECKED = 4
 """The first version whose files have the step's options, and a checksum that says whether they are as written."""
@@ -72,7 +73,7 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "step": plan.fingerprint.to_json(),
         "arguments": types_of(plan.args),
         "machine": json.loads(written(plan.machine.name, plan.machine.devices, plan.machine.networks)),
-        "memory": plan.memory,
+        "limit": plan.limit,
         "virtual_nodes": plan.virtual_nodes,
         "options": said(plan.pattern.options),
         "donate_argnums": list(plan.pattern.spec.donate_argnums),
@@ -82,6 +83,8 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "specs": {name: spec_said(spec) for name, spec in plan.specs.items()},
         "passes": [record.to_json() for record in plan.records.values()],
         "prediction": None if prediction is None else predicted(prediction),
+        "compiled": None if plan.compiled is None else dataclasses.asdict(plan.compiled),
+        "notes": list(plan.notes),
         "beside": {name: dataclasses.asdict(figures) for name, figures in plan.beside.items()},
         "gap": plan.gap,
         "divisions": [dataclasses.asdict(each) for each in plan.divisions],
@@ -223,7 +226,10 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         far = int(content.get("far", 0))
         if not 0 <= far <= nodes:
             raise ValueError(f"far: {far} sums cannot wait for others")
-        memory, name = int(content["memory"]), str(content["name"])
+        limit, name = int(content["limit"] if "limit" in content else content["memory"]), str(content["name"])
+        word = content.get("compiled")
+        compiled = None if made is None or word is None else Figures(**word)
+        notes = tuple(map(str, content.get("notes", ())))
     virtualized = isinstance(step, VirtualStep)
     if options.get("lanes") in (None, "auto") and not virtualized:
         options = {**options, "lanes": lanes}
@@ -267,7 +273,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         subject.args,
         fingerprint,
         machine,
-        memory,
+        limit,
         nodes,
         name,
         mesh,
@@ -281,6 +287,8 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         host,
         far,
         parameters=subject.parameters,
+        compiled=compiled,
+        notes=notes,
     )
     unknown = plan.unknown()
     if unknown:

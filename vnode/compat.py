@@ -1,0 +1,82 @@
+"""The private API of jax that vnode needs: one function for each use, with the public API that would replace it.
+
+Knows jax's internals. Must not know what they are used for.
+
+`tests/test_compat.py` has a canary for each function, which runs on both supported versions of jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileRequest:
+    """A lowered program, as bytes that another process compiles to the same executable.
+
+    Attributes:
+      module: StableHLO, as MLIR bytecode with source locations (their scopes name loops in the compiled text).
+      options: a serialized ``CompileOptions``.
+      text: StableHLO as text without locations: equal for equal programs.
+    """
+
+    module: bytes
+    options: bytes
+    text: str
+
+
+def compile_request(lowered: jax.stages.Lowered) -> CompileRequest:
+    """Takes out of a lowered program what its compilation needs.
+
+    There is no public way: ``Lowered`` shows its module, but not the options of its compilation (which shardings may
+    be propagated, the order of devices).
+
+    Args:
+      lowered: from ``jax.jit(f).lower(...)``, over the devices of one platform.
+
+    Returns:
+      The request.
+    """
+    import io
+
+    from jax._src.interpreters import pxla
+
+    computation: Any = lowered._lowering  # type: ignore[attr-defined]
+    given = computation.compile_args
+    module: Any = lowered.compiler_ir("stablehlo")
+    effects = len(given["ordered_effects"])
+    propagated = pxla.get_prop_to_input_output(given["in_shardings"], given["out_shardings"], effects)
+    devices = np.array([*computation._device_list], dtype=object)
+    options = pxla.create_compile_options(module, given["tuple_args"], *propagated, given["backend"], devices, {})
+    bytecode = io.BytesIO()
+    module.operation.write_bytecode(file=bytecode)
+    text = module.operation.get_asm(enable_debug_info=False)
+    return CompileRequest(bytecode.getvalue(), options.SerializeAsString(), text)
+
+
+def compile_requested(module: bytes, options: bytes, devices: Sequence[Any]) -> Any:
+    """Compiles what `compile_request` took out, perhaps in another process.
+
+    Args:
+      module: as in `CompileRequest`.
+      options: likewise.
+      devices: as many as the program was lowered for, of the same kind, in the same order.
+
+    Returns:
+      XLA's executable, which has ``get_compiled_memory_stats``, ``hlo_modules`` and ``serialize``.
+    """
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jaxlib import xla_client
+    from jaxlib.mlir import ir
+
+    with mlir.make_ir_context():
+        parsed = ir.Module.parse(module)
+        build = xla_client.CompileOptions.ParseFromString(options)
+        executable_devices = xla_client.DeviceList(tuple(devices))
+        return compiler.backend_compile_and_load(devices[0].client, parsed, executable_devices, build, [])

@@ -1,0 +1,260 @@
+"""Lowered programs -> what a compiler says of each: several at a time, kept on disk, ended when time is over.
+
+    with CompilePool(target) as pool:
+        job = pool.submit(step.lower(state, batch))
+        pool.wait([job], until=time.monotonic() + 30)
+    job.stats            # CompiledStats; None where time was over, or the program was refused
+    job.outcome          # "compiled", "refused: needs 18.5 GiB", "not compiled: time was over"
+
+Knows processes, files and targets. Must not know plans, or why a program is compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from vnode.compat import CompileRequest, compile_request
+from vnode.errors import ProfileError
+from vnode.partition.compiler.stats import CompiledStats, compiled_stats
+from vnode.partition.compiler.target import CompileTarget
+from vnode.partition.cost.cache import Cache
+from vnode.plan.nodes.memory import refusal
+from vnode.show.units import size
+
+AT_ONCE = 2
+"""Compilations at a time: a compiler uses several cores, and takes gigabytes for a large program."""
+
+POLL = 0.05
+"""Seconds between two looks at processes."""
+
+
+@dataclasses.dataclass(eq=False)
+class CompileJob:
+    """A program that is compiled, or was.
+
+    Attributes:
+      stats: what the compiler says of it; None as long as it says nothing, or where it refuses it.
+      refused: whether it does not fit in the devices' memory.
+      needed: bytes that a refused program needs, if the compiler says.
+      failure: the compiler's message, if it failed for another reason.
+      cached: whether the answer was on disk.
+      seconds: that compiling took.
+    """
+
+    stats: CompiledStats | None = None
+    refused: bool = False
+    needed: int | None = None
+    failure: str = ""
+    cached: bool = False
+    seconds: float = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether the compiler has answered."""
+        return self.stats is not None or self.refused or bool(self.failure)
+
+    @property
+    def outcome(self) -> str:
+        """The answer in words."""
+        if self.stats is not None:
+            return "compiled"
+        if self.refused:
+            return "refused" + (f": needs {size(self.needed)}" if self.needed else "")
+        return f"failed: {self.failure}" if self.failure else "not compiled: time was over"
+
+    def answer(self, content: Any) -> None:
+        """Takes in what `vnode.partition.compiler.worker` wrote.
+
+        Raises:
+          ValueError, KeyError or TypeError: it is nothing of the kind.
+        """
+        if "stats" in content:
+            self.stats = CompiledStats.from_json(content["stats"])
+        elif content.get("refused"):
+            self.refused, self.needed = True, None if content["needed"] is None else int(content["needed"])
+        else:
+            self.failure = str(content["failed"])
+
+
+@dataclasses.dataclass(eq=False)
+class _Queued:
+    """A job with what its compilation needs."""
+
+    job: CompileJob
+    lowered: jax.stages.Lowered
+    request: CompileRequest | None
+    key: dict[str, str]
+    over_nodes: int | None
+    process: subprocess.Popen[bytes] | None = None
+    thread: threading.Thread | None = None
+    folder: Path | None = None
+    began: float = 0.0
+    errors: Path | None = None
+
+
+class CompilePool:
+    """Compiles lowered programs for one target.
+
+    Programs for TPU topologies and for CPU devices are compiled in processes of their own, which are ended when time is
+    over. Those for accelerators of this process are compiled in it, one at a time, and cannot be ended.
+
+    Args:
+      target: the devices that programs were lowered for.
+      cache: where answers are kept; by default in the user's cache folder.
+    """
+
+    def __init__(self, target: CompileTarget, cache: Cache | None = None) -> None:
+        self.target, self.cache = target, Cache() if cache is None else cache
+        self.queue: list[_Queued] = []
+
+    def __enter__(self) -> CompilePool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        self.close()
+
+    def submit(self, lowered: jax.stages.Lowered, over_nodes: int | None = None) -> CompileJob:
+        """Begins to compile a program, unless the answer is on disk; as many at a time as `AT_ONCE`.
+
+        Args:
+          lowered: the program.
+          over_nodes: how often loops over a device's nodes run whose length the compiled text does not tell.
+        """
+        request, job = compile_request(lowered), CompileJob()
+        digest = hashlib.sha256(request.text.encode()).hexdigest()
+        key = {**self.target.key, "program": digest, "over_nodes": str(over_nodes)}
+        known = self.cache.get(key)
+        if known is not None:
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                job.answer(known)
+                job.cached = job.done
+        if not job.done:
+            self.queue.append(_Queued(job, lowered, request if self.target.separate else None, key, over_nodes))
+            self._advance()
+        return job
+
+    def wait(self, jobs: Sequence[CompileJob], until: float) -> None:
+        """Waits until jobs are done, or time is over: then those that are not are ended.
+
+        Args:
+          jobs: of this pool.
+          until: by `time.monotonic`.
+        """
+        while not all(job.done for job in jobs):
+            self._advance()
+            if time.monotonic() >= until:
+                break
+            time.sleep(POLL)
+        for each in [each for each in self.queue if each.job in jobs and not each.job.done]:
+            self._end(each)
+            self.queue.remove(each)
+
+    def close(self) -> None:
+        """Ends what is compiled."""
+        for each in self.queue:
+            self._end(each)
+        self.queue.clear()
+
+    def _advance(self) -> None:
+        """Takes in answers, and begins what is next."""
+        for each in [*self.queue]:
+            if each.process is not None and each.process.poll() is not None:
+                self._collect(each)
+            if each.job.done:
+                self.queue.remove(each)
+                each.job.seconds = time.monotonic() - each.began
+                if not each.job.failure:
+                    with contextlib.suppress(ProfileError):  # the folder cannot be written to: asked again next time
+                        self.cache.put(each.key, answered(each.job))
+        busy = sum(each.process is not None or each.thread is not None for each in self.queue)
+        for each in self.queue:
+            if busy >= (AT_ONCE if self.target.separate else 1):
+                break
+            if each.process is None and each.thread is None:
+                self._begin(each)
+                busy += 1
+
+    def _begin(self, each: _Queued) -> None:
+        each.began = time.monotonic()
+        if each.request is None or not sys.executable:
+            each.thread = threading.Thread(target=self._compile_here, args=(each,), daemon=True)
+            each.thread.start()
+            return
+        each.folder = Path(tempfile.mkdtemp(prefix="vnode-compile-"))
+        (each.folder / "module.mlir").write_bytes(each.request.module)
+        (each.folder / "options.pb").write_bytes(each.request.options)
+        topology = self.target.topology
+        content = {
+            "topology": None if topology is None else dataclasses.asdict(topology),
+            "devices": [device.id for device in self.target.devices],
+            "over_nodes": each.over_nodes,
+        }
+        (each.folder / "request.json").write_text(json.dumps(content), encoding="utf-8")
+        package = str(Path(__file__).parents[3])
+        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
+        each.errors = each.folder / "stderr"
+        with each.errors.open("wb") as errors:
+            each.process = subprocess.Popen(
+                [sys.executable, "-m", "vnode.partition.compiler.worker", str(each.folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env={**os.environ, **self.target.environment(), "PYTHONPATH": path},
+                start_new_session=True,  # Ctrl-C is for whoever searches
+            )
+
+    def _compile_here(self, each: _Queued) -> None:
+        try:
+            each.job.stats = compiled_stats(each.lowered.compile(), each.over_nodes)
+        except jax.errors.JaxRuntimeError as error:
+            refused, each.job.needed = refusal(error)
+            each.job.failure = "" if refused else str(error).splitlines()[0]
+            each.job.refused = refused
+
+    def _collect(self, each: _Queued) -> None:
+        """Reads the answer of a process that has ended."""
+        assert each.process is not None and each.folder is not None and each.errors is not None
+        try:
+            each.job.answer(json.loads((each.folder / "result.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError):
+            said = each.errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            code = each.process.returncode
+            each.job.failure = f"the compiler's process ended with {code}: {(said or [''])[-1][:300]}"
+        self._clear(each)
+
+    def _end(self, each: _Queued) -> None:
+        if each.process is not None and each.process.poll() is None:
+            each.process.kill()
+            each.process.wait()
+        self._clear(each)
+
+    def _clear(self, each: _Queued) -> None:
+        if each.process is not None and each.process.stdin is not None:
+            each.process.stdin.close()
+        if each.folder is not None:
+            shutil.rmtree(each.folder, ignore_errors=True)
+
+
+def answered(job: CompileJob) -> dict[str, Any]:
+    """What is kept of an answer."""
+    if job.stats is not None:
+        return {"stats": job.stats.to_json()}
+    return {"refused": True, "needed": job.needed}

@@ -1,0 +1,88 @@
+"""Figures of a plan by a model -> the same by its compiler's word: memory and collectives, and time where it says it.
+
+    figures_as_compiled(figures, stats, machine, order)   # Figures with source="compiled"
+
+Memory is the compiler's. Seconds of computation are its estimated cycles by the clock of the kind, where it gives any,
+and the model's otherwise. Seconds of exchange are those of the compiled collectives on the machine's links. Which share
+of the two overlaps is the model's.
+
+Knows figures, compiled programs and machines. Must not know how a program is compiled, or plans compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from vnode.partition.compiler.stats import CompiledCollective, CompiledStats
+from vnode.partition.cost.compiler import CLOCKS
+from vnode.partition.machine import Machine
+from vnode.partition.plan.predict import Figures
+
+NAMES = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",
+    "collective-permute": "permute",
+    "collective-broadcast": "all_gather",
+}
+"""What `Machine.collective` calls the opcodes of HLO."""
+
+
+def figures_as_compiled(figures: Figures, stats: CompiledStats, machine: Machine, order: np.ndarray) -> Figures:
+    """What a step takes by its compiler's word.
+
+    Args:
+      figures: by a model.
+      stats: what the compiler says of the program.
+      machine: on which it runs.
+      order: the numbers of the machine's devices, in the order in which the program counts them.
+
+    Returns:
+      The figures.
+    """
+    clock = CLOCKS.get(machine.kinds[0].name, 0.0) if len(machine.kinds) == 1 else 0.0
+    timed = bool(stats.cycles and clock)
+    compute = stats.cycles / clock if timed else figures.compute
+    exchange = sum(exchange_seconds(each, machine, order) for each in stats.collectives)
+    seconds = compute + exchange * exposed_share(figures) + figures.transfer if timed else figures.seconds
+    moved: dict[str, int] = {}
+    for each in stats.collectives:
+        kind = each.kind.removeprefix("collective-")
+        moved[kind] = moved.get(kind, 0) + each.bytes * each.runs
+    return dataclasses.replace(
+        figures,
+        seconds=seconds,
+        compute=compute,
+        exchange=exchange if timed else figures.exchange,
+        arguments=stats.arguments,
+        results=stats.outputs - stats.aliased,
+        temporary=stats.temporary,
+        collectives=moved,
+        source="compiled",
+        timed=timed,
+    )
+
+
+def exposed_share(figures: Figures) -> float:
+    """Which share of the exchange no computation hides, by a model's timeline."""
+    if not figures.exchange:
+        return 1.0
+    alone = figures.seconds - figures.compute - figures.transfer
+    return min(max(alone / figures.exchange, 0.0), 1.0)
+
+
+def exchange_seconds(each: CompiledCollective, machine: Machine, order: np.ndarray) -> float:
+    """Seconds that compiled collectives take on the links of a machine; groups that are not listed are neighbours."""
+    numbers = order.ravel()
+    if each.kind == "collective-permute":
+        groups, pairs = [[int(n) for n in numbers]], [(a, b) for a, b in each.groups] or None
+    else:
+        size = max(each.devices, 1)
+        listed = each.groups or [tuple(range(i, i + size)) for i in range(0, len(numbers), size)]
+        groups, pairs = [[int(numbers[i]) for i in group] for group in listed], None
+    cost = machine.collective(NAMES[each.kind], groups, pairs=pairs)
+    return each.runs * cost.seconds(each.bytes)
