@@ -53,15 +53,15 @@ class Model:
         examples: `examples(key) -> batch`, random examples; the first dimension of each array counts them.
         placements: What experts do on a mesh with the axes `data` and `model`, beside splitting the batch over `data`:
             regular expressions, searched in names of leaves, to how that leaf is split. See `specs`.
-        published: Figures to check it against.
+        published: Figures to check it against, if there are any.
     """
 
     name: str
     step: Callable[[Tree, Tree], tuple[Tree, Tree]]
     initial: Callable[[jax.Array], Tree]
     examples: Callable[[jax.Array], Tree]
-    placements: Mapping[str, PartitionSpec]
-    published: Published
+    placements: Mapping[str, PartitionSpec] = field(default_factory=dict)
+    published: Published | None = None
 
     @cached_property
     def state(self) -> Tree:
