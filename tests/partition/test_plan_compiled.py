@@ -173,6 +173,19 @@ def test_what_would_be_best_by_a_right_model_is_found(several: list[Made]) -> No
         assert not fits or len(order) == MOST
 
 
+def test_what_was_begun_early_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts' candidates that were found first are compared like all others."""
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    compiler: Any = Compiler()
+    ranking = CompiledRanking(V5E, 100, compiler, math.inf)
+    early = [entry(Made("data parallel", (1.0, 160), (1.0, 90))), entry(Made("FSDP", (1.1, 10), (1.1, 10)))]
+    for each in early:
+        ranking.begin(each)
+    assert [made.name for made in compiler.order] == ["FSDP"], "what does not come near is not begun"
+    best = ranking.best([*early, entry(Made("searched", (1.0, 10), (2.0, 10)))])
+    assert best is early[1] and [made.name for made in compiler.order] == ["FSDP", "searched"]
+
+
 def test_an_expert_that_is_near_is_compiled() -> None:
     """Of each kind of expert one is: the compiler may prefer it, whatever the model says."""
     several = [Made("searched", (1.0 + n / 100, 10), (2.0, 10)) for n in range(6)]

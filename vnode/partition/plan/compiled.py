@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -81,6 +82,7 @@ class CompiledRanking:
       until: when time is over, by `time.monotonic`.
       tried: what was compiled, or was to be, in order.
       said: of what was not compiled, or does not fit, a line each.
+      early: what is compiled while others are searched.
     """
 
     machine: Machine
@@ -89,6 +91,7 @@ class CompiledRanking:
     until: float
     tried: list[Entry] = dataclasses.field(default_factory=list)
     said: list[str] = dataclasses.field(default_factory=list)
+    early: list[Entry] = dataclasses.field(default_factory=list)
 
     def best(self, entries: Sequence[Entry]) -> Entry | None:
         """The fastest that fits as compiled; None if none does.
@@ -96,8 +99,10 @@ class CompiledRanking:
         Args:
           entries: what may be compiled.
         """
-        waiting = [*entries]
-        while batch := self.batch(waiting):
+        waiting = [each for each in entries if each not in self.early]
+        first, self.early = self.early, []
+        while batch := [*first, *(each for each in self.batch(waiting) if each not in first)]:
+            first = []
             self.compile(batch)
             waiting = [each for each in waiting if each not in batch]
             if any(each.job is None or not each.job.done for each in batch):
@@ -114,6 +119,12 @@ class CompiledRanking:
         known = [each for each in self.tried if each.figures is not None]
         shares = [each.candidate.figures.memory / each.figures.memory for each in known if each.figures]
         return int(self.limit * max(shares, default=1.0))
+
+    def begin(self, each: Entry) -> None:
+        """Begins to compile an expert's candidate while others are still searched, where there are cores for both."""
+        if each.candidate.figures.memory <= NEAR * self.limit and (os.cpu_count() or 1) > AT_ONCE:
+            self.early.append(each)
+            self.submit(each)
 
     def fastest(self) -> Entry | None:
         """The best so far."""
@@ -157,13 +168,8 @@ class CompiledRanking:
         """Compiles candidates, as far as there is time."""
         for each in batch:
             self.tried.append(each)
-            try:
-                plan = each.plan()
-                lowered = plan.step(self.pool.target.devices).executor.lower_for(plan.args, {})
-            except VnodeError as error:
-                self.said.append(f"{each.said}: {str(error).splitlines()[0]}")
-                continue
-            each.job = self.pool.submit(lowered, each.candidate.prediction.turns)
+            if each.job is None:
+                self.submit(each)
         self.pool.wait([each.job for each in batch if each.job is not None], self.until)
         for each in batch:
             job = each.job
@@ -182,6 +188,16 @@ class CompiledRanking:
                 self.said.append(f"{each.said}: {job.outcome}")
             else:
                 self.said.append(f"{each.said}: {job.outcome}")
+
+    def submit(self, each: Entry) -> None:
+        """Begins to compile a candidate."""
+        try:
+            plan = each.plan()
+            lowered = plan.step(self.pool.target.devices).executor.lower_for(plan.args, {})
+        except VnodeError as error:
+            self.said.append(f"{each.said}: {str(error).splitlines()[0]}")
+            return
+        each.job = self.pool.submit(lowered, each.candidate.prediction.turns)
 
     def ratio(self, each: Entry, what: Callable[[Figures], float]) -> float:
         """What compiled figures were of the model's: of candidates of one name, or of all, the median; 1 so far."""

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vnode.errors import UnsupportedPrimitiveError, with_remedies
@@ -73,6 +73,7 @@ class OverMeshes:
       times: of kernels.
       budget: seconds that are left.
       shown: the bar that says how far the search is.
+      early: told of each candidate that divides the batch alone, as soon as it is found.
       undivided: why nothing but the batch may be divided, if so: an effect, which each device would have.
     """
 
@@ -82,6 +83,7 @@ class OverMeshes:
     times: Times | None
     budget: Budget
     shown: Any = None
+    early: Callable[[Subject, Candidate], None] | None = None
     undivided: str = ""
 
     def candidates(self, subject: Subject) -> list[Candidate]:
@@ -143,9 +145,15 @@ class OverMeshes:
                     self.keep(each.candidate("data parallel", each.whole), found)
                     if each.rows > 1:
                         self.keep(each.candidate("FSDP", each.whole, over_rows=True), found)
+                if self.early is not None:
+                    for candidate in found:
+                        self.early(subject, candidate)
                 self.with_host(found, found)
                 continue
             cost, took, before = math.inf if solution is None else solution.cost, time.monotonic() - began, inner
+            if solution is not None and solution.cut_short:
+                gap = f"at most {solution.gap:.1%} above the best by its own cost"
+                self.budget.leave_out(f"{said(sizes)}: not searched to the end, {gap}")
             waiting.append((cost, took, on))
             if solution is not None and solution.interrupted:
                 self.budget.interrupt()

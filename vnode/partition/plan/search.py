@@ -173,6 +173,8 @@ def search(
             left = max(share * (until - time.monotonic()), LEAST_SECONDS)
             over_meshes = OverMeshes(machine, platform_of(machine), allowed, times, Budget(left), shown)
             found = _Search(step, args, over_meshes, options)
+            if ranking is not None and not ranking.tried:
+                over_meshes.early = functools.partial(found.begin, ranking, limit)
             found.explore(virtual_nodes)
             if ranking is None:
                 return found.plan(limit, (f"estimates only: {reason}",))
@@ -234,6 +236,7 @@ class _Search:
         self.fitted: dict[Less, bool] = {}  # of the step that is looked at
         self.found: list[tuple[Subject, Candidate]] = []
         self.chosen: tuple[Subject, Candidate] | None = None  # the fastest that fits by the model
+        self.begun: list[Entry] = []
         self.last: Subject | None = None  # the step that was looked at last
 
     def explore(self, virtual_nodes: int | str) -> None:
@@ -272,10 +275,18 @@ class _Search:
           limit: bytes that one device may hold.
         """
 
-        def plan(subject: Subject, candidate: Candidate) -> Callable[[], Plan]:
-            return functools.cache(lambda: plan_of(subject, candidate, self.machine, limit, {}))
+        begun = {id(each.candidate): each for each in self.begun}
+        return [begun.get(id(candidate)) or self.entry(subject, candidate, limit) for subject, candidate in self.found]
 
-        return [Entry(candidate, plan(subject, candidate)) for subject, candidate in self.found]
+    def entry(self, subject: Subject, candidate: Candidate, limit: int) -> Entry:
+        """A candidate that may be compiled."""
+        return Entry(candidate, functools.cache(lambda: plan_of(subject, candidate, self.machine, limit, {})))
+
+    def begin(self, ranking: CompiledRanking, limit: int, subject: Subject, candidate: Candidate) -> None:
+        """Begins to compile a candidate while others are searched; of the first step that is looked at."""
+        if all(subject.step is each.plan().pattern for each in self.begun):
+            self.begun.append(self.entry(subject, candidate, limit))
+            ranking.begin(self.begun[-1])
 
     def plan(self, limit: int, said: tuple[str, ...], best: Entry | None = None, entries: Sequence[Entry] = ()) -> Plan:
         """The plan: what is best as compiled, or else by the model.

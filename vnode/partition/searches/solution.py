@@ -50,6 +50,11 @@ class Solution:
         return max(0.0, 1 - self.lower_bound / self.cost) if self.cost > 0 else 0.0
 
     @property
+    def cut_short(self) -> bool:
+        """Whether the search ended because its budget was spent."""
+        return self.how.endswith("spent")
+
+    @property
     def interrupted(self) -> bool:
         """Whether the search was stopped by Ctrl-C."""
         return self.how.endswith("interrupted")
