@@ -360,6 +360,80 @@ def test_what_experts_do() -> None:
     assert not first.results[0].partial
 
 
+def mixture(params: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+    """Experts of which each takes some tokens: GShard's einsums."""
+
+    def loss(params: Any) -> jax.Array:
+        gates = jax.nn.softmax(x @ params["router"])
+        place = jax.nn.one_hot(jnp.argmax(gates, -1), gates.shape[-1])
+        order = jnp.cumsum(place, axis=1) * place - 1
+        send = jax.nn.one_hot(order.astype(int), 4) * place[..., None]  # [batch, tokens, experts, capacity]
+        buffers = jnp.einsum("btec,bth->ebch", send, x)
+        hidden = jax.nn.relu(jnp.einsum("ebch,ehf->ebcf", buffers, params["up"]))
+        made = jnp.einsum("ebcf,efh->ebch", hidden, params["down"])
+        mixed = jnp.einsum("btec,ebch->bth", send * jnp.max(gates, -1)[..., None, None], made)
+        return jnp.mean((mixed - y) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def exchanges(flow: Flow) -> dict[str, int]:
+    """How many collectives of each kind one device takes part in."""
+    found: dict[str, int] = {}
+    for eqn in device_program(flow, AXES).program.equations:
+        name = eqn.primitive.name
+        if name in ("psum", "all_gather", "reduce_scatter", "all_to_all"):
+            found[name] = found.get(name, 0) + 1
+    return found
+
+
+def test_megatron_with_sequence_parallelism_divides_what_is_between_its_products_along_the_sequence() -> None:
+    """Its sums over the model's axis become gathers, and sums of which each keeps a part (Korthikanti et al. 2023)."""
+    search, arguments, plain = searched("attention")
+    found = experts(search, [7, 8])
+    plain_one, strategies = (found[f"{name} over y"] for name in ("Megatron", "Megatron with sequence parallelism"))
+    flow = search.flow(strategies)
+    assert_carried_out(search, strategies, arguments, plain)
+    norms = [step for step in flow.steps if step.eqn.primitive.name == "rsqrt"]
+    assert [str(step.made[0]) for step in norms] == ["[x, y, -]"]
+    assert [str(s.made[0]) for s in search.flow(plain_one).steps if s.eqn.primitive.name == "rsqrt"] == ["[x, -, -]"]
+    assert flow.inputs == search.flow(plain_one).inputs[:-2] + flow.inputs[-2:], "weights lie as Megatron's"
+    before, after = exchanges(search.flow(plain_one)), exchanges(flow)
+    assert after["reduce_scatter"] >= 2 > before.get("reduce_scatter", 0) and after["psum"] < before["psum"]
+
+
+def test_context_parallelism_divides_all_by_the_sequence_and_gathers_keys_and_values() -> None:
+    search, arguments, plain = searched("attention")
+    strategies = experts(search, [7, 8])["context parallel over y"]
+    flow = search.flow(strategies)
+    assert_carried_out(search, strategies, arguments, plain)
+    products = [
+        step for step in flow.steps if step.choice is not None and step.choice.description.has(Algebra.CONTRACTS)
+    ]
+    lies = [{str(layout) for layout in step.choice.operands} for step in products if step.choice is not None]
+    assert all("y" in " ".join(several) for several in lies), "every product is divided"
+    assert all(layout.whole for layout in flow.inputs[:7]), "weights are everywhere"
+    assert exchanges(flow)["all_gather"] >= 2, "keys and values are gathered"
+
+
+def test_expert_parallelism_divides_experts_and_exchanges_tokens() -> None:
+    d, f, e = 8, 16, 4
+    params = {"router": normal(d, e), "up": normal(e, d, f), "down": normal(e, f, d)}
+    args = (params, normal(8, 8, d), normal(8, 8, d) / 2)
+    traced = jax.make_jaxpr(lambda *a: jax.tree.leaves(mixture(*jax.tree.unflatten(jax.tree.structure(args), a))))(
+        *jax.tree.leaves(args)
+    )
+    search = as_problem(inline(traced.jaxpr, traced.consts), AXES, Counted(), carried={0: 0, 1: 1, 2: 2})
+    strategies = experts(search, [3, 4])["expert parallel over y"]
+    flow = search.flow(strategies)  # down, router, up, x, y
+    plain = [np.asarray(leaf) for leaf in jax.tree.leaves(mixture(*args))]
+    assert_carried_out(search, strategies, jax.tree.leaves(args), plain)
+    assert [str(layout) for layout in flow.inputs[:3]] == ["[y, -, -]", "[-, -]", "[y, -, -]"]
+    assert str(flow.inputs[3]) == "[x*y, -, -]", "all else is divided by examples"
+    assert exchanges(flow)["all_to_all"] >= 2, "tokens go to their experts, and back"
+
+
 def test_one_weird_trick_divides_examples_in_convolutions_and_units_in_dense_layers() -> None:
     search, _, _ = searched("convolutions")
     flow = search.flow(experts(search, [3, 4])["one weird trick"])

@@ -36,7 +36,7 @@ from vnode.partition.plan.spread import Spread
 from vnode.partition.plan.subject import Subject
 from vnode.partition.plan.unequal import Shared, Unequal
 from vnode.partition.searches.exact import exact
-from vnode.partition.searches.experts import experts
+from vnode.partition.searches.experts import CONTEXT, EXPERT, SEQUENCE, experts
 from vnode.partition.searches.problem import Array
 from vnode.partition.searches.programme import least_memory
 from vnode.partition.searches.solution import Solution
@@ -57,8 +57,15 @@ BESIDE = "searched + branches"
 MEGATRON, SEARCHED = "Megatron-style", "searched"
 """What candidates are called that are divided as experts do it, and as is found to be best."""
 
-EXPERTS = ("data parallel", "FSDP", MEGATRON)
+FSDP_OVER_ALL = "FSDP over all axes"
+"""What a candidate is called that divides examples, and the state, over the axes of the nodes and all others."""
+
+EXPERTS = ("data parallel", "FSDP", MEGATRON, SEQUENCE, CONTEXT, EXPERT, FSDP_OVER_ALL)
 """What candidates are called that experts would write."""
+
+OUTDONE = 2.0
+"""So many times the cost of what is found on a mesh, by its own account, an expert's split there may have to be
+predicted in full."""
 
 HOPELESS = 2.0
 """So many times the best time of what is even, or has no branches: what is slower is not looked at further."""
@@ -368,6 +375,22 @@ class OnMesh:
         names = [name for name in self.by_experts if name.startswith("Megatron")]
         several = [self.estimated(MEGATRON, self.by_experts[name], below) for name in names[-1:]]
         return [each for each in several if each is not None]
+
+    def other_experts(self, below: float = math.inf) -> list[Candidate]:
+        """What experts write besides Megatron's splits, over all axes: those that come near what the search found.
+
+        Args:
+          below: seconds by the search's own cost that are too many.
+        """
+        best = min((each.cost for each in self.solutions.values() if each is not None), default=math.inf)
+        below, found = min(below, OUTDONE * best), list[Candidate]()
+        for kind in (SEQUENCE, CONTEXT, EXPERT):
+            several = [name for name in self.by_experts if name.startswith(kind)]
+            found += filter(None, [self.estimated(kind, self.by_experts[name], below) for name in several[-1:]])
+        if self.rows > 1 and self.search.problem.cost(self.by_experts["FSDP"]) <= below:
+            flow = self.search.flow(self.by_experts["FSDP"])
+            found.append(self.candidate(FSDP_OVER_ALL, flow, over_rows=True))
+        return found
 
     @collector_paused()
     def unequal(

@@ -151,13 +151,11 @@ class CompiledRanking:
             return near[:AT_ONCE]
         enough = HOPELESS * best.candidate.figures.seconds
         known = {each.kind for each in self.tried}
-        experts = [
-            each
-            for kind in EXPERTS
-            for each in near
-            if kind == each.kind and kind not in known and each.candidate.figures.seconds <= enough
-        ]
-        experts = [each for n, each in enumerate(experts) if each.kind not in {other.kind for other in experts[:n]}]
+        of_kind: dict[str, Entry] = {}
+        for each in near:
+            if each.kind in EXPERTS and each.kind not in known and each.candidate.figures.seconds <= enough:
+                of_kind.setdefault(each.kind, each)
+        experts = [*of_kind.values()]
         better = [each for each in near if self.seconds(each) < best.figures.seconds]
         if not best.figures.timed:  # time is the model's: only what it has as faster can be better
             return better[:AT_ONCE]

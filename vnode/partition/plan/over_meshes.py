@@ -196,6 +196,11 @@ class OverMeshes:
         elif not interrupted:
             for expert in on.megatron(self.most(MEGATRON, found)):
                 self.add(on, expert, found)
+            if self.budget.lacks():
+                self.budget.leave_out(f"{said(on.sizes)}: sequence, context and expert parallelism are not predicted")
+            else:
+                for expert in on.other_experts():
+                    self.add(on, expert, found)
         return interrupted
 
     def with_host(self, several: Sequence[Candidate], found: list[Candidate]) -> None:

@@ -23,6 +23,7 @@ from vnode.partition.machine import Machine
 from vnode.partition.plan.budget import Budget
 from vnode.partition.plan.candidates import (
     BESIDE,
+    EXPERTS,
     MEGATRON,
     SEARCHED,
     UNEQUAL,
@@ -320,7 +321,7 @@ class _Search:
         """What other plans of the same step take, by name: as compiled where that is known, else by the model."""
         beside: dict[str, Figures] = {}
         others = (SEARCHED,) if BESIDE in chosen.name or UNEQUAL in chosen.name else ()
-        for name in ("data parallel", "FSDP", MEGATRON, f"{MEGATRON} + ZeRO", *others):
+        for name in (*EXPERTS[:3], f"{MEGATRON} + ZeRO", *EXPERTS[3:], *others):
             alike = [each for one, each in self.found if each.name == name and one is subject]
             figures = [compiled.get(id(each), each.figures) for each in alike]
             figures.sort(key=lambda each: (each.memory > limit, each.source != "compiled", each.seconds))

@@ -1,18 +1,24 @@
-"""What experts do: data parallel, fully sharded, Megatron's splits, one weird trick; found by pattern in any program.
+"""A program as a problem -> the splits that experts write today, found by pattern: data parallel, FSDP, Megatron (with
+sequence parallelism), context parallelism, expert parallelism, one weird trick.
 
 Knows programs as problems, and named dimensions. Must not know how a search goes about it.
 
 Sources: Krizhevsky, "One weird trick for parallelizing convolutional neural networks" (2014): examples divide the
 convolutions, units the dense layers; Shoeybi et al., "Megatron-LM" (2019), section 3: of two products in a row the
-first is cut along its columns, the second along its rows, so that one sum is exchanged; Rajbhandari et al., "ZeRO"
+first is cut along its columns, the second along its rows, so that one sum is exchanged; Korthikanti et al., "Reducing
+activation recomputation in large transformer models" (MLSys 2023), section 4.2: what is between these products is cut
+along the sequence (sequence parallelism); Llama 3 (2024), section 3.3.2: everything is cut along the sequence, and
+attention gathers keys and values (context parallelism); Lepikhin et al., "GShard" (ICLR 2021): experts' weights are cut
+by experts, all else by examples, with all-to-all in between (expert parallelism); Rajbhandari et al., "ZeRO"
 (SC 2020), and Zhao et al., "PyTorch FSDP" (VLDB 2023): examples divide the work, and everything that is kept from step
 to step is divided over the same devices.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 import numpy as np
 
@@ -20,8 +26,11 @@ from vnode.operators import Algebra, Windowed
 from vnode.partition.searches.elimination import Elimination
 from vnode.partition.searches.problem import Array
 from vnode.partition.searches.steps import Search
-from vnode.partition.searches.strategies import PIECES
+from vnode.partition.searches.strategies import PIECES, Cluster
 from vnode.spmd.layout import Layout
+
+SEQUENCE, CONTEXT, EXPERT = "Megatron with sequence parallelism", "context parallel", "expert parallel"
+"""How splits are called that not every program has."""
 
 Wishes = Sequence[Sequence[Hashable]]
 """For each axis the named dimensions that it shall divide, the most wanted first."""
@@ -44,7 +53,7 @@ def experts(search: Search, batch: Sequence[int], examples: Collection[Hashable]
 class _Experts:
     def __init__(self, search: Search, batch: Sequence[int], examples: Collection[Hashable]) -> None:
         self.search, self.flat = search, search.flat
-        inputs = search.program.inputs
+        inputs, self.batch = search.program.inputs, batch
         several = [*(self.flat.named(inputs[i], 0) for i in batch if inputs[i].aval.shape), *examples]
         self.examples = dict.fromkeys(several)  # the order of a set would be another in each process
         self.given = set(inputs)
@@ -52,6 +61,7 @@ class _Experts:
         self.first: dict[int, int] = {}  # of each operator, a cluster or value that it stands for
         for place, operator in enumerate(search.groups):
             self.first.setdefault(operator, place)
+        self.counts_experts = self.experts()
 
     def all(self) -> dict[str, Array]:
         axes = list(self.search.axes)
@@ -63,8 +73,27 @@ class _Experts:
         for model in [[axis] for axis in axes] + ([axes] if len(axes) > 1 else []):
             units = self.units()
             wishes = [units if axis in model else examples for axis in axes]
-            found[f"Megatron over {', '.join(model)}"] = self.assigned(wishes, kept="open")
-        found["one weird trick"] = self.assigned([examples] * len(axes), kept="open", dense=self.units(dense=True))
+            over = ", ".join(model)
+            found[f"Megatron over {over}"] = self.assigned(wishes, kept="open")
+            if sequence := self.sequence():
+                wishes = [[*units, *sequence] if axis in model else examples for axis in axes]
+                found[f"{SEQUENCE} over {over}"] = self.assigned(wishes, kept="open")
+                wishes = [sequence if axis in model else examples for axis in axes]
+                found[f"{CONTEXT} over {over}"] = self.assigned(wishes, kept="open")
+            if several := self.counts_experts:
+                by_experts = [[*several, *examples] if axis in model else examples for axis in axes]
+
+                def of_experts(cluster: Cluster, wishes: Wishes = by_experts) -> Wishes | None:
+                    return wishes if self.computed_by_experts(cluster) else None
+
+                wishes = [examples] * len(axes)
+                found[f"{EXPERT} over {over}"] = self.assigned(wishes, kept="open", other=of_experts)
+        dense = [[*self.units(dense=True), *examples]] * len(axes)
+
+        def of_dense(cluster: Cluster) -> Wishes | None:
+            return None if any(map(self.slides, cluster.nodes)) else dense
+
+        found["one weird trick"] = self.assigned([examples] * len(axes), kept="open", other=of_dense)
         return found
 
     def units(self, dense: bool = False) -> list[Hashable]:
@@ -100,17 +129,70 @@ class _Experts:
                 cut[free[0]] = None
         return [*cut]
 
+    def sequence(self) -> list[Hashable]:
+        """The named dimensions that count places of a sequence: the second of what is given for each example, unless
+        windows slide along it."""
+        inputs = [self.search.program.inputs[i] for i in self.batch]
+        found = {self.flat.named(var, 1): None for var in inputs if len(var.aval.shape) > 1 and var.aval.shape[1] > 1}
+        for number, node in enumerate(self.flat.nodes):
+            d = node.description
+            for f, factor in enumerate(d.factors) if d is not None else ():
+                if isinstance(factor.split, Windowed):
+                    found.pop(self.flat.factor(number, f), None)
+        return [name for name in found if name not in self.examples]
+
+    def experts(self) -> list[Hashable]:
+        """The named dimensions that count experts: a product has a matrix of weights for each, and a result."""
+        found: dict[Hashable, None] = {}
+        for number, node in enumerate(self.flat.nodes):
+            d = node.description
+            if d is not None and self.multiplies_matrices(number):
+                several = [{f for dim in dims for f in dim} for dims in (*d.operands, d.results[0])]
+                for f in sorted(set.intersection(*several)):
+                    if d.sizes[f] > 1 and self.flat.factor(number, f) not in self.examples:
+                        found[self.flat.factor(number, f)] = None
+        return [*found]
+
+    def multiplies_matrices(self, number: int) -> bool:
+        """Whether a product has one of several matrices of weights for an operand, or gives their gradient."""
+        d = self.flat.nodes[number].description
+        if d is None or not d.has(Algebra.CONTRACTS) or len(d.operands) != 2 or len(d.results) != 1:
+            return False
+        sides = [{self.flat.factor(number, f) for dim in dims for f in dim} for dims in (*d.operands, d.results[0])]
+        return any(len(side) > 2 and any(side <= weight for weight in self.weights) for side in sides)
+
+    @functools.cached_property
+    def weights(self) -> list[set[Hashable]]:
+        """The named dimensions of each leaf that is no batch."""
+        leaves = [var for i, var in enumerate(self.search.program.inputs) if i not in self.batch]
+        return [{self.flat.named(var, d) for d in range(len(var.aval.shape))} for var in leaves]
+
+    def computed_by_experts(self, cluster: Cluster) -> bool:
+        """Whether a cluster is what experts compute; what sends tokens to them, and back, is not."""
+        has = {name for each in cluster.dimensions for name in each}
+        experts = has & {*self.counts_experts}
+        products = [n for n in cluster.nodes if self.contracts(n)]
+        if products or not experts:
+            return bool(experts) and any(map(self.multiplies_matrices, products))
+        return any(has & (weight - experts) for weight in self.weights if experts <= weight)
+
+    def contracts(self, number: int) -> bool:
+        d = self.flat.nodes[number].description
+        return d is not None and d.has(Algebra.CONTRACTS)
+
     def slides(self, number: int) -> bool:
         d = self.flat.nodes[number].description
         return d is not None and any(isinstance(x.split, Windowed) for x in d.factors)
 
-    def assigned(self, wishes: Wishes, *, kept: str, dense: Sequence[Hashable] = ()) -> Array:
+    def assigned(
+        self, wishes: Wishes, *, kept: str, other: Callable[[Cluster], Wishes | None] = lambda _: None
+    ) -> Array:
         """An assignment in which clusters divide what is wished, and all else is what goes best with it.
 
         Args:
           wishes: for each axis.
           kept: what is kept from step to step is ``"whole"``, ``"cut"`` over all axes, or ``"open"``.
-          dense: dimensions that are wished first by clusters in which no window slides.
+          other: wishes of a cluster that has others; None if it has these.
         """
         search, problem = self.search, self.search.problem
         chosen = np.array([int(np.argmin(s)) for s in problem.seconds], np.int64)
@@ -124,8 +206,7 @@ class _Experts:
                 chosen[operator] = k or 0
                 continue
             cluster = search.clusters[place]
-            slides = any(self.slides(n) for n in cluster.nodes)
-            own = wishes if slides or not dense else [[*dense, *each] for each in wishes]
+            own = other(cluster) or wishes
             has = {name for each in cluster.dimensions for name in each}
             if PIECES in has or (kept == "cut" and not has & self.examples.keys()):
                 open_.append(operator)
