@@ -59,7 +59,8 @@ def children() -> set[int]:
     return {int(pid) for pid in found.stdout.split()}
 
 
-def test_what_is_not_done_in_time_is_ended(tmp_path: Path) -> None:
+def test_what_is_not_done_in_time_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
     before = children()
     with CompilePool(target(), Cache(tmp_path)) as pool:
         jobs = [pool.submit(lowered(width)) for width in (64, 96, 160)]

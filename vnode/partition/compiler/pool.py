@@ -38,7 +38,10 @@ from vnode.plan.nodes.memory import refusal
 from vnode.show.units import size
 
 AT_ONCE = 2
-"""Compilations at a time: a compiler uses several cores, and takes gigabytes for a large program."""
+"""Compilations at a time at most: a compiler takes gigabytes for a large program."""
+
+CORES = 2
+"""Cores for each: with fewer, one that is done is worth more than two that are half done."""
 
 POLL = 0.05
 """Seconds between two looks at processes."""
@@ -132,7 +135,7 @@ class CompilePool:
         self.close()
 
     def submit(self, lowered: jax.stages.Lowered, over_nodes: int | None = None) -> CompileJob:
-        """Begins to compile a program, unless the answer is on disk; as many at a time as `AT_ONCE`.
+        """Begins to compile a program, unless the answer is on disk or others are compiled.
 
         Args:
           lowered: the program.
@@ -186,7 +189,7 @@ class CompilePool:
                         self.cache.put(each.key, answered(each.job))
         busy = sum(each.process is not None or each.thread is not None for each in self.queue)
         for each in self.queue:
-            if busy >= (AT_ONCE if self.target.separate else 1):
+            if busy >= (min(AT_ONCE, (os.cpu_count() or 1) // CORES) if self.target.separate else 1) and busy:
                 break
             if each.process is None and each.thread is None:
                 self._begin(each)

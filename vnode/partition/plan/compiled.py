@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from vnode.errors import VnodeError
-from vnode.partition.compiler.pool import AT_ONCE, CompileJob, CompilePool
+from vnode.partition.compiler.pool import CORES, CompileJob, CompilePool
 from vnode.partition.machine import Machine
 from vnode.partition.plan.as_compiled import figures_as_compiled
 from vnode.partition.plan.candidates import EXPERTS, Candidate
@@ -29,6 +29,9 @@ from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import Figures
 from vnode.partition.plan.remedies import placed
 from vnode.show.units import size
+
+TOGETHER = 2
+"""How many candidates are compiled before the next ones are chosen, however many at a time."""
 
 LEAST, MOST = 3, 6
 """How many candidates are compiled at least, where the compiler says how long they take, and at most."""
@@ -122,7 +125,7 @@ class CompiledRanking:
 
     def begin(self, each: Entry) -> None:
         """Begins to compile an expert's candidate while others are still searched, where there are cores for both."""
-        if each.candidate.figures.memory <= NEAR * self.limit and (os.cpu_count() or 1) > AT_ONCE:
+        if each.candidate.figures.memory <= NEAR * self.limit and (os.cpu_count() or 1) > CORES:
             self.early.append(each)
             self.submit(each)
 
@@ -146,9 +149,9 @@ class CompiledRanking:
             return []
         if not self.tried:  # what fits by the model, beside what would be faster if it did
             fits = [each for each in near if self.memory(each) <= self.limit]
-            return list(dict.fromkeys([*fits[:1], *near[:1], *near[1:2]]))[:AT_ONCE]
+            return list(dict.fromkeys([*fits[:1], *near[:1], *near[1:2]]))[:TOGETHER]
         if best is None or best.figures is None:
-            return near[:AT_ONCE]
+            return near[:TOGETHER]
         enough = HOPELESS * best.candidate.figures.seconds
         known = {each.kind for each in self.tried}
         of_kind: dict[str, Entry] = {}
@@ -158,9 +161,9 @@ class CompiledRanking:
         experts = [*of_kind.values()]
         better = [each for each in near if self.seconds(each) < best.figures.seconds]
         if not best.figures.timed:  # time is the model's: only what it has as faster can be better
-            return better[:AT_ONCE]
+            return better[:TOGETHER]
         wanted = [*experts, *better, *near[: max(LEAST - len(self.tried), 0)]]
-        return list(dict.fromkeys(wanted))[:AT_ONCE]
+        return list(dict.fromkeys(wanted))[:TOGETHER]
 
     def compile(self, batch: Collection[Entry]) -> None:
         """Compiles candidates, as far as there is time."""
