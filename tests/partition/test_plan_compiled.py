@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import vnode
 from tests.partition.test_plan_accept import V5E, example
 from vnode.partition import Plan, search
-from vnode.partition.compiler import CompiledStats
+from vnode.partition.compiler import CompiledStats, CompilePool
 from vnode.partition.compiler.pool import CompileJob
 from vnode.partition.cost.compiler import CLOCKS
 from vnode.partition.plan import candidates
@@ -82,6 +82,15 @@ def test_other_devices_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(vnode.PlacementError, match=r"compiled_for: .* 8 devices, and there are 3") as error:
         found(None, compiled_for=jax.devices()[:3])
     assert "as many devices as the machine has: 8" in str(error.value)
+
+
+def test_ctrl_c_while_it_compiles_ends_with_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CompilePool, "wait", interrupted)
+    plan = found(None, compiled_for=jax.devices()[:8])
+    assert plan.memory.source == "estimated" and "compiling was interrupted" in plan.notes
 
 
 def test_figures_that_are_estimates_say_so() -> None:

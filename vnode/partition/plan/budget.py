@@ -81,6 +81,11 @@ class Budget:
         """Ends them with what was found so far; what would fit where nothing does is not tried either."""
         self.until, self.more = time.monotonic(), 0.0
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended them."""
+        return self.more == 0.0
+
     def extend(self) -> None:
         """Begins to spend what is spent once more."""
         self.until = time.monotonic() + self.more * self.seconds

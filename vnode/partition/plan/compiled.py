@@ -86,6 +86,7 @@ class CompiledRanking:
       tried: what was compiled, or was to be, in order.
       said: of what was not compiled, or does not fit, a line each.
       early: what is compiled while others are searched.
+      interrupted: whether Ctrl-C ended it.
     """
 
     machine: Machine
@@ -95,6 +96,7 @@ class CompiledRanking:
     tried: list[Entry] = dataclasses.field(default_factory=list)
     said: list[str] = dataclasses.field(default_factory=list)
     early: list[Entry] = dataclasses.field(default_factory=list)
+    interrupted: bool = False
 
     def best(self, entries: Sequence[Entry]) -> Entry | None:
         """The fastest that fits as compiled; None if none does.
@@ -106,7 +108,12 @@ class CompiledRanking:
         first, self.early = self.early, []
         while batch := [*first, *(each for each in self.batch(waiting) if each not in first)]:
             first = []
-            self.compile(batch)
+            try:
+                self.compile(batch)
+            except KeyboardInterrupt:
+                self.interrupted = True
+                self.said.append("compiling was interrupted")
+                break
             waiting = [each for each in waiting if each not in batch]
             if any(each.job is None or not each.job.done for each in batch):
                 break  # time is over

@@ -177,14 +177,18 @@ def search(
             if ranking is not None and not ranking.tried:
                 over_meshes.early = functools.partial(found.begin, ranking, limit)
             found.explore(virtual_nodes)
-            if ranking is None:
+            if found.budget.interrupted:
+                reason = "the search was interrupted"
+            if ranking is None or found.budget.interrupted:
                 return found.plan(limit, (f"estimates only: {reason}",))
             shown.update(1000, "compiling the best")
             entries = found.entries(limit)
             best = ranking.best(entries)
             if best is not None:
                 return found.plan(limit, tuple(ranking.said), best, entries)
-            if not any(each.figures is not None for each in ranking.tried) or found.budget.over:
+            if ranking.interrupted and not found.fits:
+                raise KeyboardInterrupt
+            if not any(each.figures is not None for each in ranking.tried) or ranking.interrupted:
                 return found.plan(limit, tuple(ranking.said))  # nothing was compiled in time, or Ctrl-C
             less = min(ranking.memory_allowed(), math.ceil(LESS * allowed))
             if ranking.over or less < 1 or not found.fits:
