@@ -272,30 +272,16 @@ class Row:
     step: tuple[float, float]
 
 
-class Unestimated:
-    """A source of no time at all, for what the TPU compiler writes no estimate of: then both sides lack it."""
-
-    NAMES = frozenset({"select_and_scatter_add"})
-    """The gradient of a maximum over windows."""
-
-    def time(self, piece: Any, kind: Any) -> Any:
-        """See `vnode.partition.cost.Source`."""
-        from vnode.partition.cost import Time
-
-        alone = len(piece.equations) == 1 and piece.equations[0].primitive.name in self.NAMES
-        return Time(0.0, "no estimate") if alone and kind.name.startswith("TPU") else None
-
-
 def compared(plan: Plan, built: Build, platform: str) -> Row:
     """Predicts what a plan takes, and looks at what was compiled."""
     from vnode.partition import Machine, Roofline, Times, accept, program_cost
-    from vnode.partition.cost import Windows, device_program
+    from vnode.partition.cost import device_program
     from vnode.partition.cost.compiler import CLOCKS
     from vnode.partition.hlo import cycles, parse
 
     machine = Machine.tpu(TOPOLOGY)
     device = device_program(plan.flow, plan.axes, platform=platform, donated=range(plan.donated))
-    times = Times((Unestimated(), Windows(), Roofline(launch=0)))
+    times = Times((Roofline(launch=0),))
     cost = program_cost(device, machine, machine.mesh(plan.axes), times=times, platform=platform)
     found = accept(built, cost)
     clock = CLOCKS[machine.kinds[0].name]

@@ -3,8 +3,7 @@
 `python -m benchmarks.partition_cost mlp transformer` compiles small steps for eight CPU devices, and prints for each
 whether the collectives are those that were planned, and how far the predicted memory is off. With `--tpu v5e:2x4`
 the steps are of useful sizes, compiled ahead of time by the TPU compiler, and the cycles that it estimates for the
-whole step are compared with the sum over kernels: by passes and tiles, by the roofline, and with `--cycles` by its
-estimates for each.
+whole step are compared with the sum over fused operations: by the roofline as calibrated, and by the data sheet.
 
 This file knows models and the cost of programs. It must not know how a cost is found.
 """
@@ -80,14 +79,14 @@ def mlp(width: int, batch: int) -> Model:
     return Model("mlp", step, initial, examples, placements, Published(16 * width**2, "by hand"))
 
 
-def compare(name: str, model: Model, topology: str | None, by_kernel: bool) -> None:
+def compare(name: str, model: Model, topology: str | None) -> None:
     """Prints what is predicted and found of one step."""
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from vnode.analysis.program import inline
-    from vnode.partition import Cache, Compiler, Machine, Roofline, Times, accept, program_cost
+    from vnode.partition import Machine, Roofline, Times, accept, program_cost
     from vnode.partition.cost import device_program
     from vnode.partition.cost.compiler import CLOCKS
     from vnode.partition.hlo import cycles, parse
@@ -129,13 +128,9 @@ def compare(name: str, model: Model, topology: str | None, by_kernel: bool) -> N
     print(f"  temporary memory off by {temporary:+.1%}")
     if topology is not None:
         whole = cycles(parse(compiled.as_text() or ""), {}) / CLOCKS[machine.kinds[0].name]
-        bare = program_cost(device, machine, machine.mesh(AXES), times=Times((Roofline(launch=0),))).compute
-        off = f"passes and tiles {cost.compute / whole - 1:+.1%}, roofline {bare / whole - 1:+.1%}"
+        bare = program_cost(device, machine, machine.mesh(AXES), times=Times((Roofline(0, False),))).compute
+        off = f"calibrated {cost.compute / whole - 1:+.1%}, data sheet {bare / whole - 1:+.1%}"
         print(f"  compute: whole step {whole:.4g} s by the compiler, {off}")
-        if by_kernel:
-            times = Times((Compiler(Cache("out/cost")), Roofline()))
-            summed = program_cost(device, machine, machine.mesh(AXES), times=times).compute
-            print(f"  compute: sum of the compiler's estimates by kernel {summed / whole - 1:+.1%}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -143,11 +138,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*")
     parser.add_argument("--tpu", help="a topology such as v5e:2x4")
-    parser.add_argument("--cycles", action="store_true", help="ask the compiler about each kernel; takes minutes")
     options = parser.parse_args(argv)
     known = models("small" if options.tpu is None else "paper")
     for name in options.models or known:
-        compare(name, known[name](), options.tpu, options.cycles)
+        compare(name, known[name](), options.tpu)
 
 
 if __name__ == "__main__":

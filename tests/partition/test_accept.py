@@ -26,11 +26,8 @@ from vnode.analysis.program import Program, inline
 from vnode.errors import ProfileError
 from vnode.partition import Machine
 from vnode.partition.accept import REWRITES, ROW, Acceptance, Counts, accept, counted_exchanges, matched
-from vnode.partition.cost import Memory, Target, device_program, memory_of, program_cost
+from vnode.partition.cost import Memory, device_program, program_cost
 from vnode.partition.cost.collectives import Transfer
-from vnode.partition.cost.device import DeviceProgram, simplified
-from vnode.partition.cost.loops import without_single_turns
-from vnode.partition.cost.lowered import lowered
 from vnode.partition.cost.program import Planned
 from vnode.partition.hlo import found_collectives, parse
 from vnode.spmd.flow import follow
@@ -94,10 +91,10 @@ def test_a_step_is_accepted_and_another_is_not() -> None:
     assert "planned, not found" in str(refused)
     assert "less than planned" in refused.reasons[0] and "not planned" not in refused.reasons[0]
 
-    other = dataclasses.replace(cost, memory=dataclasses.replace(cost.memory, temporaries=cost.memory.temporaries * 2))
+    other = dataclasses.replace(cost, memory=dataclasses.replace(cost.memory, temporaries=cost.memory.temporaries * 5))
     refused = accept(compiled, other)
     assert not refused.memory_accepted and refused.exchange_accepted and not refused.accepted
-    assert accept(compiled, other, tolerance=2.0).accepted
+    assert accept(compiled, other, tolerance=4.0).accepted
 
 
 PLACES = P(), P("model"), P(None, "model"), P("data"), P(None, "data"), P("data", "model"), P("model", "data")
@@ -123,104 +120,6 @@ def test_collectives_in_loops_count_by_their_turns() -> None:
     found, _ = compared(inline(traced.jaxpr, traced.consts), (P(None, None, "model"), P(None, "model"), P("data")))
     assert found.found == {"all-reduce": 5 * 8 * 64 * 4} == found.planned
     assert found.exchange_accepted and not found.open_loops
-
-
-def test_what_is_the_same_at_every_turn_is_exchanged_once() -> None:
-    """XLA takes it out of the loop on CPUs: of a forward and a backward loop, once for both; and it takes memory."""
-
-    def step(w: Any, x: Any) -> Any:
-        def loss(w: Any) -> Any:
-            return jnp.sum(lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), jnp.ones((4096, 64)), x)[0] ** 2)
-
-        return jax.grad(loss)(w)
-
-    traced = jax.make_jaxpr(step)(jnp.ones((64, 64)), jnp.ones((7, 4096, 64)))
-    found, (_, cost) = compared(inline(traced.jaxpr, traced.consts), (P("model"), P(None, ("data", "model"))))
-    assert found.exchange_accepted, str(found)
-    assert found.found["all-gather"] == 64 * 64 * 4, "once for seven turns, there and back"
-    assert [each.runs for each in cost.collectives if each.transfer.kind == "all-gather"] == [1]
-    assert found.memory_accepted, str(found)
-
-
-def by_xla(function: Any, *args: Any) -> int:
-    analysis = jax.jit(function).lower(*args).compile().memory_analysis()
-    assert analysis is not None
-    return analysis.temp_size_in_bytes
-
-
-def test_temporary_memory_of_single_device_programs() -> None:
-    """Within a twentieth, and a few hundred bytes of tuples and counters."""
-    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-
-    def turns(x: Any) -> Any:
-        return lax.scan(lambda c, _: (c @ x, None), x @ x, None, length=5)[0] @ x
-
-    def gradient(x: Any) -> Any:
-        return jax.grad(lambda w: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w) @ w))(x)
-
-    for function in (
-        lambda x: ((x @ x) @ x) @ x,
-        turns,
-        gradient,
-    ):
-        traced = jax.make_jaxpr(function)(x)
-        device = DeviceProgram(simplified(inline(traced.jaxpr, traced.consts)), {})
-        predicted = memory_of(device, Target.on("cpu")).temporaries
-        assert predicted == pytest.approx(by_xla(function, x), rel=0.05, abs=512), function
-
-
-def test_temporary_memory_of_a_loop_of_one_turn() -> None:
-    """It is no loop to the compiler: what it starts with, carries and stacks is not there twice."""
-    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-
-    def added(x: Any) -> Any:
-        total, _ = lax.scan(lambda c, y: (c + y @ y, None), jnp.zeros((256, 256)), (x @ x)[None])
-        return (jnp.tanh(total) @ x) @ total
-
-    def stacked(x: Any) -> Any:
-        last, each = lax.scan(lambda _, y: (jnp.tanh(y @ y), jnp.tanh(y)), jnp.zeros((256, 256)), (x @ x)[None])
-        return (last @ x) @ each[0]
-
-    for function in (added, stacked):
-        traced = jax.make_jaxpr(function)(x)
-        program = inline(traced.jaxpr, traced.consts)
-        inlined, as_it_is = (
-            memory_of(DeviceProgram(simplified(each), {}), Target.on("cpu")).temporaries
-            for each in (without_single_turns(program), program)
-        )
-        assert inlined == pytest.approx(by_xla(function, x), rel=0.05, abs=512)
-        assert as_it_is > 1.4 * inlined, "the test is about something"
-
-
-def test_temporary_memory_of_what_a_loop_carries_and_does_not_read() -> None:
-    """What becomes of it is written in its place at once."""
-    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-
-    def turns(x: Any) -> Any:
-        first = lax.scan(lambda c, y: (jnp.tanh(y @ x), None), jnp.zeros((256, 256)), jnp.stack([x, x + 1, x + 2]))[0]
-        return first @ x
-
-    traced = jax.make_jaxpr(turns)(x)
-    device = DeviceProgram(simplified(inline(traced.jaxpr, traced.consts)), {})
-    assert memory_of(device, Target.on("cpu")).temporaries == pytest.approx(by_xla(turns, x), rel=0.05, abs=512)
-
-
-def test_temporary_memory_of_windows() -> None:
-    """XLA's CPU backend transposes what it convolves, and goes back through a maximum by indices: within a tenth."""
-
-    def loss(k: Any, x: Any) -> Any:
-        h = lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-        return jnp.sum(lax.reduce_window(jnp.tanh(h), -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "VALID") ** 2)
-
-    k, x = jax.ShapeDtypeStruct((3, 3, 8, 24), jnp.float32), jax.ShapeDtypeStruct((4, 32, 32, 8), jnp.float32)
-    function = jax.grad(loss)
-    traced = jax.make_jaxpr(function)(k, x)
-    plain = simplified(inline(traced.jaxpr, traced.consts))
-    actual = by_xla(function, k, x)
-    predicted = memory_of(DeviceProgram(simplified(lowered(plain)), {}), Target.on("cpu")).temporaries
-    assert predicted == pytest.approx(actual, rel=0.1)
-    without = memory_of(DeviceProgram(plain, {}), Target.on("cpu")).temporaries
-    assert without < 0.8 * actual, "the test is about something"
 
 
 def test_memory_of_what_is_exchanged_along_another_dimension() -> None:
@@ -433,7 +332,7 @@ def test_as_many_exchanges_are_paired_as_can_be(
 
 def test_a_report_says_how_far_memory_is_off() -> None:
     zero = Memory(100, 0, 0, 0)
-    report = Acceptance({}, {}, (), (), (), zero, 100, 0, 0, 25)
+    report = Acceptance({}, {}, (), (), (), zero, 100, 0, 0, 25, tolerance=0.1)
     assert report.memory_error == -0.2 and not report.accepted
     assert "-20.0%" in str(report) and "it takes 125 B, the prediction is 20% below that" in str(report)
     roomy, tight = (dataclasses.replace(report, limit=limit) for limit in (200, 120))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -24,18 +23,17 @@ from vnode.analysis.program import Program, inline
 from vnode.errors import ProfileError
 from vnode.operators import describe
 from vnode.operators.cost import Cost
-from vnode.partition import Machine
+from vnode.partition import Machine, calibrate
 from vnode.partition.cost import (
     Cache,
+    Calibration,
     DeviceProgram,
     Measured,
     Piece,
     Roofline,
-    Target,
     Time,
     Times,
     Transfer,
-    Windows,
     copy_of,
     device_program,
     memory_of,
@@ -43,17 +41,11 @@ from vnode.partition.cost import (
     transfer_of,
     transfers_of_route,
 )
-from vnode.partition.cost.buffers import Buffers, Vacant
-from vnode.partition.cost.collectives import KINDS
-from vnode.partition.cost.device import bodies_of, compiled_as, simplified
+from vnode.partition.cost.calibration import entries
+from vnode.partition.cost.device import simplified
 from vnode.partition.cost.kernels import kernels_of
-from vnode.partition.cost.loops import after_loops, before_loops
-from vnode.partition.cost.narrow import rounded_ends
-from vnode.partition.cost.overlap import Backwards
+from vnode.partition.cost.liveness import Operation, freeing_first, held, held_in_best_order, peak
 from vnode.partition.cost.pieces import piece_of, program_piece, traced_piece
-from vnode.partition.cost.shapes import Shape
-from vnode.partition.cost.sums import added_before, parts_first
-from vnode.partition.cost.windows import COUNTS, counted
 from vnode.partition.machine import Kind
 from vnode.partition.machine.table import kind_named
 from vnode.spmd.choice import Given, choose
@@ -64,7 +56,7 @@ from vnode.spmd.route import route
 
 pytestmark = pytest.mark.quickly
 
-CPU, TPU = Target.on("cpu"), Target.on("tpu")
+CPU, TPU = Calibration(), Calibration(recomputes=True)
 TOY = Kind("toy", {"float32": 1e12}, vector=1e11, memory=2**30, bandwidth=1e11, host_bandwidth=1e10)
 
 
@@ -158,7 +150,7 @@ def test_roofline_of_a_published_figure() -> None:
             lambda a, b: a @ b, ones(batch, 8192, dtype=jnp.bfloat16), ones(8192, 8192, dtype=jnp.bfloat16)
         )
         memory = (piece.cost.read + piece.cost.written) / kind.bandwidth
-        ratios.append(Roofline(launch=0).seconds(piece.cost, kind) / memory)
+        ratios.append(Roofline(launch=0, calibrated=False).seconds(piece.cost, kind) / memory)
     assert ratios[0] == 1.0 < ratios[1]
 
 
@@ -221,47 +213,7 @@ def test_a_loop_is_measured_as_a_whole_unless_it_exchanges() -> None:
         assert cost.compute == pytest.approx(seconds), function
         assert pieces is None or cost.sources == {"measured": pieces}
         plain = program_cost(device, machine, mesh, platform="cpu")
-        assert set(plain.sources) == {"windows"}, "of TPUs"
-    gpus = Machine.gpus("a100-40gb", per_host=4)
-    assert set(program_cost(device, gpus, gpus.mesh({"x": 4}), platform="gpu").sources) == {"roofline"}
-
-
-def test_what_was_seen_of_a_chip_is_no_figure_of_another() -> None:
-    """Nor of one that was measured: its bandwidth is what passes reach."""
-    piece, kind = traced_piece(lambda a: a + 1, ones(64, 4096)), kind_named("v4")
-    others = dataclasses.replace(kind, bandwidth=kind.bandwidth / 2), dataclasses.replace(kind, name="TPU mine")
-    for other in others:
-        assert Times().time(piece, other) == Roofline().time(piece, other)
-    smaller = dataclasses.replace(kind, memory=kind.memory // 2)
-    assert Times().time(piece, smaller) == Times().time(piece, kind) == Windows().time(piece, kind)
-
-
-def test_only_pieces_that_are_alike_share_a_time() -> None:
-    """Against what each takes if nothing is known of others."""
-    kind, a, b = kind_named("v5e"), ones(64, 4096), ones(64, 4096)
-    sums = traced_piece(lambda a, b: (a + b) * b, a, b)
-    (first, second), (product,) = sums.reads, sums.writes
-    (added, _) = sums.equations
-    matrix = traced_piece(lambda a, b: a @ b, a, ones(4096, 512))
-    several = [
-        sums,
-        traced_piece(lambda a, b: (a + b) * (a + b), a, b),
-        traced_piece(lambda a, b: (a + b) * b, ones(64, 8192), ones(64, 8192)),
-        dataclasses.replace(sums, writes=(product, added.outvars[0])),
-        dataclasses.replace(sums, reads=(first, second, *matrix.reads)),
-        dataclasses.replace(sums, near=frozenset({first})),
-        dataclasses.replace(sums, near=frozenset({first, product})),
-        matrix,
-        dataclasses.replace(matrix, near=frozenset(matrix.reads[:1])),
-        dataclasses.replace(matrix, near=frozenset(matrix.reads[1:])),
-        dataclasses.replace(matrix, narrow=frozenset(matrix.reads[1:])),
-    ]
-    alone = [counted(piece, kind, COUNTS[kind.name]) for piece in several]
-    assert len({time.seconds for time in alone}) > 6
-    for _ in range(2):
-        assert [Windows().time(piece, kind) for piece in several] == alone
-    same = traced_piece(lambda a, b: (a + b) * b, a, b)
-    assert same.alike == sums.alike and len({piece.alike for piece in several}) == len(several)
+        assert set(plain.sources) == {"roofline"}
 
 
 # The cache
@@ -318,203 +270,89 @@ def test_writers_and_readers_at_once_never_see_half_an_entry(tmp_path: Any) -> N
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"], "nothing is left behind"
 
 
-# Kernels
+# Fused operations
 
 
-def kernels(function: Any, *args: Any, target: Target = CPU) -> list[str]:
-    return [str(kernel.piece) for kernel in kernels_of(program_of(function, *args), target).kernels]
+def kernels(function: Any, *args: Any, recomputes: bool = False) -> list[str]:
+    return [str(kernel.piece) for kernel in kernels_of(program_of(function, *args), recomputes).kernels]
 
 
-def test_what_is_computed_inside_of_what() -> None:
+def test_what_is_evaluated_inside_of_what() -> None:
     x, w = ones(8, 16), ones(16, 16)
     assert kernels(lambda x: (jnp.tanh(x) * 2 + 1).sum(0), x) == ["tanh + mul + add + reduce_sum"]
-    # A reduction's result is in memory, and what depends on it starts anew.
-    assert len(kernels(lambda x: x - x.sum(0), x)) == 2
-    # Dear and read by two that are not the same kernel: computed once. Cheap: computed twice.
+    assert len(kernels(lambda x: x - x.sum(0), x)) == 2, "a reduction writes its result"
     shared = lambda f: lambda x: (lambda y: (y.sum(0), y.sum(1)))(f(x))  # noqa: E731
-    assert len(kernels(shared(jnp.tanh), x)) == 3
-    assert len(kernels(shared(lambda x: x * 2), x)) == 2
-    # Contractions: alone on CPU, with what is element by element on TPU.
+    assert len(kernels(shared(jnp.tanh), x)) == 3, "dear: evaluated once"
+    assert len(kernels(shared(jnp.tanh), x, recomputes=True)) == 2
+    assert len(kernels(shared(lambda x: x * 2), x)) == 2, "cheap: evaluated in both"
+    both = lambda x, y: (lambda z: (z.sum(0), z.sum(1)))(x * y)  # noqa: E731
+    assert len(kernels(both, x, x, recomputes=True)) == 3, "made of two arrays: written once"
     fused = lambda x, w: jnp.tanh((x * 2) @ w)  # noqa: E731
     assert kernels(fused, x, w) == ["mul", "dot_general", "tanh"]
-    assert kernels(fused, x, w, target=TPU) == ["mul + dot_general + tanh"]
-    # A reshape is a name, a transposition of a product is written by it.
-    assert kernels(lambda x: x.reshape(16, 8), x) == []
-    assert kernels(lambda x, w: (x @ w).T, x, w) == ["dot_general"]
+    assert kernels(fused, x, w, recomputes=True) == ["mul + dot_general + tanh"]
+    assert kernels(lambda x: x.reshape(16, 8), x) == [], "another name"
     assert kernels(lambda x, w: x.T @ w, ones(16, 8), w) == ["transpose + dot_general"]
+    half = lambda x, w: x @ w.astype(jnp.bfloat16)  # noqa: E731
+    assert kernels(half, ones(8, 16, dtype=jnp.bfloat16), w) == ["convert_element_type + dot_general"]
 
 
-def test_kernels_with_several_results() -> None:
-    x = ones(64, 64)
-    several = lambda x: (x.sum(0), x.max(1), jnp.tanh(x))  # noqa: E731
-    (kernel,) = kernels_of(program_of(several, x), TPU).kernels
-    assert kernel.piece.cost.read == 64 * 64 * 4 and kernel.piece.cost.written == (64 + 64 + 64 * 64) * 4
-    assert len(kernels(several, x)) == 3, "not on CPUs"
-    # With what writes it; not with what waits for the whole of a sum, nor around something that runs between.
-    assert len(kernels(lambda x: (lambda y: (y, y.sum(0)))(jnp.tanh(x)), x, target=TPU)) == 1
-    assert len(kernels(lambda x: x - x.sum(0), x, target=TPU)) == 2
-    assert len(kernels(lambda x: x * jnp.sort(x.sum(0)), x, target=TPU)) == 3
+def test_updates_that_read_the_same_are_one_operation_with_several_results() -> None:
+    def update(m: Any, v: Any, p: Any, g: Any) -> Any:
+        m, v = 0.9 * m + 0.1 * g, 0.9 * v + 0.1 * g * g
+        return m, v, p - m / (jnp.sqrt(v) + 1e-8)
 
-
-def test_products_of_tpus_are_computed_once() -> None:
-    x, w = ones(64, 64), ones(64, 64)
-    multiplied = {"float32": 2 * 64**3}
-
-    def made(function: Any, *args: Any) -> list[Any]:
-        return [kernel.piece for kernel in kernels_of(program_of(function, *args), TPU).kernels]
-
-    (both,) = made(lambda x, w: (lambda y: (y.sum(0), y.max(1)))(x @ w), x, w)
-    assert both.cost.matrix == multiplied and both.cost.written == 2 * 64 * 4, "what only they read is not written"
-    parts = made(lambda x, w: [jnp.tanh(part) for part in jnp.split(x @ w + 1, 4)], x, w)
-    assert [piece.cost.matrix for piece in parts if piece.cost.matrix] == [multiplied]
-    several = made(lambda x, w: (x @ w) * jnp.tanh(x @ w.T), x, w)
-    assert [piece.cost.matrix for piece in several if piece.cost.matrix] == [multiplied] * 2
-    slice_, product = made(lambda x, i, w: lax.dynamic_slice(x, (i, 0), (4, 64)) @ w, x, jnp.int32(3), w)
-    assert not slice_.cost.matrix and product.cost.matrix, "a place that is known at run time only, and no whole tiles"
-    (product,) = made(lambda x, i, w: lax.dynamic_slice(x, (i, 0), (8, 64)) @ w, x, jnp.int32(3), w)
-    assert product.cost.matrix, "whole tiles"
+    (kernel,) = kernels_of(program_of(update, *[ones(64, 64)] * 4), True).kernels
+    n = 64 * 64 * 4
+    assert (kernel.piece.cost.read, kernel.piece.cost.written) == (4 * n, 3 * n)
 
 
 def test_only_what_is_needed_of_a_reshaped_slice_is_read() -> None:
     cut = lambda x, i: lax.dynamic_slice(x.reshape(64, 8, 8), (i, 0, 0), (4, 8, 8)) * 2  # noqa: E731
-    (kernel,) = kernels_of(program_of(cut, ones(64, 64), jnp.int32(3)), TPU).kernels
+    (kernel,) = kernels_of(program_of(cut, ones(64, 64), jnp.int32(3)), True).kernels
     assert kernel.piece.cost.read == pytest.approx(4 * 64 * 4, rel=0.05)
     assert kernel.piece.cost.written == 4 * 64 * 4
 
 
-def test_what_a_tpu_does_not_write() -> None:
-    table, places, values = ones(64, 512), ones(8, dtype=jnp.int32), ones(8, 512)
+def test_every_equation_that_is_wanted_is_in_an_operation() -> None:
+    """They can run in that order, and give the result."""
 
-    def part(width: int) -> Any:
-        def put(i: Any, v: Any) -> Any:
-            filled = jnp.zeros(table.shape).at[i].add(v, mode="promise_in_bounds")
-            return jnp.exp(lax.dynamic_slice(filled, (0, 64), (64, width)))
-
-        return put
-
-    assert sum("scatter-add" in kernel for kernel in kernels(part(128), places, values, target=TPU)) == 1
-    assert "scatter-add" not in kernels(part(128), places, values, target=TPU), "made inside of its reader"
-    assert any(kernel.endswith("scatter-add") for kernel in kernels(part(512), places, values, target=TPU))
-    # One place in each row: the compiler compares positions instead.
-    chosen = lambda x, i: jnp.exp(jnp.take_along_axis(x, i[:, None], axis=1)).sum()  # noqa: E731
-    given = lambda x, i: x + jax.grad(chosen)(x, i)  # noqa: E731
-    assert len(kernels(given, table, ones(64, dtype=jnp.int32), target=TPU)) == 1
-    assert len(kernels(given, table, ones(64, dtype=jnp.int32), target=CPU)) > 1
-    x = ones(128, 128)
-    chain = device_of(lambda x: ((x @ x) @ x).sum(), x)
-    assert memory_of(chain, CPU).temporaries == 0, "a library sums the product as it makes it"
-    exact = device_of(lambda x: (jnp.dot(jnp.dot(x, x), x, precision="highest")).sum(), x)
-    assert memory_of(exact, TPU).temporaries > memory_of(chain, TPU).temporaries
-
-
-def test_a_tpu_writes_what_would_be_read_more_often_otherwise() -> None:
-    weights = ones(64, 32), ones(64, 32), ones(64, 32)
-
-    def products(x: Any, *w: Any) -> Any:  # of the same, which none of them can be computed in alone
-        return [lax.dot(x, each, precision="highest") for each in w]
-
-    one = kernels(lambda a, *w: products(jnp.tanh(a), *w), ones(64, 64), *weights, target=TPU)
-    assert not any(name == "tanh" for name in one), "each product reads a, and computes its tanh"
-    # Of four arrays of n bytes three products read 12 n; a sum that is written moves 4 n + n + 3 n.
-    parts = [ones(64, 64)] * 4
-    four = kernels(lambda a, b, c, d, *w: products(a * b + c * d, *w), *parts, *weights, target=TPU)
-    two = kernels(lambda a, b, *w: products(a * b, *w[:2]), *parts[:2], *weights, target=TPU)
-    assert any("add" in each and "dot" not in each for each in four), four
-    assert not any("mul" in each and "dot" not in each for each in two), "4 n, and 2 n + n + 2 n if it is written"
-
-
-def convolved(x: Any, k: Any) -> Any:
-    return lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-
-@pytest.mark.parametrize(("places", "packed"), [(28, True), (40, False)])
-def test_a_tpu_keeps_where_a_convolution_was_cut_off(places: int, packed: bool) -> None:
-    """Where a word holds the bits of a row: then the rest is rounded, unless a sum over devices is between them."""
-
-    def step(a: Any, k: Any, bias: Any, last: Any, devices: bool = False) -> Any:
-        def loss(k: Any, last: Any) -> Any:
-            x = lax.psum(convolved(a, k), "x") if devices else convolved(a, k)
-            return jnp.sum(convolved(jax.nn.relu(x + bias), last) ** 2)
-
-        return jax.grad(loss, (0, 1))(k, last)
-
-    given = ones(8, places, places, 4), ones(3, 3, 4, 16), ones(16), ones(3, 3, 16, 4)
-    shape = (8, places, places, 16)
-
-    def written(devices: bool) -> set[tuple[str, bool]]:
-        traced = jax.make_jaxpr(lambda *args: step(*args, devices), axis_env=[("x", 2)])(*given)
-        found = kernels_of(simplified(inline(traced.jaxpr, traced.consts)), TPU)
-        several = [kernel for kernel in found.kernels if kernel.shape is not Shape.COLLECTIVE]
-        forward = next(kernel for kernel in several if any(var.aval.shape == shape for var in kernel.piece.writes))
-        return {(var.aval.dtype.name, var in found.narrow) for var in forward.piece.writes}
-
-    assert written(False) == ({("float32", True), ("bool", False)} if packed else {("float32", False)})
-    assert written(True) == {("float32", False)}
-
-
-def test_what_a_tpu_sends_together_is_no_more_than_it_does() -> None:
-    """Of three sums of 50 MiB two, whose operands are 100 MiB of 120."""
-    x = jax.ShapeDtypeStruct((50, 1 << 18), jnp.float32)
-    traced = jax.make_jaxpr(lambda *xs: [lax.psum(x, "x") for x in xs], axis_env=[("x", 2)])(x, x, x)
-    found = kernels_of(inline(traced.jaxpr, traced.consts), TPU).kernels
-    assert [len(kernel.piece.writes) for kernel in found] == [2, 1]
-
-
-def test_arrays_take_whole_tiles_of_a_tpus_memory() -> None:
-    made = device_of(lambda a, b: (a * 2, b + 1), ones(5, 5, 64, 192), ones(9, 200), donated=(0,))
-    tiles = 5 * 5 * 64 * 256 * 4, 16 * 256 * 4
-    found = memory_of(made, TPU)
-    assert (found.arguments, found.aliased, found.outputs) == (sum(tiles), tiles[0], sum(tiles))
-    assert memory_of(made, CPU).arguments == (5 * 5 * 64 * 192 + 9 * 200) * 4
-
-
-def test_what_lives_shortest_is_on_the_chip() -> None:
-    a, w = ones(64, 64), ones(64, 64)  # 16 KiB each
-
-    def chain(a: Any, w: Any) -> Any:
-        x = jnp.sort(a)
-        y = lax.cumsum(x, 0)
-        z = lax.cumsum(jnp.sort(y + w), 1)
-        return (jnp.sort(z) + lax.cumsum(x, 1)).sum()
-
-    made = device_of(chain, a, w)
-    whole = memory_of(made, dataclasses.replace(TPU, on_chip=0))
-    none = memory_of(made, dataclasses.replace(TPU, on_chip=(16 << 10) - 1))
-    part = memory_of(made, dataclasses.replace(TPU, on_chip=32 << 10))
-    everything = memory_of(made, dataclasses.replace(TPU, on_chip=1 << 30))
-    assert none.temporaries == whole.temporaries > part.temporaries >= everything.temporaries == 0
-    assert part.on_chip <= 32 << 10
-
-
-def test_every_equation_that_is_wanted_is_in_a_kernel() -> None:
     def loss(w: Any, x: Any) -> Any:
         h = jax.nn.gelu(x @ w)
         h = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
         return (jax.nn.softmax(h @ w.T, -1) ** 2).sum()
 
     program = simplified(program_of(jax.grad(loss), ones(16, 32), ones(8, 16)))
-    for target in (CPU, TPU):
-        found = kernels_of(program, target)
-        made = {id(eqn) for kernel in found.kernels for eqn in kernel.piece.equations}
-        names = {var for eqn in program.equations for var in eqn.outvars if var in found.names}
-        assert all(id(eqn) in made or eqn.outvars[0] in names for eqn in program.equations)
-        # They can run in that order, and give the result.
+    for recomputes in (False, True):
+        found = kernels_of(program, recomputes)
         rng = np.random.default_rng(0)
         values = [jnp.asarray(rng.random(v.aval.shape), jnp.float32) for v in program.inputs]
-        held: dict[Var, Any] = dict(zip(program.inputs, values, strict=True)) | program.constants
-        shapes = {v: v.aval.shape for eqn in program.equations for v in eqn.outvars}
+        there: dict[Var, Any] = dict(zip(program.inputs, values, strict=True)) | program.constants
         for kernel in found.kernels:
-            operands = []
-            for var in kernel.piece.reads:
-                value = held[found.memory_of(var)]
-                moved = value.T if value.shape != var.aval.shape and value.T.shape == var.aval.shape else value
-                operands.append(moved.reshape(var.aval.shape))
-            held.update(zip(kernel.piece.writes, kernel.piece.function(*operands), strict=True))
+            operands = [there[found.memory_of(var)].reshape(var.aval.shape) for var in kernel.piece.reads]
+            there.update(zip(kernel.piece.writes, kernel.piece.function(*operands), strict=True))
         (end,) = program.outputs
         assert isinstance(end, Var)
-        result = held[found.memory_of(end)]
-        result = result.T if result.shape != shapes[end] else result
-        np.testing.assert_allclose(result, jax.grad(loss)(*values), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(there[found.memory_of(end)], jax.grad(loss)(*values), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: jnp.tanh(x * 2 + 1) * 3,
+        lambda x, w: x @ w,
+        lambda x, w: (x * x).sum(1),
+        lambda x, w: jnp.tanh(x @ w) @ w,
+        lambda x, w: jax.grad(lambda w: (jax.nn.relu(x @ w) @ w).sum())(w),
+    ],
+)
+def test_operations_and_bytes_are_those_that_xla_counts(function: Any) -> None:
+    """Its analysis of the compiled program; it counts a `tanh` apart, and fuses a little more, or less."""
+    x, w = ones(256, 512), ones(512, 512)
+    program = simplified(program_of(function, x, w))
+    costs = [kernel.piece.cost for kernel in kernels_of(program, False).kernels]
+    said = jax.jit(function).lower(x, w).compile().cost_analysis()
+    assert sum(c.flops for c in costs) == pytest.approx(said["flops"] + said.get("transcendentals", 0), rel=0.02)
+    assert sum(c.read + c.written for c in costs) == pytest.approx(said["bytes accessed"], rel=0.3)
 
 
 def over(function: Any, *args: Any, **axes: int) -> Program:
@@ -522,19 +360,15 @@ def over(function: Any, *args: Any, **axes: int) -> Program:
     return simplified(inline(traced.jaxpr, traced.consts))
 
 
-def test_collectives_that_do_not_wait_for_each_other_are_sent_together() -> None:
+def test_reductions_that_do_not_wait_for_each_other_are_sent_together() -> None:
     def several(a: Any, b: Any, c: Any) -> Any:
         first, second = lax.psum(a, "x"), lax.psum(b, "x")
         third = lax.psum(first * 2, "x")  # waits for the first
         return first, second, third, lax.psum(c, ("x", "y")), lax.pmax(c, "x")
 
     program = over(several, ones(4), ones(8), ones(2), x=2, y=2)
-    found = [k for k in kernels_of(program, TPU).kernels if k.root.primitive.name in ("psum", "pmax")]
+    found = [k for k in kernels_of(program, False).kernels if k.root.primitive.name in ("psum", "pmax")]
     assert sorted(len(k.piece.equations) for k in found) == [1, 1, 1, 2]
-    alone = kernels_of(program, Target(combines=frozenset())).kernels
-    assert sum(k.root.primitive.name in ("psum", "pmax") for k in alone) == 5
-    small = kernels_of(program, Target(together=40)).kernels  # 16 and 32 bytes are too many together
-    assert all(len(k.piece.equations) == 1 for k in small if k.root.primitive.name == "psum")
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=14))
@@ -547,7 +381,7 @@ def test_kernels_sent_together_never_wait_in_a_circle(steps: list[tuple[int, boo
         return values
 
     program = over(chain, ones(4), x=2, y=2)
-    found = kernels_of(program, TPU)
+    found = kernels_of(program, True)
     there = {*program.inputs}
     for kernel in found.kernels:
         assert {found.memory_of(var) for var in kernel.piece.reads} <= there
@@ -561,254 +395,6 @@ def test_kernels_sent_together_never_wait_in_a_circle(steps: list[tuple[int, boo
     assert count >= max(x + y for x, y in longest.values())
 
 
-def test_loops_without_what_is_taken_out_give_the_same() -> None:
-    """What does not change comes before; sums over devices that are only added up come after: as often as they need."""
-
-    def turns(w: Any, x: Any) -> Any:
-        def body(carry: Any, row: Any) -> Any:
-            total, turned, h = carry
-            whole = lax.all_gather(w, "x", axis=0, tiled=True)  # the same at every turn
-            h = jnp.tanh(h @ whole + row)
-            return (total + lax.psum(h, "x"), turned + lax.psum(h * 2, "x").T.reshape(2, 16), h), h.sum()
-
-        return lax.scan(body, (jnp.zeros((4, 8)), jnp.zeros((2, 16)), jnp.ones((4, 8))), x)
-
-    plain = over(turns, ones(4, 8), ones(5, 4, 8), x=2)
-    (loop,) = (eqn for eqn in plain.equations if eqn.primitive.name == "scan")
-    assert names_of(loop) == {"all_gather", "psum"}
-    before, after = simplified(before_loops(plain)), simplified(after_loops(plain))
-    for program, inside, outside in ((before, {"psum"}, "all_gather"), (after, {"all_gather"}, "psum")):
-        count = {"all_gather": 1, "psum": 2}[outside]
-        (loop,) = (eqn for eqn in program.equations if eqn.primitive.name == "scan")
-        assert names_of(loop) == inside
-        assert [eqn.primitive.name for eqn in program.equations].count(outside) == count
-    rng = np.random.default_rng(0)
-    values = [jnp.asarray(rng.random(v.aval.shape), jnp.float32)[None].repeat(2, 0) for v in plain.inputs]
-    run = lambda program: jax.vmap(program_piece(program).function, axis_name="x")(*values)  # noqa: E731
-    for other in (before, after, after_loops(before)):
-        for a, b in zip(run(plain), run(other), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5)
-
-
-def test_on_tpus_only_what_does_not_grow_comes_before_loops() -> None:
-    def turns(w: Any, x: Any) -> Any:
-        def body(h: Any, row: Any) -> Any:
-            pieces = lax.all_to_all(jnp.exp(w), "x", 0, 1, tiled=True)  # as large as what it is made of
-            whole = lax.all_gather(w, "x", axis=1, tiled=True)  # twice that
-            return jnp.tanh((h @ pieces + whole[:4])[:, :8] + row), h.sum()
-
-        return lax.scan(body, jnp.ones((4, 8)), x)
-
-    plain = over(turns, ones(16, 16), ones(5, 4, 8), x=2)
-    made = simplified(before_loops(plain, growing=False))
-    (loop,) = (eqn for eqn in made.equations if eqn.primitive.name == "scan")
-    assert names_of(loop) == {"all_gather"}
-    assert [name for eqn in made.equations if (name := eqn.primitive.name) in ("exp", *KINDS)] == ["exp", "all_to_all"]
-    same_on_devices(plain, made)
-
-
-def test_what_a_loop_is_given_twice_is_one() -> None:
-    """Equal rows, and equal values that do not change: what is exchanged of them is exchanged once, as XLA does it."""
-
-    def turns(w: Any, x: Any) -> Any:
-        start = lax.axis_index("x")
-
-        def body(h: Any, rows: Any) -> Any:
-            one, other = rows
-            first = lax.dynamic_slice(jnp.sin(h), (start * 2, 0), (4, 8))
-            second = lax.dynamic_slice(jnp.sin(h), (start * 2, 0), (4, 8))
-            gathered = lax.all_gather(first, "x", axis=0, tiled=True) * lax.all_gather(second, "x", axis=0, tiled=True)
-            rows = lax.all_gather(one, "x", axis=0, tiled=True) + lax.all_gather(other, "x", axis=0, tiled=True)
-            return jnp.tanh(h @ w + gathered + rows), h.sum()
-
-        return lax.scan(body, jnp.ones((8, 8)), (x, x))
-
-    given = ones(8, 8), ones(5, 4, 8)
-    plain = over(turns, *given, x=2)
-    made = compiled_as(plain, CPU)
-    (loop,) = (eqn for eqn in made.equations if eqn.primitive.name == "scan")
-    (body,) = bodies_of(loop)
-    planned = [eqn.primitive.name for eqn in body.equations].count("all_gather")
-    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    run = jax.shard_map(turns, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    text = jax.jit(run).lower(*given).compile().as_text()
-    assert planned == text.count(" all-gather(") == 2
-    same_on_devices(plain, made)
-
-
-def test_parts_of_sums_that_loops_add_up_are_taken_after() -> None:
-    """Whole sums, from zero; what a loop begins with otherwise is added then."""
-
-    def turns(x: Any, begin: Any) -> Any:
-        def body(carry: Any, row: Any) -> Any:
-            total, other = carry
-            first = lax.psum(lax.psum_scatter(row, "x", scatter_dimension=1, tiled=True), "y")
-            second = lax.psum_scatter(lax.psum(jnp.sin(row), "y"), "x", scatter_dimension=1, tiled=True)
-            return (total + second, other + first), row.sum()
-
-        return lax.scan(body, (jnp.zeros((8, 4)), begin), x)[0]
-
-    plain = over(turns, ones(5, 8, 8), ones(8, 4), x=2, y=2)
-    whole = simplified(parts_first(after_loops(plain)))
-    (loop,) = (eqn for eqn in whole.equations if eqn.primitive.name == "scan")
-    assert names_of(loop) == {"reduce_scatter"}, "parts come first, and the sums of these after the loop"
-    same_on_devices(plain, whole, y=2)
-
-    def added(x: Any) -> Any:
-        def body(carry: Any, row: Any) -> Any:
-            part = lax.psum_scatter(row, "x", scatter_dimension=1, tiled=True)
-            return (carry[0] + part.T, carry[1] + lax.psum(row[:1], "x").sum(0)), row.sum()
-
-        return lax.scan(body, (jnp.zeros((4, 8)), jnp.zeros(8)), x)[0]
-
-    plain = over(added, ones(5, 8, 8), x=2)
-    after = simplified(after_loops(plain))
-    (loop,) = (eqn for eqn in after.equations if eqn.primitive.name == "scan")
-    assert not names_of(loop), "also where dimensions of one element are summed"
-    shapes = [eqn.invars[0].aval.shape for eqn in after.equations if eqn.primitive.name == "reduce_scatter"]
-    assert shapes == [(8, 8)], "the whole, turned"
-    same_on_devices(plain, after)
-
-
-def same_on_devices(plain: Program, other: Program, **more: int) -> None:
-    """Two programs give the same on devices along an axis of two, and on as many for each of others."""
-    rng = np.random.default_rng(0)
-    count = 2 * math.prod(more.values())
-    values = [jnp.asarray(rng.random((count, *v.aval.shape)), jnp.float32) for v in plain.inputs]
-
-    def run(program: Program) -> Any:
-        function = jax.vmap(program_piece(program).function, axis_name="x")
-        several = [v.reshape(2, count // 2, *v.shape[1:]) for v in values] if more else values
-        for name in more:
-            function = jax.vmap(function, in_axes=1, axis_name=name)
-        return function(*several)
-
-    for a, b in zip(run(plain), run(other), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
-
-
-def test_sums_from_zero_are_done_once() -> None:
-    made = added_before(over(lambda a, b: 0 + lax.psum(a, "x") + lax.psum(b, "x"), 1.0, 2.0, x=2))
-    assert [eqn.primitive.name for eqn in made.equations] == ["add", "psum"]
-
-
-def test_equal_exchanges_in_other_shapes_are_made_once() -> None:
-    def twice(x: Any) -> Any:
-        a = lax.all_to_all(x, "x", 0, 1, tiled=True)
-        return a * 2, lax.all_to_all(x[:, None], "x", 0, 2, tiled=True) + 1
-
-    plain = compiled_as(over(twice, ones(4, 8), x=2), TPU)
-    assert [eqn.primitive.name for eqn in plain.equations].count("all_to_all") == 1
-    values = jnp.arange(64.0).reshape(2, 4, 8)
-    for a, b in zip(
-        jax.vmap(twice, axis_name="x")(values),
-        jax.vmap(program_piece(plain).function, axis_name="x")(values),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_what_loops_stack_for_products_is_in_memory_in_half_of_its_bytes() -> None:
-    """Hidden states that later loops and products multiply, and that the loop itself carries on to its product."""
-
-    def layers(w: Any, v: Any, x: Any) -> Any:
-        def cell(carry: Any, row: Any) -> Any:
-            h, c = carry
-            c = jnp.tanh(h @ w + row) + c
-            h = lax.all_gather(jnp.tanh(c[:, :32]), "x", axis=1, tiled=True)
-            return (h, c), (h, c)
-
-        zeros = jnp.zeros((16, 64))
-        _, (hidden, cells) = lax.scan(cell, (zeros, zeros), x)
-        _, again = lax.scan(lambda total, h: (total + h @ v, total.sum()), jnp.zeros((16, 64)), hidden)
-        return hidden @ v, cells.sum(), again
-
-    program = over(layers, ones(64, 64), ones(64, 64), ones(8, 16, 64), x=2)
-    found = kernels_of(program, TPU)
-    (loop,) = (kernel for kernel in found.kernels if len(kernel.root.outvars) == 4)
-    hidden, cells = loop.root.outvars[2:]
-    assert 2 * found.nbytes(hidden) == found.nbytes(cells) >= 8 * 16 * 64 * 4
-    (body,) = bodies_of(loop.root)
-    inner = kernels_of(body, TPU, rounded_ends(loop.root, body, found))
-    (sent,) = (kernel for kernel in inner.kernels if kernel.root.primitive.name == "all_gather")
-    assert sent.piece.narrow == {*sent.piece.reads, *sent.piece.writes}
-    read = over(lambda *a: (*layers(*a), layers(*a)[0]), ones(64, 64), ones(64, 64), ones(8, 16, 64), x=2)
-    assert kernels_of(read, TPU).narrow, "the same with more results"
-    plain = kernels_of(program, CPU)
-    assert not plain.narrow
-
-
-def test_sums_that_a_loop_reads_stay_inside() -> None:
-    def turns(x: Any) -> Any:
-        def body(total: Any, row: Any) -> Any:
-            summed = lax.psum(row, "x")
-            return total + summed, summed * 2  # read by another
-
-        return lax.scan(body, jnp.zeros(8), x)
-
-    plain = over(turns, ones(5, 8), x=2)
-    (loop,) = (eqn for eqn in after_loops(plain).equations if eqn.primitive.name == "scan")
-    assert names_of(loop) == {"psum"}
-
-
-@given(st.lists(st.tuples(st.sampled_from("pss"), st.booleans()), min_size=2, max_size=5), st.randoms())
-@settings(max_examples=25, deadline=None)
-def test_sums_that_are_added_are_done_once(terms: list[tuple[str, bool]], order: Any) -> None:
-    """Whole sums and parts of them, of which some are read by others too; the axes are added in any order."""
-
-    def total(*values: Any) -> Any:
-        found, also = [], []
-        for (kind, shared), value in zip(terms, values, strict=True):
-            each = lax.psum(value, "x")[:2] if kind == "p" else lax.psum_scatter(value, "x", tiled=True)
-            found.append(each)
-            also += [each * 2] * shared
-        while len(found) > 1:
-            k = order.randrange(len(found) - 1)
-            found[k : k + 2] = [found[k] + found[k + 1]]
-        return found[0], also
-
-    plain = over(total, *[ones(4)] * len(terms), x=2)
-    fewer = added_before(plain)
-    rng = np.random.default_rng(0)
-    values = [jnp.asarray(rng.random((2, 4)), jnp.float32) for _ in terms]
-    run = lambda program: jax.vmap(program_piece(program).function, axis_name="x")(*values)  # noqa: E731
-    for a, b in zip(run(plain), run(fewer), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
-    scatters = lambda program: [e.primitive.name for e in program.equations].count("reduce_scatter")  # noqa: E731
-    assert scatters(plain) - scatters(fewer) <= max(sum(each == ("s", False) for each in terms) - 1, 0)
-    if set(terms) == {("s", False)}:
-        assert scatters(fewer) == 1
-
-
-@pytest.mark.parametrize(("other", "sums"), [(0, 1), (1, 2)])
-def test_sums_that_are_cut_alike_are_added_before(other: int, sums: int) -> None:
-    def total(a: Any, b: Any, at: Any) -> Any:
-        def part(value: Any, at: Any) -> Any:
-            return lax.dynamic_slice(lax.psum(value, "x").reshape(2, 1, 2), (at, 0, 0), (1, 1, 2)).T
-
-        return part(a, at) + part(b, at + other if other else at)
-
-    plain = over(total, ones(4), ones(4), 0, x=2)
-    fewer = added_before(plain)
-    values = jnp.arange(8.0).reshape(2, 4), jnp.ones((2, 4)), jnp.zeros(2, jnp.int32)
-    run = lambda program: jax.vmap(program_piece(program).function, axis_name="x")(*values)  # noqa: E731
-    np.testing.assert_allclose(run(plain)[0], run(fewer)[0], rtol=1e-6)
-    assert [e.primitive.name.startswith("psum") for e in fewer.equations].count(True) == sums
-
-
-def test_sums_over_several_axes_are_added_before_both() -> None:
-    def total(a: Any, b: Any) -> Any:
-        first, second = (lax.psum_scatter(lax.psum_scatter(v, "x", tiled=True), "y", tiled=True) for v in (a, b))
-        return first + second
-
-    def different(a: Any, b: Any) -> Any:
-        return lax.psum(a, "x") + lax.psum(b, "y")
-
-    for function, count in ((total, 2), (different, 2)):
-        names = [e.primitive.name for e in added_before(over(function, ones(8), ones(8), x=2, y=2)).equations]
-        assert sum(name in ("psum", "reduce_scatter") for name in names) == count, function
-
-
 def test_what_is_turned_back_is_the_same() -> None:
     def turned(x: Any, order: tuple[int, ...]) -> Any:
         return jnp.transpose(jnp.transpose(x, (1, 2, 0)), order) * 2
@@ -818,58 +404,6 @@ def test_what_is_turned_back_is_the_same() -> None:
         program = simplified(program_of(lambda x, order=order: turned(x, order), x))
         assert [e.primitive.name for e in program.equations].count("transpose") == left
         np.testing.assert_array_equal(program_piece(program).function(x)[0], turned(x, order))
-
-
-def test_what_only_products_read_is_in_memory_in_half_of_its_bytes() -> None:
-    """The kernel that reads it computes the same up to bfloat16, of half of the bytes."""
-    a, b, c = (jnp.asarray(np.random.default_rng(k).random((16, 16)), jnp.float32) for k in range(3))
-    writes, reads = kernels_of(program_of(lambda a, b, c: jnp.dot(jnp.dot(a, b), c).sum(0), a, b, c), TPU).kernels[:2]
-    (between,) = writes.piece.writes
-    assert writes.piece.narrow == {between} and between in reads.piece.narrow
-    (made,) = writes.piece.function(a, b)
-    assert made.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(made, np.float32), np.asarray(a) @ np.asarray(b), rtol=1e-2)
-    values = [made if var is between else c for var in reads.piece.reads]
-    assert [v.dtype for v in reads.piece.shapes] == [v.dtype for v in values]
-    expected = np.asarray(a) @ np.asarray(b) @ np.asarray(c)
-    (found,) = reads.piece.function(*values)
-    np.testing.assert_allclose(found, expected if found.ndim == 2 else expected.sum(0), rtol=2e-2)
-    size = 16 * 16 * 4
-    assert writes.piece.cost.written == size // 2 and reads.piece.cost.read == size // 2 + size
-    whole = dataclasses.replace(writes.piece, narrow=frozenset())
-    assert whole.cost.written == size and whole.key != writes.piece.key
-
-
-def test_what_only_products_read_is_sent_in_half_of_its_bytes() -> None:
-    """On TPUs, in the default precision: once, however many read it, and whatever part of it they read."""
-    machine = Machine.tpu("v5e:2x2")
-
-    def sent(function: Any, platform: str = "tpu") -> dict[str, int]:
-        device = DeviceProgram(over(function, ones(64, 64), ones(16, 64), x=4), {"x": 4})
-        return program_cost(device, machine, machine.mesh({"x": 4}), platform=platform).bytes
-
-    whole = 64 * 64 * 4
-
-    def gathered(w: Any) -> Any:
-        return lax.all_gather(w, "x", axis=0, tiled=True)
-
-    def twice(x: Any, w: Any) -> Any:
-        return x @ gathered(w), x @ gathered(w).T
-
-    def part(x: Any, w: Any) -> Any:
-        return x[:32] @ lax.dynamic_slice(gathered(w), (0, lax.axis_index("x") * 32), (64, 32))
-
-    def also(x: Any, w: Any) -> Any:
-        return x @ gathered(w), gathered(w) * 2
-
-    assert sent(twice) == sent(part) == {"all-gather": whole // 2}
-    assert sent(also) == sent(twice, "cpu") == {"all-gather": whole}
-
-
-def names_of(loop: Any) -> set[str]:
-    """The collectives in a loop's body."""
-    (body,) = bodies_of(loop)
-    return {eqn.primitive.name for eqn in body.equations if eqn.primitive.name in KINDS}
 
 
 # Exchange
@@ -939,165 +473,61 @@ def test_a_route_is_what_is_sent(data: st.DataObject) -> None:
 # Memory
 
 
-def naive_peak(buffers: Buffers, order: Sequence[int]) -> int:
-    """For each kernel in order, whatever has been written and is still to be read, counted from scratch."""
+def naive_peak(operations: Sequence[Operation], order: Sequence[int], kept: frozenset[Var]) -> int:
+    """Values held at each place, one by one."""
     most = 0
-    for now in range(len(order)):
-        held = 0
-        for earlier in range(now + 1):
-            for var, need in buffers.written[order[earlier]]:
-                later = any(var in buffers.read[order[t]] for t in range(now, len(order)))
-                if later or earlier == now or var in buffers.kept:
-                    held += need
-        most = max(most, held + buffers.inside[order[now]])
+    for now, k in enumerate(order):
+        bytes_ = operations[k].inside
+        for maker, each in enumerate(operations):
+            for var, need in each.writes.items():
+                ends = [place for place, reader in enumerate(order) if var in operations[reader].reads]
+                last = len(order) if var in kept else max([order.index(maker), *ends])
+                bytes_ += need if order.index(maker) <= now <= last else 0
+        most = max(most, bytes_)
     return most
 
 
 @st.composite
-def graphs(draw: st.DrawFn, most: int = 6) -> Buffers:
+def graphs(draw: st.DrawFn, most: int = 6) -> tuple[list[Operation], frozenset[Var]]:
     n = draw(st.integers(1, most))
     made = [Var(jax.core.ShapedArray((), jnp.float32)) for _ in range(n)]
-    sizes = draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
-    after = [frozenset(draw(st.sets(st.integers(0, k - 1), max_size=3)) if k else ()) for k in range(n)]
-    return Buffers(
-        written=tuple(((made[k], sizes[k]),) for k in range(n)),
-        read=tuple(frozenset(made[i] for i in after[k]) for k in range(n)),
-        inside=tuple(draw(st.lists(st.integers(0, 5), min_size=n, max_size=n))),
-        over=((),) * n,
-        kept=frozenset(made[i] for i in draw(st.sets(st.integers(0, n - 1)))),
-        after=tuple(after),
-        of=tuple(range(n)),
-    )
+    needs = [frozenset(draw(st.sets(st.integers(0, k - 1), max_size=3)) if k else ()) for k in range(n)]
+    sizes, inside = (draw(st.lists(st.integers(0, top), min_size=n, max_size=n)) for top in (9, 5))
+    operations = [
+        Operation({made[k]: sizes[k]}, frozenset(made[i] for i in needs[k]), inside[k], (), needs[k]) for k in range(n)
+    ]
+    return operations, frozenset(made[i] for i in draw(st.sets(st.integers(0, n - 1))))
 
 
-def orders(buffers: Buffers) -> list[tuple[int, ...]]:
-    """All orders in which kernels can run."""
-    n = len(buffers.after)
-
-    def fits(order: tuple[int, ...]) -> bool:
-        return all(buffers.after[k] <= {*order[:t]} for t, k in enumerate(order))
-
-    return list(filter(fits, itertools.permutations(range(n))))
+def orders(operations: Sequence[Operation]) -> list[tuple[int, ...]]:
+    """All orders in which operations can run."""
+    every = itertools.permutations(range(len(operations)))
+    return [o for o in every if all(operations[k].needs <= {*o[:t]} for t, k in enumerate(o))]
 
 
 @given(graphs())
 @settings(max_examples=100, deadline=None)
-def test_the_peak_of_an_order_is_what_counting_gives(buffers: Buffers) -> None:
-    every = {order: naive_peak(buffers, order) for order in orders(buffers)}
-    for order, peak in list(every.items())[:20]:
-        assert buffers.peak(order) == peak
-    for order in (buffers.depth_first(), buffers.freeing(), buffers.breadth_first()):
-        assert tuple(order) in every
-    assert min(every.values()) <= buffers.peak(buffers.under(Target())) <= every[tuple(range(len(buffers.after)))]
+def test_the_peak_of_an_order_is_what_counting_gives(graph: tuple[list[Operation], frozenset[Var]]) -> None:
+    operations, kept = graph
+    every = {order: naive_peak(operations, order, kept) for order in orders(operations)}
+    for order, most in list(every.items())[:20]:
+        assert max(now for _, now, _ in held(operations, order, kept)) == most
+    assert tuple(freeing_first(operations, kept)) in every
+    best = peak(held_in_best_order(operations, kept))
+    assert min(every.values()) <= best <= every[tuple(range(len(operations)))]
 
 
 @given(graphs(5), st.data())
 @settings(max_examples=60, deadline=None)
-def test_writing_in_place_takes_no_more(buffers: Buffers, data: st.DataObject) -> None:
-    import dataclasses
-
-    sizes = {var: need for written in buffers.written for var, need in written}
-    over_ = tuple(
-        tuple((w[0][0], r) for r in reads if sizes[r] == w[0][1] and data.draw(st.booleans()))
-        for w, reads in zip(buffers.written, buffers.read, strict=True)
-    )
-    changed = dataclasses.replace(buffers, over=over_)
-    for order in orders(buffers)[:10]:
-        assert changed.peak(order) <= buffers.peak(order)
-
-
-def variables(count: int) -> list[Var]:
-    return [*jax.make_jaxpr(lambda *values: values)(*[1.0] * count).jaxpr.invars]
-
-
-def bare(written: Sequence[Sequence[tuple[Var, int]]], after: Sequence[set[int]], **more: Any) -> Buffers:
-    """Kernels that write and wait, and read what those write for which they wait."""
-    read = [frozenset(var for n in needs for var, _ in written[n]) for needs in after]
-    none = tuple(() for _ in written)
-    several = tuple(map(tuple, written)), tuple(read), (0,) * len(read), none
-    return Buffers(*several, frozenset(), tuple(map(frozenset, after)), tuple(range(len(read))), **more)
-
-
-def test_transfers_run_beside_computation_one_at_a_time() -> None:
-    """By hand: 0 computes; 1 and 2 transfer what is there from the start, 3 what 0 made; 4, 5, 6 read them."""
-    var = variables(8)
-    after = [set(), set(), set(), {0}, {3, 1}, {4, 2}, {5}]
-    buffers = bare([[(var[k], 1)] for k in range(7)], after)
-    seconds = [3.0, 2.0, 2.0, 1.0, 1.5, 0.5, 1.0]
-    order, begun = Backwards(buffers, range(7), seconds, {1, 2, 3}).ordered()
-    # From the end: 6, 5; transfer 2 ends before 5, and 4 is put beside it; nothing else is left, for 3 and 1 wait for
-    # the link. Of these 1, which takes longer, ends next, beside nothing, then 3, and then 0 is left.
-    assert order == [0, 3, 1, 4, 2, 5, 6]
-    place = {k: i for i, k in enumerate(order)}
-    assert all(place[n] < place[k] for k, needs in enumerate(after) for n in needs)
-    assert begun == {2: place[4]}
-
-
-def test_what_waits_for_transfers_and_lets_others_run_comes_late() -> None:
-    """By hand: 0 and 1 are transfers, 2 waits for the longer; 4 lets 5 run; 6 and 7 need 9, which is large."""
-    var = variables(10)
-    after = [set(), set(), {0}, {1}, {1, 5}, set(), {1, 9}, {1, 9}, {2, 3, 4, 6, 7}, set()]
-    buffers = bare([[(var[k], 5 if k == 9 else 1)] for k in range(10)], after)
-    seconds = [9.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    order = [0, 1, 9, 2, 3, 4, 5, 6, 7, 8]
-    found = [k for k in Backwards(buffers, order, seconds, {0, 1}).ordered()[0] if k in (2, 3, 4, 6, 7, 8)]
-    # From the end: 8, then 2. Of 3, 4, 6 and 7, which are alike in what comes before them, first what lets another
-    # run; then what frees more than it needs; then, of 6 and 7, the later in the order given.
-    assert found == [6, 7, 3, 4, 2, 8]
-
-
-def test_beside_a_transfer_is_put_what_takes_as_long_as_is_left() -> None:
-    """By hand: 0 is a transfer of five seconds; of 2, 3 and 4, which run beside it, 4 takes four, and 2 then one."""
-    var = variables(6)
-    buffers = bare([[(var[k], 1)] for k in range(6)], [set(), {0}, set(), set(), set(), {1, 2, 3, 4}])
-    order, begun = Backwards(buffers, range(6), [5.0, 0.5, 1.0, 3.0, 4.0, 1.0], {0}).ordered()
-    assert order == [3, 2, 4, 0, 1, 5] and begun == {0: 0}  # nothing comes before it: it begins first of all
-    chained = Backwards(buffers, range(6), [5.0, 0.5, 1.0, 3.0, 4.0, 1.0], {0}, chained={2: 6.0}).ordered()[0]
-    assert chained.index(2) > chained.index(1)  # what other exchanges come before counts as what transfers do
-
-
-@pytest.mark.parametrize(
-    ("alone", "another", "place"),
-    [({2: 0.0}, True, 1), ({2: 1.0}, True, 2), ({}, True, 2), ({}, False, 0)],
-    ids=["an exchange hides nothing", "a sum hides it", "another waits", "none does"],
-)
-def test_a_transfer_runs_on_until_another_waits(alone: dict[int, float], another: bool, place: int) -> None:
-    """By hand: 4 reads 2, which waits for 1, and the transfer 0, which takes as long as either; 3 may be another."""
-    var = variables(5)
-    buffers = bare([[(var[k], 1)] for k in range(5)], [set(), set(), {1}, set(), {0, 2, 3}])
-    transfers = {0, 3} if another else {0}
-    _, begun = Backwards(buffers, range(5), [1.0, 1.0, 1.0, 0.5, 1.0], transfers, alone).ordered()
-    assert begun[0] == place
-
-
-def test_orders_are_compared_with_room_for_results() -> None:
-    """By hand: what 1 brings where an argument is counts until the end, when orders are compared, and not otherwise."""
-    import dataclasses
-
-    var = variables(3)
-    buffers = bare([[(var[0], 3)], [], [(var[2], 2)]], [set(), {0}, {0}])
-    there = dataclasses.replace(buffers, results=((), ((var[1], 3),), ()))
-    assert [buffers.peak(range(3)), there.peak(range(3)), there.before_places().peak(range(3))] == [5, 5, 8]
-
-
-def test_who_is_where_an_argument_was_is_there_all_the_time() -> None:
-    a, b, c, d = variables(4)
-    buffers = bare([[(a, 4)], [(b, 3)], [(c, 4)], [(d, 2)], []], [set(), {0}, set(), {1, 2}, {3}])
-    moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(range(5))]
-    assert [set(sizes) for _, sizes in moments] == [{a}, {a, b}, {b, c}, {b, c, d}, {d}]
-    nowhere = [frozenset[Var]()] * 5
-    for vacant, expected in [
-        (Vacant(4, frozenset({0})), {c}),  # since a is held while kernel 0 reads the argument; c is the largest
-        (Vacant(3, frozenset({0})), {b}),  # the largest that fits, and d while that is held no more
-        (Vacant(2, frozenset({0}), 3), set()),  # d is held until another has to be there
-        (Vacant(4, frozenset()), {a, c}),  # one after the other
-    ]:
-        of = dataclasses.replace(buffers, vacant=(vacant,))
-        assert of.lodged(moments, nowhere) == expected, vacant
-    copies = dataclasses.replace(buffers, early=(a, b))  # a is copied, then b
-    for copy, expected in ((a, {b}), (b, {d})):
-        of = dataclasses.replace(copies, vacant=(Vacant(3, frozenset(), copy=copy),))
-        assert of.lodged(moments, nowhere) == expected, "nothing is where it has not been copied from yet"
+def test_writing_in_place_takes_no_more(graph: tuple[list[Operation], frozenset[Var]], data: st.DataObject) -> None:
+    operations, kept = graph
+    sizes = {var: need for each in operations for var, need in each.writes.items()}
+    pairs = [[(v, r) for v, n in each.writes.items() for r in each.reads if sizes[r] == n] for each in operations]
+    over_ = [tuple(pair for pair in several if data.draw(st.booleans())) for several in pairs]
+    changed = [dataclasses.replace(each, over=own) for each, own in zip(operations, over_, strict=True)]
+    for order in orders(operations)[:10]:
+        most = [max(now for _, now, _ in held(each, order, kept)) for each in (changed, operations)]
+        assert most[0] <= most[1]
 
 
 def device_of(function: Any, *args: Any, donated: Sequence[int] = ()) -> DeviceProgram:
@@ -1111,15 +541,12 @@ def test_memory_by_hand() -> None:
     x = ones(16, 16)
     assert memory_of(device_of(lambda x: jnp.tanh(x) * 2, x), CPU).temporaries == 0, "fused into the result"
     found = memory_of(device_of(lambda x: ((x @ x) @ x) @ x, x), CPU)
-    # Of the two products on the way the first may be where the result will be.
-    assert (found.arguments, found.outputs, found.temporaries, found.total) == (N, N, N, 3 * N)
+    assert (found.arguments, found.outputs, found.temporaries, found.total) == (N, N, 2 * N, 4 * N)
     # tanh writes over the product that nobody else reads
     assert memory_of(device_of(lambda x: jnp.tanh(x @ x) @ x, x), CPU).temporaries == N
+    assert memory_of(device_of(lambda x: jnp.tanh(x @ x) @ x, x), Calibration(on_chip=N // 2)).temporaries == N // 2
     # kept for later: both products of the forward pass
-    both = memory_of(device_of(lambda x: (lambda y: (y @ x) @ y)(x @ x), x), CPU)
-    assert both.temporaries == 2 * N
-    scalar = memory_of(device_of(lambda x: (((x @ x) @ x) @ x).sum(), x), CPU)
-    assert scalar.temporaries == 2 * N
+    assert memory_of(device_of(lambda x: (lambda y: (y @ x) @ y)(x @ x), x), CPU).temporaries == 2 * N
     assert memory_of(device_of(lambda x, y: (x + 1, y @ x), x, x, donated=[0]), CPU).aliased == N
     assert memory_of(device_of(lambda x, y: (x + 1, y @ x), x, x, donated=[0, 1]), CPU).aliased == 2 * N
     assert memory_of(device_of(lambda x: x.sum(), x, donated=[0]), CPU).aliased == 0
@@ -1142,13 +569,69 @@ def test_memory_of_loops_by_hand() -> None:
         return lax.scan(body, x @ x, None, length=5)[1].sum()
 
     assert memory_of(device_of(stacked, x), CPU).temporaries == 6 * N
-
-    def numbers(x: Any) -> Any:
-        return (lax.scan(lambda c, _: (jnp.tanh(c), 1.0), x @ x, None, length=5)[1] @ x[:5]).sum()
-
-    assert memory_of(device_of(numbers, x), CPU).temporaries < 2 * N, "and the numbers"
     branches = device_of(lambda i, x: lax.cond(i, lambda x: (x @ x) @ x, lambda x: x, x), ones(dtype=jnp.bool_), x)
-    assert memory_of(branches, CPU).temporaries == N + 64, "and the number of the branch, aligned"
+    assert memory_of(branches, CPU).temporaries == pytest.approx(N, abs=64), "and the number of the branch"
+
+
+def layers(w: Any, x: Any) -> Any:
+    def layer(h: Any, w: Any) -> Any:
+        return jnp.tanh(h @ w) + h, None
+
+    return jax.grad(lambda w: jnp.sum(lax.scan(layer, x, w)[0] ** 2))(w)
+
+
+def kept_less(w: Any, x: Any) -> Any:
+    def layer(h: Any, w: Any) -> Any:
+        return jnp.tanh(jnp.tanh(h @ w) @ w) + h, None
+
+    return jax.grad(lambda w: jnp.sum(lax.scan(jax.checkpoint(layer), x, w)[0] ** 2))(w)
+
+
+def attention(w: Any, x: Any) -> Any:
+    def loss(w: Any) -> Any:
+        q, k, v = x @ w[0], x @ w[1], x @ w[2]
+        return jnp.sum((jax.nn.softmax(q @ k.T) @ v) ** 2)
+
+    return jax.grad(loss)(w)
+
+
+@pytest.mark.parametrize("function", [layers, kept_less, attention])
+def test_memory_is_about_what_xla_compiles(function: Any) -> None:
+    """Within 35%, of gradients through loops, with and without rematerialization, and of attention."""
+    w, x = ones(6, 256, 256), ones(512, 256)
+    compiled: Any = jax.jit(function).lower(w, x).compile().memory_analysis()
+    found = memory_of(device_of(function, w, x), CPU)
+    total = compiled.argument_size_in_bytes + compiled.output_size_in_bytes + compiled.temp_size_in_bytes
+    assert found.total == pytest.approx(total, rel=0.35)
+
+
+# Calibration
+
+
+def test_a_fit_finds_the_rates_of_a_device_that_is_made_up() -> None:
+    kind = kind_named("v5e")
+    reached = Calibration(products=0.8, passes=0.6, launch=3e-6)
+
+    def seconds(piece: Piece) -> float:
+        cost = piece.cost
+        if cost.matrix:
+            return sum(n / kind.rate(t) for t, n in cost.matrix.items()) / reached.products + reached.launch
+        return (cost.read + cost.written) / (kind.bandwidth * reached.passes) + reached.launch
+
+    found = calibrate.fitted(kind, seconds, Calibration(recomputes=True))
+    for name in ("products", "passes", "launch"):
+        assert getattr(found, name) == pytest.approx(getattr(reached, name), rel=1e-3)
+    assert found.recomputes
+
+
+def test_an_entry_is_of_a_kind_with_the_figures_of_its_data_sheet() -> None:
+    kind = kind_named("v5e")
+    assert Calibration.of(kind) == entries()["TPU v5e"]
+    assert Calibration.of(dataclasses.replace(kind, bandwidth=kind.bandwidth / 2)) == Calibration()
+    piece, plain = traced_piece(lambda a: a + 1, ones(64, 4096)), Roofline(launch=0, calibrated=False)
+    assert Roofline(launch=0).time(piece, kind).seconds == pytest.approx(
+        plain.time(piece, kind).seconds / Calibration.of(kind).passes
+    )
 
 
 # Programs
@@ -1228,11 +711,6 @@ def test_exchange_runs_beside_what_does_not_need_it() -> None:
     bound = program_cost(DeviceProgram(over(after, ones(1024, 1024), x=4), {"x": 4}), machine, mesh)
     assert free.seconds == pytest.approx(max(free.compute, free.exchange))
     assert bound.seconds == pytest.approx(bound.compute + bound.exchange)
-
-
-def test_equal_exchanges_are_made_once() -> None:
-    program = over(lambda a: (lax.psum(a.reshape(4), "x"), lax.psum(a.reshape(2, 2), "x") * 2), ones(2, 2), x=2)
-    assert sum(eqn.primitive.name == "psum" for eqn in program.equations) == 1
 
 
 def test_equal_exchanges_behind_barriers_are_made_once() -> None:

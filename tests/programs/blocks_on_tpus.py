@@ -12,7 +12,6 @@ from benchmarks import tpu
 from vnode.partition import Machine, blocked, program_cost
 from vnode.partition.cost.compiler import CLOCKS
 from vnode.partition.cost.device import device_program
-from vnode.partition.cost.target import Target
 from vnode.partition.hlo import parse
 from vnode.partition.plan.unequal import seen_with
 
@@ -42,8 +41,7 @@ inside = [each.instruction.cycles for each in module.walk() if each.loops and ea
 
 def predicted(blocks):
     program = device_program(seen_with(split.flow, (blocks, 0)), axes, donated=[0, 1])
-    target = Target.on("tpu", kind.name)
-    return program_cost(program, machine, machine.mesh(axes), target=target).compute * CLOCKS[kind.name]
+    return program_cost(program, machine, machine.mesh(axes)).compute * CLOCKS[kind.name]
 
 
 found = {"kernels": len(inside), "compiled": sum(inside), "predicted": (predicted(5) - predicted(3)) / 2}

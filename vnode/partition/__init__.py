@@ -2,7 +2,7 @@
 
 from vnode.partition.accept import Acceptance, accept
 from vnode.partition.blocks import Blocked, blocked
-from vnode.partition.cost import Cache, Compiler, Measured, Memory, ProgramCost, Roofline, Times, program_cost
+from vnode.partition.cost import Cache, Measured, Memory, ProgramCost, Roofline, Times, program_cost
 from vnode.partition.machine import Axis, Device, Kind, Link, Machine, MachineMesh, Pairs, Switch, Torus
 from vnode.partition.plan import Figures, Plan, search
 from vnode.partition.uneven import uneven
@@ -12,7 +12,6 @@ __all__ = [
     "Axis",
     "Blocked",
     "Cache",
-    "Compiler",
     "Device",
     "Figures",
     "Kind",

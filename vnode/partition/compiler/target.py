@@ -20,18 +20,10 @@ from typing import Any
 
 import jax
 
+from vnode.partition.cost.compiler import NO_METADATA_SERVER, tpu_topology
 from vnode.partition.machine import Machine
 from vnode.partition.machine.table import JAX_NAMES
 from vnode.placement.world import is_local
-
-NO_METADATA_SERVER = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_STDERR_LOG_LEVEL": "3",
-    "TPU_MIN_LOG_LEVEL": "3",
-}
-"""What libtpu reads when it is loaded: not to ask a metadata server which machine this is."""
 
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Variables of the environment that change what a compiler does."""
@@ -50,19 +42,12 @@ class Topology:
     slices: int = 1
 
     def devices(self) -> tuple[Any, ...]:
-        """Its devices; loads libtpu.
+        """Its devices.
 
         Raises:
           RuntimeError: libtpu does not know the topology.
         """
-        from jax.experimental import topologies
-
-        for name, value in NO_METADATA_SERVER.items():
-            os.environ.setdefault(name, value)
-        options: dict[str, Any] = {"chip_config_name": "megacore"} if self.name.startswith("v4") else {}
-        if self.slices > 1:
-            options["num_slices"] = self.slices
-        return tuple(topologies.get_topology_desc(self.name, platform="tpu", **options).devices)
+        return tuple(tpu_topology(self.name, self.slices))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,21 +1,19 @@
 """What an operator, an exchange and a whole split program take: time, bytes, memory."""
 
 from vnode.partition.cost.cache import Cache
+from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.collectives import Transfer, transfer_of, transfers_of_route
-from vnode.partition.cost.compiler import Compiler
 from vnode.partition.cost.device import DeviceProgram, device_program
 from vnode.partition.cost.measured import Measured
 from vnode.partition.cost.memory import Memory, memory_of
 from vnode.partition.cost.pieces import Piece, copy_of, piece_of
 from vnode.partition.cost.program import ProgramCost, program_cost
-from vnode.partition.cost.target import Target
 from vnode.partition.cost.time import Roofline, Source, Time
 from vnode.partition.cost.times import Times
-from vnode.partition.cost.windows import Windows
 
 __all__ = [
     "Cache",
-    "Compiler",
+    "Calibration",
     "DeviceProgram",
     "Measured",
     "Memory",
@@ -23,11 +21,9 @@ __all__ = [
     "ProgramCost",
     "Roofline",
     "Source",
-    "Target",
     "Time",
     "Times",
     "Transfer",
-    "Windows",
     "copy_of",
     "device_program",
     "memory_of",

@@ -1,39 +1,38 @@
-"""The most memory that one device needs at a time: liveness of what is in memory, over kernels in an order.
+"""The program of one device -> its memory: arguments, results in place of them, and temporary arrays at their peak.
 
-Knows kernels, loops and branches. Must not know machines, times, or who reports the figure.
+    y = x @ x; z = y @ x, x given away  ->  arguments x, results z in the place of x, temporary y
 
-Arguments are there all the time, and so is room for results that do not take the memory of donated arguments; what is
-temporary may be there until the result is written, if it fits. In between, a value is held from the kernel that writes
-it to the last that reads it, under whatever name.
+Knows fused operations, loops and branches. Must not know machines or times.
 
-What lies in the host's memory is counted apart: all that loops of a program, or of a body, stack there, beside what
-their bodies do. What comes from there is asked for before anything else of a turn runs, and held from then on; what
-goes there is held to the end of the turn, when that is waited for (seen of the TPU compiler).
-
-TPUs hold temporary arrays in memory on the chip as far as they fit there (`Target.on_chip`), short-lived ones first.
+Constants are made where they are read. Results have memory of their own, or that of arguments that are given away. A
+loop holds what it carries and what it stacks once, and its body's peak beside; a branch the largest peak of its bodies.
+What is on the host is apart.
 """
 
 from __future__ import annotations
 
-import bisect
+import collections
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.program import Program, where
 from vnode.operators.control import Region, region_of
-from vnode.operators.cost import all_bytes
+from vnode.operators.cost import all_bytes, nbytes
 from vnode.operators.spaces import on_host
-from vnode.partition.cost.buffers import Buffers
+from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.device import DeviceProgram, bodies_of
-from vnode.partition.cost.narrow import rounded_ends
-from vnode.partition.cost.overlap import apart, beside_computation
-from vnode.partition.cost.places import outer_buffers
-from vnode.partition.cost.shapes import Kernel, Kernels, Shape, room_for
-from vnode.partition.cost.taken import begun_empty, body_buffers
-from vnode.partition.cost.target import Target
+from vnode.partition.cost.kernels import kernels_of
+from vnode.partition.cost.liveness import Moment, Operation, held_in_best_order, peak
+from vnode.partition.cost.shapes import BESIDE, Kernel, Kernels, Shape
 from vnode.show.units import size
+
+IN_PLACE = {Shape.EACH, Shape.UPDATED, Shape.SAME}
+"""What may write over its operand."""
+
+BY_PART = {Shape.EACH, Shape.REDUCED, Shape.UPDATED}
+"""What reads a turn's part of an array without a copy of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +52,11 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """What is held while a kernel runs.
+    """What is held while a fused operation runs.
 
     Attributes:
       bytes: of temporary arrays.
-      what: the kernel.
+      what: the operation.
       depth: in how many loops or branches it is; of several turns one is shown, of branches the one that holds most.
     """
 
@@ -76,7 +75,6 @@ class Memory:
       aliased: bytes of outputs that take the memory of donated inputs.
       temporaries: bytes of everything else, at the moment at which that is most.
       held: what these are then, the largest first.
-      on_chip: bytes of what would be temporary too, but is on the chip, and counts nowhere here.
       host: bytes of what is temporary in the host's memory.
     """
 
@@ -85,7 +83,6 @@ class Memory:
     aliased: int
     temporaries: int
     held: tuple[Held, ...] = ()
-    on_chip: int = 0
     host: int = 0
 
     @property
@@ -98,114 +95,182 @@ class Memory:
             f"{size(self.total)} a device: arguments {size(self.arguments)}, results {size(self.outputs)} "
             f"({size(self.aliased)} in place), temporary {size(self.temporaries)}"
         ]
-        if self.on_chip:
-            lines[0] += f", on the chip {size(self.on_chip)}"
         if self.host:
             lines[0] += f", on the host {size(self.host)}"
         lines += [f"  {size(each.bytes)} {each.type} of {each.where}" for each in self.held[:5]]
         return "\n".join(lines)
 
 
-def memory_of(device: DeviceProgram, target: Target, seconds: Sequence[float] = ()) -> Memory:
+def memory_of(device: DeviceProgram, calibration: Calibration) -> Memory:
     """The peak of one device's program.
 
     Args:
       device: the program.
-      target: what the compiler takes together.
-      seconds: how long its kernels take, so that transfers begin early enough to run beside others.
-
-    Returns:
-      The memory.
+      calibration: of the kind of device.
     """
     program = device.program
-    kernels, buffers, own, aliased = outer_buffers(device, target)
-    moments, away = placed(kernels, buffers, own, device, target, seconds=seconds)
-    lodged = buffers.lodged(moments, away)
-
-    def in_memory(place: int) -> dict[Var, int]:
-        near = away[place]
-        return {var: need for var, need in moments[place][1].items() if var not in near and var not in lodged}
-
-    on_chip, beside = 0, list[int]()
-    for place, (k, sizes) in enumerate(moments):
-        near = away[place]
-        inside = 0 if k in near else buffers.inside[k]
-        there = sum(need for var, need in sizes.items() if var in near)
-        on_chip = max(on_chip, there + buffers.inside[k] - inside)
-        beside.append(sum(in_memory(place).values()) + inside)
-    most, peak = 0, -1
-    for place in sorted(range(len(moments)), key=lambda place: -beside[place]):
-        if peak >= 0 and beside[place] < most:  # what is where results belong makes it less
-            break
-        now = beside[place] - in_results(in_memory(place), own, kernels)
-        if peak < 0 or (now, -place) > (most, -peak):
-            most, peak = now, place
-    at, when = (moments[peak][0], in_memory(peak)) if moments else (-1, {})
-    definitions = program.definitions
+    kernels, moments = outer_moments(device, calibration)
+    at, most, sizes = max(moments, key=lambda moment: moment[1], default=(-1, 0, {}))
+    makers = program.definitions
     held = [
-        Held(kernels.nbytes(var), var.aval.str_short(short_dtypes=True), where(definitions[var]))
-        for var in when
-        if var in definitions and var not in own
+        Held(need, var.aval.str_short(short_dtypes=True), where(makers[var]))
+        for var, need in sizes.items()
+        if need and var in makers
     ]
-    if at >= 0 and buffers.inside[at] and most:
-        held.append(Held(buffers.inside[at], "in a loop or branch", where(kernels.kernels[buffers.of[at]].root)))
+    inside = most - sum(sizes.values())
+    if inside > 0:
+        held.append(Held(inside, "in a loop or branch", where(kernels.kernels[at].root)))
     held.sort(key=lambda each: -each.bytes)
-    arguments = sum(room_for(var.aval, target.tiles) for var in program.inputs)
-    outputs = sum(room_for(atom.aval, target.tiles) for atom in program.outputs)
-    outputs += target.pointer * len(program.outputs[1:] and program.outputs)
-    return Memory(arguments, outputs, aliased, most, tuple(held), on_chip, host_bytes(program))
+    arguments = sum(nbytes(var.aval) for var in program.inputs)
+    outputs = sum(nbytes(atom.aval) for atom in program.outputs)
+    return Memory(arguments, outputs, aliased_bytes(device), most, tuple(held), host_bytes(program))
 
 
-def placed(
-    kernels: Kernels,
-    buffers: Buffers,
-    own: Collection[Var],
-    device: DeviceProgram,
-    target: Target,
-    *,
-    again: bool = False,
-    seconds: Sequence[float] = (),
-) -> tuple[list[tuple[int, dict[Var, int]]], list[set[object]]]:
-    """The kernels in their order, with what is held while each runs, and for each what is on the chip.
+def levels_over_time(device: DeviceProgram, calibration: Calibration) -> list[Level]:
+    """What one device's program holds besides arguments and results, operation after operation.
 
     Args:
-      kernels: of the program.
-      buffers: what they write and read.
-      own: what is where results belong.
-      device: whose.
-      target: how much room the chip has.
-      again: whether what is fetched of temporary arrays in memory is there, too.
-      seconds: how long kernels take; gathers then begin before them.
+      device: the program.
+      calibration: of the kind of device.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from vnode.analysis.program import inline
+      >>> traced = jax.make_jaxpr(lambda x: (jnp.tanh(x @ x) @ x).sum())(jnp.ones((8, 8)))
+      >>> device = DeviceProgram(inline(traced.jaxpr, traced.consts), {})
+      >>> [(each.what, each.bytes) for each in levels_over_time(device, Calibration())]
+      [('dot_general', 256), ('tanh', 256), ('dot_general', 512), ('reduce_sum', 256)]
     """
-    order = buffers.under(target)
-    begun: dict[int, int] = {}
-    if target.hides_gathers and len(seconds):
-        order, begun = beside_computation(kernels, buffers, order, seconds)
-        buffers = apart(kernels, buffers, order, begun)
-    empty = begun_empty(kernels, device.passes) if begun else ()
-    moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(order, begun, empty)]
-    fetched = [arguments_of(kernels.kernels[buffers.of[k]], device.program, kernels) for k, _ in moments]
-    loops = [place for place, (k, _) in enumerate(moments) if kernels.kernels[buffers.of[k]].shape is Shape.REGION]
-    reads: list[dict[Var, int]] = []
-    for place, (k, sizes) in enumerate(moments if again else ()):
-        kernel = kernels.kernels[buffers.of[k]]
-        several = set() if kernel.shape is Shape.REGION else set(map(kernels.memory_of, kernel.piece.reads))
-        reads.append({var: sizes[var] for var in several & sizes.keys() if sizes[var] and var not in fetched[place]})
-    return moments, on_the_chip(moments, fetched, buffers.inside, own, target.on_chip, loops, reads)
+    kernels, moments = outer_moments(device, calibration)
+    return levels_of(kernels, moments, calibration)
 
 
-def near_of(device: DeviceProgram, target: Target) -> tuple[Kernels, list[frozenset[Var]]]:
-    """The kernels of a program, and for each of them what it reads or writes on the chip."""
-    kernels, buffers, own, _ = outer_buffers(device, target)
-    found: list[frozenset[Var]] = [frozenset() for _ in kernels.kernels]
-    if not target.on_chip:
-        return kernels, found
-    moments, away = placed(kernels, buffers, own, device, target, again=True)
-    for place, (k, _) in enumerate(moments):
-        on_chip = {each[1] if isinstance(each, tuple) else each for each in away[place]}
-        piece = kernels.kernels[buffers.of[k]].piece
-        found[buffers.of[k]] |= {var for var in (*piece.reads, *piece.writes) if kernels.memory_of(var) in on_chip}
-    return kernels, found
+def outer_moments(device: DeviceProgram, calibration: Calibration) -> tuple[Kernels, list[Moment]]:
+    """The fused operations of a program, and what is held while each runs."""
+    kernels = kernels_of(device.program, calibration.recomputes)
+    ends = [kernels.memory_of(atom) for atom in device.program.outputs if isinstance(atom, Var)]
+    return kernels, held_in_best_order(operations_of(kernels, calibration, {*device.program.inputs, *ends}))
+
+
+def operations_of(
+    kernels: Kernels,
+    calibration: Calibration,
+    elsewhere: Collection[Var],
+    written_over: Collection[Var] = (),
+    parts: Collection[Var] = (),
+) -> list[Operation]:
+    """What fused operations do in memory.
+
+    Args:
+      kernels: of a program.
+      calibration: of the kind of device.
+      elsewhere: variables whose memory is not counted here.
+      written_over: those of them that may be written over after the last reader.
+      parts: those of them of which a copy is made where an operation cannot read a part of an array.
+    """
+    beside: dict[int, list[Var]] = collections.defaultdict(list)  # what loops hold besides their results
+    for k, kernel in enumerate(kernels.kernels):
+        if kernel.root.primitive is BESIDE:
+            beside[kernels.writers.get(kernels.reads[k][0], k)] += kernel.piece.writes
+    constant = {k for k, reads in enumerate(kernels.reads) if not reads and kernels.kernels[k].shape is Shape.EACH}
+    copied = dict[Var, None]()
+    for k, kernel in enumerate(kernels.kernels):
+        if kernel.shape not in BY_PART:
+            copied.update(dict.fromkeys(var for var in kernels.reads[k] if var in parts))
+    found, seen = list[Operation](), set[Var]()
+    for k, kernel in enumerate(kernels.kernels):
+        nothing = kernel.root.primitive is BESIDE or k in constant
+        own = [] if nothing else [*kernel.piece.writes]
+        writes = {var: nbytes(var.aval) for var in (*own, *beside[k]) if var not in elsewhere}
+        writes |= {var: nbytes(var.aval) for var in kernels.reads[k] if var in copied and var not in seen}
+        seen.update(writes)
+        reads = frozenset(
+            var for var in kernels.reads[k] if var not in elsewhere or var in written_over or var in copied
+        )
+        needs = frozenset(kernels.writers[var] for var in kernels.reads[k] if kernels.writers.get(var, k) != k)
+        loops = kernel.shape is Shape.REGION
+        inside = peak_inside(kernel.root, calibration) if loops else -calibration.on_chip
+        over = [pair for pair in overwritten(kernel, kernels, k) if kernels.writers.get(pair[1]) not in constant]
+        found.append(Operation(writes, reads, inside, tuple(over), needs))
+    return found
+
+
+def overwritten(kernel: Kernel, kernels: Kernels, k: int) -> tuple[tuple[Var, Var], ...]:
+    """Which results of a fused operation may take the memory of which operands."""
+    region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
+    if region is not None:
+        pairs = zip(kernel.root.outvars, [kernel.root.invars[i] for i in region.carried], strict=False)
+        return tuple((out, kernels.memory_of(atom)) for out, atom in pairs if isinstance(atom, Var))
+    if kernel.shape not in IN_PLACE:
+        return ()
+    return tuple(
+        (out, var) for out in kernel.piece.writes for var in kernels.reads[k] if nbytes(var.aval) == nbytes(out.aval)
+    )
+
+
+def peak_inside(eqn: JaxprEqn, calibration: Calibration) -> int:
+    """Bytes that a loop or branch holds beside its operands and results, at most."""
+    return max((peak(moments) for _, moments in inner_moments(eqn, calibration)), default=0)
+
+
+def inner_moments(eqn: JaxprEqn, calibration: Calibration) -> list[tuple[Kernels, list[Moment]]]:
+    """For each body of a loop or branch its fused operations, and what is held while each runs."""
+    region = region_of(eqn)
+    assert region is not None
+    pairs = zip(bodies_of(eqn), region.inputs, strict=True)
+    return [body_moments(body, inputs, region, k < region.tests, calibration) for k, (body, inputs) in enumerate(pairs)]
+
+
+def body_moments(
+    body: Program, inputs: Sequence[int], region: Region, is_test: bool, calibration: Calibration
+) -> tuple[Kernels, list[Moment]]:
+    """One body: what it carries is held from when it is made; what it stacks is where the stack is."""
+    kernels = kernels_of(body, calibration.recomputes)
+    ends = [kernels.memory_of(atom) if isinstance(atom, Var) else None for atom in body.outputs]
+    count = 0 if is_test or region.chooser is not None else len(region.carried)
+    begins = {i: var for i, var in zip(inputs, body.inputs, strict=True) if i in region.carried}
+    scanned = {var for i, var in zip(inputs, body.inputs, strict=True) if i in region.scanned}
+    stacked = {var for var in ends[count:] if var is not None}
+    kept = frozenset(var for var in ends[:count] if var is not None) - {*body.inputs}
+    operations = operations_of(kernels, calibration, {*body.inputs, *(stacked - kept)}, {*begins.values()}, scanned)
+    for i, end in zip(region.carried, ends[:count], strict=False):
+        k = kernels.writers.get(end, -1) if end in kept else -1
+        if k >= 0 and begins[i] not in kernels.reads[k]:  # the last turn's is no longer read
+            own = operations[k]
+            pairs = ((end, begins[i]), *own.over)
+            operations[k] = dataclasses.replace(own, reads=own.reads | {begins[i]}, over=pairs)
+    return kernels, held_in_best_order(operations, kept)
+
+
+def levels_of(kernels: Kernels, moments: Sequence[Moment], calibration: Calibration) -> list[Level]:
+    """What is held while each fused operation runs: of a loop or branch, operation after operation of its body."""
+    found: list[Level] = []
+    for k, now, sizes in moments:
+        kernel = kernels.kernels[k]
+        inner = inner_moments(kernel.root, calibration) if kernel.shape is Shape.REGION else []
+        below = max((levels_of(*each, calibration) for each in inner), key=highest, default=[])
+        beside = sum(sizes.values())
+        found += [Level(each.bytes + beside, each.what, each.depth + 1) for each in below]
+        found += [] if below else [Level(now, str(kernel.piece))]
+    return found
+
+
+def highest(levels: Sequence[Level]) -> int:
+    """The most bytes of several levels."""
+    return max((each.bytes for each in levels), default=0)
+
+
+def aliased_bytes(device: DeviceProgram) -> int:
+    """Bytes of results in the place of donated arguments: each takes one of its own shape and type."""
+    given = [device.program.inputs[i].aval for i in device.donated]
+    free = collections.Counter((getattr(aval, "shape", None), getattr(aval, "dtype", None)) for aval in given)
+    found = 0
+    for atom in device.program.outputs:
+        kind = getattr(atom.aval, "shape", None), getattr(atom.aval, "dtype", None)
+        if free[kind]:
+            free[kind] -= 1
+            found += nbytes(atom.aval)
+    return found
 
 
 def host_bytes(program: Program) -> int:
@@ -224,138 +289,3 @@ def host_bytes(program: Program) -> int:
             own += sum(all_bytes(var.aval) for var in eqn.outvars if on_host(var.aval))
             inner = max([inner, *map(host_bytes, bodies_of(eqn))])
     return own + inner
-
-
-def on_the_chip(
-    moments: Sequence[tuple[int, Mapping[Var, int]]],
-    fetched: Sequence[Mapping[Var, int]],
-    inside: Sequence[int],
-    own: Collection[Var],
-    room: int,
-    loops: Collection[int] = (),
-    again: Sequence[Mapping[Var, int]] = (),
-) -> list[set[object]]:
-    """What is in memory on the chip, for each kernel in an order: what is held for the fewest kernels comes first.
-
-    So goes XLA's assignment of memory spaces in the main: it weighs the accesses that become fast against the time for
-    which room is taken. Arguments take room too: they are fetched while the kernel before runs. Of what is brought
-    back there from memory, memory keeps a copy, which counts. What is held while a loop runs is in memory, unless all
-    of that fits on the chip: so it was in compiled scans over layers.
-
-    Args:
-      moments: kernels in their order, and what is held while each runs.
-      fetched: for each of these, the arguments that it reads, with their bytes.
-      inside: for each kernel, what it holds beside.
-      own: what is where results belong, in memory.
-      room: bytes on the chip.
-      loops: the places of those that are loops or branches: what is held while one runs is in memory, if not all fits.
-      again: for each of the kernels what it reads of temporary arrays: what is in memory is fetched if room is left.
-
-    Returns:
-      Variables, and numbers of kernels of which what they hold beside is on the chip.
-    """
-    found: list[set[object]] = [set() for _ in moments]
-    if not room:
-        return found
-    spans: dict[object, list[int]] = {}
-    for place, (k, sizes) in enumerate(moments):
-        for var, need in sizes.items():
-            if need and var not in own:
-                spans.setdefault(var, [place, place, need])[1] = place
-        if inside[k]:
-            spans[k] = [place, place, inside[k]]
-        for var, need in fetched[place].items():
-            spans[place, var] = [max(place - 1, 0), place, need]
-    crowded = [place for place in loops if sum(moments[place][1].values()) + inside[moments[place][0]] > room]
-    free = [room] * len(moments)
-    for each, (start, end, need) in sorted(spans.items(), key=lambda item: (item[1][1] - item[1][0], item[1][0])):
-        passes = not isinstance(each, int) and any(start <= place <= end for place in crowded)
-        if not passes and need <= min(free[start : end + 1]):
-            for place in range(start, end + 1):
-                free[place] -= need
-                found[place].add(each)
-    for place, reads in enumerate(again):
-        before = max(place - 1, 0)
-        for var, need in sorted(reads.items(), key=lambda item: -item[1]):
-            if var not in found[place] and need <= min(free[before], free[place]):
-                free[place] -= need
-                free[before] -= need if before != place else 0
-                found[place].add((place, var))
-    return found
-
-
-def arguments_of(kernel: Kernel, program: Program, kernels: Kernels) -> dict[Var, int]:
-    """The arguments that a kernel reads, with their bytes; not those of loops, which read a part at a time."""
-    if kernel.shape is Shape.REGION:
-        return {}
-    given = {*program.inputs}
-    return {v: kernels.nbytes(v) for v in map(kernels.memory_of, kernel.piece.reads) if v in given}
-
-
-def levels_over_time(device: DeviceProgram, target: Target) -> list[Level]:
-    """What one device's program holds besides arguments and results, kernel after kernel in the order of a compiler.
-
-    What TPUs hold on the chip is among it.
-
-    Args:
-      device: the program.
-      target: what the compiler takes together.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from vnode.analysis.program import inline
-      >>> traced = jax.make_jaxpr(lambda x: (jnp.tanh(x @ x) @ x).sum())(jnp.ones((8, 8)))
-      >>> device = DeviceProgram(inline(traced.jaxpr, traced.consts), {})
-      >>> [(each.what, each.bytes) for each in levels_over_time(device, Target.on("cpu"))]
-      [('dot_general', 256), ('tanh', 256), ('dot_general', 512), ('reduce_sum', 256)]
-    """
-    kernels, buffers, own, _ = outer_buffers(device, target)
-    levels: list[Level] = []
-    moments = [(k, now, dict(sizes)) for k, now, sizes in buffers.held(buffers.under(target))]
-    lodged = buffers.lodged([(k, sizes) for k, _, sizes in moments], [()] * len(moments))
-    for k, now, sizes in moments:
-        elsewhere = sum(need for var, need in sizes.items() if var in lodged)
-        left = {var: need for var, need in sizes.items() if var not in lodged}
-        beside = now - buffers.inside[k] - elsewhere - in_results(left, own, kernels)
-        levels += levels_of(kernels.kernels[buffers.of[k]], beside, buffers.inside[k], target, kernels)
-    return levels
-
-
-def in_results(held: Mapping[Var, int], own: Collection[Var], kernels: Kernels) -> int:
-    """Bytes of what is held that are where results belong: results are, and what is there until these are written."""
-    room = sorted(kernels.nbytes(var) for var in own if var not in held)
-    found = sum(kernels.nbytes(var) for var in own if var in held)
-    for need in sorted((kernels.nbytes(var) for var in held if var not in own), reverse=True) if room else ():
-        fits = bisect.bisect_left(room, need)  # the smallest place that is large enough
-        if fits < len(room):
-            found += need
-            del room[fits]
-    return found
-
-
-def levels_of(kernel: Kernel, beside: int, inside: int, target: Target, outer: Kernels) -> list[Level]:
-    """What is held while a kernel runs, beside others: of a loop or branch, kernel after kernel of its body."""
-    region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
-    found = [] if region is None else max(inner_levels(kernel.root, region, target, outer), key=highest, default=[])
-    if not found:
-        return [Level(beside + inside, str(kernel.piece))]
-    return [dataclasses.replace(each, bytes=each.bytes + beside, depth=each.depth + 1) for each in found]
-
-
-def highest(levels: Sequence[Level]) -> int:
-    """The most bytes of several levels."""
-    return max((each.bytes for each in levels), default=0)
-
-
-def inner_levels(eqn: JaxprEqn, region: Region, target: Target, outer: Kernels) -> list[list[Level]]:
-    """What each body of a loop or branch holds beside its operands and results, kernel after kernel."""
-    found = []
-    for k, (body, inputs) in enumerate(zip(bodies_of(eqn), region.inputs, strict=True)):
-        rounded = rounded_ends(eqn, body, outer) if target.contractions else frozenset[Var]()
-        kernels, buffers, slices = body_buffers(body, inputs, region, k < region.tests, target, rounded)
-        levels: list[Level] = []
-        for n, now, _ in buffers.held(buffers.under(target)):
-            own = buffers.inside[n]
-            levels += levels_of(kernels.kernels[buffers.of[n]], now - own + slices, own, target, kernels)
-        found.append(levels)
-    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,27 +34,23 @@ class Piece:
       reads: the variables that come from elsewhere.
       writes: those that are wanted elsewhere.
       constants: values of some of `reads`.
-      narrow: those of `reads` and `writes` that are in memory in bfloat16, though they are float32 in the equations.
-      near: those of them that are in memory on the chip.
     """
 
     equations: tuple[JaxprEqn, ...]
     reads: tuple[Var, ...]
     writes: tuple[Var, ...]
     constants: Mapping[Var, Any] = dataclasses.field(default_factory=dict)
-    narrow: frozenset[Var] = frozenset()
-    near: frozenset[Var] = frozenset()
 
     @functools.cached_property
     def cost(self) -> Cost:
         """Operations of all equations; bytes at the border only, each variable being read once and written once."""
-        if len(self.equations) == 1 and region_of(self.equations[0]) is None and not self.narrow:
+        if len(self.equations) == 1 and region_of(self.equations[0]) is None:
             return cost_of(self.equations[0])
         total = Cost()
         for eqn in self.equations:
             total = total + dataclasses.replace(cost_of(eqn), read=0, written=0)
-        in_all = [sum(n // (2 if var in self.narrow else 1) for var, n in each.items()) for each in self.border]
-        return dataclasses.replace(total, read=in_all[0], written=in_all[1])
+        read, written = self.border
+        return dataclasses.replace(total, read=sum(read.values()), written=sum(written.values()))
 
     @functools.cached_property
     def border(self) -> tuple[Mapping[Var, int], Mapping[Var, int]]:
@@ -96,34 +92,12 @@ class Piece:
                 f"{', '.join(results)} = {eqn.primitive.name}[{parameters(eqn.params)}]({', '.join(operands)})"
             )
         lines.append(f"({', '.join(map(said, self.writes))})")
-        if self.narrow:
-            lines.append(f"in bfloat16: {', '.join(said(v) for v in (*self.reads, *self.writes) if v in self.narrow)}")
         return "\n".join(lines)
-
-    @functools.cached_property
-    def alike(self) -> Hashable | None:
-        """Equal for pieces that do the same at the same sizes, whatever literals hold; None if there is no telling."""
-        kinds = [kind_to_keep(eqn) for eqn in self.equations]
-        if None in kinds:
-            return None
-        own: dict[Var, int] = {}
-
-        def numbers(atoms: Iterable[Any]) -> tuple[int | None, ...]:
-            return tuple(None if isinstance(atom, Literal) else own.setdefault(atom, len(own)) for atom in atoms)
-
-        wires = tuple((numbers(eqn.invars), numbers(eqn.outvars)) for eqn in self.equations)
-        border = numbers(self.reads), numbers(self.writes)
-        there = tuple(on_host(var.aval) for var in (*self.reads, *self.writes))
-        apart = frozenset(numbers(self.narrow)), frozenset(numbers(self.near))
-        return tuple(kinds), wires, border, there, apart
 
     @property
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The types of what is read."""
-        return tuple(
-            jax.ShapeDtypeStruct(var.aval.shape, jnp.bfloat16 if var in self.narrow else var.aval.dtype)
-            for var in self.reads
-        )
+        return tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in self.reads)
 
     def function(self, *values: Any) -> list[Any]:
         """Evaluates it.
@@ -135,12 +109,11 @@ class Piece:
           The values of `writes`.
         """
         held = dict(zip(self.reads, values, strict=True))
-        held.update({var: held[var].astype(var.aval.dtype) for var in self.reads if var in self.narrow})
         for eqn in self.equations:
             operands = [atom.val if isinstance(atom, Literal) else held[atom] for atom in eqn.invars]
             with context_of(eqn):
                 held.update(zip(eqn.outvars, bind(eqn, operands), strict=True))
-        return [held[var].astype(jnp.bfloat16) if var in self.narrow else held[var] for var in self.writes]
+        return [held[var] for var in self.writes]
 
     def __str__(self) -> str:
         return " + ".join(dict.fromkeys(eqn.primitive.name for eqn in self.equations))

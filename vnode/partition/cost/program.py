@@ -16,27 +16,21 @@ that is known.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.program import Program
-from vnode.operators.control import Region, While, region_of
+from vnode.operators.control import Region, region_of
 from vnode.operators.cost import all_bytes
 from vnode.operators.spaces import crosses, on_host
+from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.collectives import KINDS, Transfer, transfer_of
 from vnode.partition.cost.device import DeviceProgram, bodies_of, device_program
 from vnode.partition.cost.kernels import kernels_of
-from vnode.partition.cost.memory import Memory, memory_of, near_of
-from vnode.partition.cost.narrow import multiplied_inside, rounded_ends, with_narrow
-from vnode.partition.cost.pieces import Piece, traced_piece
-from vnode.partition.cost.places import copied
-from vnode.partition.cost.shapes import BESIDE, Kernels, Shape
-from vnode.partition.cost.target import Target
+from vnode.partition.cost.memory import Memory, memory_of
+from vnode.partition.cost.shapes import BESIDE, Kernel, Shape
 from vnode.partition.cost.time import Time, by_source
 from vnode.partition.cost.times import Times
 from vnode.partition.machine import Machine, MachineMesh
@@ -158,7 +152,6 @@ def program_cost(
     times: Times | None = None,
     donated: Collection[int] = (),
     platform: str = "tpu",
-    target: Target | None = None,
     overlap: bool = True,
 ) -> ProgramCost:
     """What a split program takes.
@@ -170,7 +163,6 @@ def program_cost(
       times: of kernels; by default as `Times` has them.
       donated: of a flow: inputs whose memory results may take.
       platform: what is compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``; says what is fused.
-      target: what the compiler takes together; by default as for the platform and the first kind of device.
       overlap: whether devices compute while they exchange.
 
     Returns:
@@ -196,16 +188,15 @@ def program_cost(
     if isinstance(program, Flow):
         axes = {name: n for name, n in mesh.shape.items() if n > 1}
         program = device_program(program, axes, platform=platform, donated=donated)
-    target = target or Target.on(platform, machine.kinds[0].name)
-    taken = _Taken(machine, mesh, program.axes, times or Times(), target, overlap)
-    taken.copied = copied(program, target)
-    timeline = taken.timeline(program.program, 1, near_of(program, target))
+    calibration = Calibration.on(platform, machine.kinds[0].name)
+    taken = _Taken(machine, mesh, program.axes, times or Times(), calibration.recomputes, overlap)
+    timeline = taken.timeline(program.program, 1)
     return ProgramCost(
         compute=sum(time.seconds * runs for time, runs in taken.times),
         exchange=sum(each.seconds * each.runs for each in taken.collectives),
         timeline=timeline,
         collectives=tuple(taken.collectives),
-        memory=memory_of(program, target, taken.seconds),
+        memory=memory_of(program, calibration),
         sources=by_source(taken.times),
         noise=float(np.sqrt(sum((time.noise * runs) ** 2 for time, runs in taken.times))),
         unknown=frozenset(taken.unknown),
@@ -242,45 +233,32 @@ class _Taken:
     """Adds up what a program takes; bodies of loops are programs."""
 
     def __init__(
-        self, machine: Machine, mesh: MachineMesh, axes: Mapping[str, int], times: Times, target: Target, overlap: bool
+        self,
+        machine: Machine,
+        mesh: MachineMesh,
+        axes: Mapping[str, int],
+        times: Times,
+        recomputes: bool,
+        overlap: bool,
     ) -> None:
         self.machine, self.mesh, self.axes = machine, mesh, axes
-        self.source, self.target, self.overlap = times, target, overlap
+        self.source, self.recomputes, self.overlap = times, recomputes, overlap
         self.times: list[tuple[Time, float]] = []
         self.collectives: list[Planned] = []
         self.others: list[Planned] = []  # of branches that others take
         self.moves: list[Moved] = []
         self.unknown: set[str] = set()
         self.open_loops = 0
-        self.seconds: list[float] = []  # of the outermost program's kernels
-        self.copied: list[Var] = []  # because of where results shall be
 
-    def timeline(
-        self,
-        program: Program,
-        runs: int,
-        known: tuple[Kernels, Sequence[frozenset[Var]]] | None = None,
-        held: Set[Var] = frozenset(),
-    ) -> Timeline:
-        """The timeline of a program that runs so often; its kernels, and what is on the chip, may be known.
-
-        That is so kernel by kernel, or all the time, which is `held`.
-        """
-        kernels, near = known or (kernels_of(program, self.target), ())
+    def timeline(self, program: Program, runs: int) -> Timeline:
+        """The timeline of a program that runs so often."""
+        kernels = kernels_of(program, self.recomputes)
         tasks = list[_Task]()
-        for kernel, on_chip in itertools.zip_longest(kernels.kernels, near, fillvalue=frozenset[Var]()):
-            eqn, piece = kernel.root, kernel.piece
-            if held:
-                on_chip |= {v for v in (*piece.reads, *piece.writes) if kernels.memory_of(v) in held}
-            piece = dataclasses.replace(piece, near=on_chip) if on_chip else piece
-            reads = tuple(kernels.memory_of(var) for var in piece.reads)
+        for kernel, reads in zip(kernels.kernels, kernels.reads, strict=True):
             before = len(self.times), len(self.collectives)
-            seconds, links, computes = self.taken(eqn, kernel.shape, kernels, piece, runs)
+            seconds, links, computes = self.taken(kernel, program, runs)
             works = self.worked(before, runs) if kernel.shape is Shape.REGION else None
-            tasks.append(_Task(seconds, links, computes, str(piece), reads, piece.writes, works))
-        if known is not None and len(near):
-            self.seconds = [task.seconds for task in tasks]
-            tasks += [self.brought(var) for var in self.copied]
+            tasks.append(_Task(seconds, links, computes, str(kernel.piece), reads, kernel.piece.writes, works))
         graph, idle = graph_of(tasks, self.overlap)
         return dataclasses.replace(simulate(graph), idle=idle)
 
@@ -294,68 +272,35 @@ class _Taken:
                 found[link] = found.get(link, 0.0) + each.seconds * each.runs / runs
         return found
 
-    def taken(
-        self, eqn: JaxprEqn, shape: Shape, kernels: Kernels, piece: Piece, runs: int
-    ) -> tuple[float, tuple[int, ...], bool]:
+    def taken(self, kernel: Kernel, program: Program, runs: int) -> tuple[float, tuple[int, ...], bool]:
         """Seconds of one run, the links that it occupies, and whether the device computes."""
-        sent = [transfer_of(each, self.axes) for each in piece.equations] if shape is Shape.COLLECTIVE else []
-        transfers = [
-            dataclasses.replace(transfer, bytes=transfer.bytes // 2)
-            if kernels.narrow.issuperset(of.outvars)
-            else transfer
-            for transfer, of in zip(sent, piece.equations, strict=False)  # nothing is sent by what is no collective
-            if transfer is not None
-        ]
+        eqn, piece = kernel.root, kernel.piece
+        sent = [transfer_of(each, self.axes) for each in piece.equations] if kernel.shape is Shape.COLLECTIVE else []
+        transfers = [transfer for transfer in sent if transfer is not None]
         if transfers:
             cost = transfers[0].cost(self.machine, self.mesh)
-            seconds = cost.seconds(sum(transfer.bytes for transfer in transfers))
             for transfer in transfers:
                 share = transfer.bytes * cost.per_byte + cost.latency / len(transfers)
                 self.collectives.append(Planned(transfer, runs, share))
-            return seconds + self.turned(piece, runs), cost.resources, False
-        if shape is Shape.AWAY:
+            return cost.seconds(sum(transfer.bytes for transfer in transfers)), cost.resources, False
+        if kernel.shape is Shape.AWAY:
             (move,) = [self.moved(each, runs) for each in piece.equations]
             self.moves.append(move)
             return move.seconds, (HOST_LINK,), False
-        region = region_of(eqn) if shape is Shape.REGION else None
+        region = region_of(eqn) if kernel.shape is Shape.REGION else None
         if region is not None:
             known = None if exchanges(eqn) or moves_within(eqn) else self.source.known(piece, self.machine.kinds)
             if known is None:
-                return self.region(eqn, region, kernels, runs)
+                return self.region(eqn, region, runs)
             self.times.append((known, runs))
             return known.seconds, (), True
         if eqn.effects or eqn.primitive is BESIDE:  # which place on an axis this device has; what a loop has made
             return 0.0, (), True
-        if kernels.program.describe(eqn) is None:
+        if program.describe(eqn) is None:
             self.unknown.add(eqn.primitive.name)
         found = self.source.slowest(piece, self.machine.kinds)
         self.times.append((found, runs))
         return found.seconds, (), True
-
-    def turned(self, piece: Piece, runs: int) -> float:
-        """Seconds of copies that bring what is exchanged in pieces to an order in which the pieces come first."""
-        total = 0.0
-        for eqn in piece.equations if self.target.turns else ():
-            sides = (
-                (eqn.invars[0].aval, eqn.params.get("split_axis", 0)),
-                (
-                    eqn.outvars[0].aval,
-                    eqn.params.get("concat_axis", 0),
-                ),
-            )
-            for aval, place in sides if "split_axis" in eqn.params else ():
-                if math.prod(aval.shape[:place]) > 1:
-                    time = self.source.slowest(traced_piece(jnp.transpose, aval), self.machine.kinds)
-                    self.times.append((time, runs))
-                    total += time.seconds
-        return total
-
-    def brought(self, var: Var) -> _Task:
-        """The copy of a result to where it is to be in the end, or of the argument that is there before."""
-        piece = traced_piece(lambda x: 1 * x, var.aval)
-        time = self.source.slowest(piece, self.machine.kinds)
-        self.times.append((time, 1))
-        return _Task(time.seconds, (), True, str(piece), (var,), ())
 
     def moved(self, eqn: JaxprEqn, runs: int) -> Moved:
         """A value's way to the host or from there, on the kind of device whose link takes longest."""
@@ -363,26 +308,7 @@ class _Taken:
         seconds = max(bytes_ / kind.host_bandwidth + kind.host_latency for kind in self.machine.kinds)
         return Moved(bytes_, runs, not on_host(eqn.outvars[0].aval), seconds)
 
-    def rounded(
-        self, eqn: JaxprEqn, region: Region, inputs: Sequence[int], body: Kernels, kernels: Kernels, runs: int
-    ) -> Kernels:
-        """The kernels of a loop's body with what is in bfloat16: slices of what is, and what the loop only multiplies.
-
-        The latter is rounded before the first turn, if it is not in bfloat16 already.
-        """
-        fit = multiplied_inside(body.program, rounded_ends(eqn, body.program, kernels))
-        narrow = set[Var]()
-        for i, var in zip(inputs, body.program.inputs, strict=True):
-            atom = eqn.invars[i]
-            there = isinstance(atom, Var) and kernels.memory_of(atom) in kernels.narrow
-            if (i in region.scanned and there) or (i in region.fixed and var in fit):
-                narrow.add(var)
-            if i in region.fixed and var in fit and isinstance(atom, Var) and not there:
-                piece = traced_piece(lambda x: x.astype(jnp.bfloat16), var.aval)
-                self.times.append((self.source.slowest(piece, self.machine.kinds), runs))
-        return with_narrow(body, narrow) if narrow else body
-
-    def region(self, eqn: JaxprEqn, region: Region, kernels: Kernels, runs: int) -> tuple[float, tuple[int, ...], bool]:
+    def region(self, eqn: JaxprEqn, region: Region, runs: int) -> tuple[float, tuple[int, ...], bool]:
         """A loop by its turns; of branches the one that takes longest."""
         bodies = bodies_of(eqn)
         counts = turns_of(region, len(bodies))
@@ -391,13 +317,8 @@ class _Taken:
             counts = [1] * len(bodies)
         before = len(self.times), len(self.collectives), len(self.moves)
         found = list[tuple[float, list[tuple[Time, float]], list[Planned], list[Moved]]]()
-        for body, inputs, turns in zip(bodies, region.inputs, counts, strict=True):
-            ends = rounded_ends(eqn, body, kernels) if self.target.contractions else frozenset[Var]()
-            own = kernels_of(body, self.target, ends)
-            if self.target.contractions and region.chooser is None:
-                own = self.rounded(eqn, region, inputs, own, kernels, runs)
-            held = carried_on_chip(region, inputs, own, self.target)
-            seconds = self.timeline(body, runs * turns, (own, ()), held).seconds * turns
+        for body, turns in zip(bodies, counts, strict=True):
+            seconds = self.timeline(body, runs * turns).seconds * turns
             found.append((seconds, self.times[before[0] :], self.collectives[before[1] :], self.moves[before[2] :]))
             del self.times[before[0] :], self.collectives[before[1] :], self.moves[before[2] :]
         chosen = [max(found, key=lambda each: each[0])] if region.chooser is not None else found
@@ -412,19 +333,6 @@ class _Taken:
             for each in collectives:
                 links.update(each.transfer.cost(self.machine, self.mesh).resources)
         return sum(seconds for seconds, *_ in chosen), tuple(sorted(links)), True
-
-
-def carried_on_chip(region: Region, inputs: Sequence[int], body: Kernels, target: Target) -> Set[Var]:
-    """What a body makes, and is handed from turn to turn, if a loop over blocks has all of it on the chip.
-
-    So the TPU compiler has it where all fits; of scans over nodes and layers it was not seen.
-    """
-    if not target.on_chip or not isinstance(region, While) or region.turns is None:
-        return frozenset()
-    carried = [var for i, var in zip(inputs, body.program.inputs, strict=True) if i in region.carried]
-    made = [body.memory_of(var) for kernel in body.kernels for var in kernel.piece.writes]
-    found = {*carried, *made}
-    return found if sum(map(body.nbytes, found)) <= target.on_chip else frozenset()
 
 
 def exchanges(eqn: JaxprEqn) -> bool:

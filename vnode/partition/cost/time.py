@@ -1,6 +1,7 @@
 """How long a piece of a program takes on one device, who says so, and the roofline, which can say it of every piece.
 
-Knows kinds of devices, operations and bytes. Must not know programs, meshes, or how anything is measured.
+Knows kinds of devices, what they reach of their peak rates, operations and bytes. Must not know programs, meshes, or
+how anything is measured.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from vnode.operators.cost import Cost
+from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.pieces import Piece
 from vnode.partition.machine import Kind
 
@@ -20,7 +22,7 @@ class Time:
 
     Attributes:
       seconds: of one run.
-      source: ``"measured"``, ``"compiler"``, ``"windows"`` or ``"roofline"``.
+      source: ``"measured"`` or ``"roofline"``.
       noise: seconds by which another measurement would differ: half of the distance between the quartiles of
         repetitions, at least the resolution; 0 for what is not measured.
     """
@@ -42,20 +44,19 @@ TRANSCENDENTAL = 10
 """How many multiplications an exponential or a logarithm takes: the degree of polynomials that compute it in float32
 (Cephes' single precision functions have 5 to 8 terms, and the reduction of the argument)."""
 
-LAUNCH = 2e-6
-"""Seconds until a kernel computes: on GPUs 2 to 5 us of launching one after the other; TPUs and CPUs take less."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """The time that a device's peak rates allow: Williams, Waterman, Patterson, "Roofline" (CACM 2009).
+    """The time by a device's peak rates: Williams, Waterman, Patterson, "Roofline" (CACM 2009).
 
     A piece takes as long as its operations at the peak rate of their type, or as its bytes at the bandwidth of memory,
     whichever is longer, and a launch before. What units for matrices and other units do overlaps. A piece whose
-    equations are fused reads and writes memory at its border only.
+    equations are fused reads and writes memory at its border only. Programs reach a part of these rates
+    (`vnode.partition.cost.calibration`).
 
     Attributes:
-      launch: seconds that come on top of each piece that does anything.
+      launch: seconds that come on top of each piece that does anything; by default as calibrated.
+      calibrated: whether rates are those that programs reach, or those of the data sheet.
 
     Example:
       >>> kind = Kind("toy", {"float32": 1e12}, vector=1e11, memory=2**30, bandwidth=1e11, host_bandwidth=1e10)
@@ -63,15 +64,17 @@ class Roofline:
       1.0
     """
 
-    launch: float = LAUNCH
+    launch: float | None = None
+    calibrated: bool = True
 
     def seconds(self, cost: Cost, kind: Kind) -> float:
         """The time of this many operations and bytes."""
-        matrix = sum(operations / kind.rate(dtype) for dtype, operations in cost.matrix.items())
+        reached = Calibration.of(kind) if self.calibrated else Calibration()
+        matrix = sum(operations / kind.rate(dtype) for dtype, operations in cost.matrix.items()) / reached.products
         vector = (cost.vector + (TRANSCENDENTAL - 1) * cost.transcendental) / kind.vector
-        memory = (cost.read + cost.written) / kind.bandwidth
+        memory = (cost.read + cost.written) / (kind.bandwidth * reached.passes)
         longest = max(matrix, vector, memory)
-        return longest + self.launch if longest else 0.0
+        return longest + (reached.launch if self.launch is None else self.launch) if longest else 0.0
 
     def time(self, piece: Piece, kind: Kind) -> Time:
         """See `Source`."""

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from vnode.partition.cost.pieces import Piece
 from vnode.partition.cost.time import Roofline, Source, Time
-from vnode.partition.cost.windows import Windows
 from vnode.partition.machine import Kind
 
 
@@ -19,19 +18,18 @@ class Times:
     """Several sources, the best first: each piece has the time of the first that knows one.
 
     Attributes:
-      sources: in this order; the last is asked about everything. By default passes and tiles as the compiler of TPUs
-        counts them, of the kinds of which it was seen (`Windows`), and the roofline of all others.
+      sources: in this order; the last is asked about everything. By default the roofline.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from vnode.partition.cost.pieces import traced_piece
       >>> from vnode.partition.machine.table import kind_named
       >>> piece = traced_piece(lambda a, b: a @ b, jnp.ones((512, 512)), jnp.ones((512, 512)))
-      >>> Times().time(piece, kind_named("v5e")).source, Times().time(piece, kind_named("h100-sxm")).source
-      ('windows', 'roofline')
+      >>> Times().time(piece, kind_named("v5e")).source
+      'roofline'
     """
 
-    sources: Sequence[Source] = (Windows(), Roofline())
+    sources: Sequence[Source] = (Roofline(),)
 
     def time(self, piece: Piece, kind: Kind) -> Time:
         """The time of a piece on a device of a kind."""
@@ -41,13 +39,10 @@ class Times:
                 return found
         return Roofline().time(piece, kind)
 
-    def is_roofline(self, kinds: Sequence[Kind]) -> bool:
-        """Whether no source but the roofline says anything of some kinds."""
-
-        def silent(source: Source) -> bool:
-            return isinstance(source, Windows) and not any(map(source.knows, kinds))
-
-        return all(isinstance(source, Roofline) or silent(source) for source in self.sources)
+    @property
+    def is_roofline(self) -> bool:
+        """Whether no source but the roofline is asked."""
+        return all(isinstance(source, Roofline) for source in self.sources)
 
     def known(self, piece: Piece, kinds: Sequence[Kind]) -> Time | None:
         """The time on the slowest of several kinds, if a source other than the roofline says it of all of them."""

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec
 from vnode.analysis.branches import Branches
 from vnode.errors import MemoryLimitError
 from vnode.partition.cost.pieces import piece_of
-from vnode.partition.cost.target import Target
 from vnode.partition.cost.time import Roofline
 from vnode.partition.cost.times import Times
 from vnode.partition.machine import Device, Machine
@@ -316,7 +315,7 @@ class OnMesh:
             turns=self.shares.turns,
         )
         specs = specs_of(subject, flow, self.axes, sharded)
-        apart = Target.on(self.platform).apart  # elsewhere what is on the host is on the device all the same
+        apart = self.platform != "cpu"  # there what is on the host is on the device all the same
         names = subject.leaves if apart else [None] * len(subject.names)
         slots = Slots.of(flow, names, subject.state, subject.donated, self.axes, dict.fromkeys(sharded, self.rows))
         farther = functools.cache(functools.partial(self.candidate, name, flow, over_rows, gap))

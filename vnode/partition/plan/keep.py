@@ -34,9 +34,9 @@ from vnode.analysis.away import is_movable
 from vnode.analysis.late import Late
 from vnode.analysis.program import Made
 from vnode.operators.cost import all_bytes
+from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.kernels import kernels_of
 from vnode.partition.cost.shapes import Kernel, Kernels
-from vnode.partition.cost.target import Target
 from vnode.partition.cost.time import Roofline
 from vnode.partition.machine import Kind, Machine
 from vnode.partition.plan.subject import Subject
@@ -121,14 +121,15 @@ class Keeping:
       late: the step's program, and what of it is read late.
       kept: what its loops keep for later ones.
       kind: of device.
-      target: what its compiler makes of programs.
+      platform: what is compiled for; CPUs have no other memory of their host.
     """
 
-    def __init__(self, late: Late, kept: Mapping[Made, Kept], kind: Kind, target: Target) -> None:
+    def __init__(self, late: Late, kept: Mapping[Made, Kept], kind: Kind, platform: str) -> None:
         self.late = late
-        self.stacked = stacked_of(late, kept, kind, target.apart)
+        self.stacked = stacked_of(late, kept, kind, platform != "cpu")
         without = {late.program.equations[k].outvars[j] for k, j in kept}
-        self.values = _Values(late, kernels_of(late.program, target), without, kind).all()
+        kernels = kernels_of(late.program, Calibration.on(platform, kind.name).recomputes)
+        self.values = _Values(late, kernels, without, kind).all()
         self.found: dict[tuple[int, bool], Less | None] = {(0, False): Less(), (0, True): Less()}
 
     @property
@@ -149,7 +150,7 @@ class Keeping:
     def of(subject: Subject, machine: Machine, platform: str) -> Keeping:
         """That of a step, on the first kind of a machine's devices."""
         kind = machine.kinds[0]
-        return Keeping(subject.late, subject.kept, kind, Target.on(platform, kind.name))
+        return Keeping(subject.late, subject.kept, kind, platform)
 
     def chosen(self, level: int, seconds: float, host: bool = True) -> Less:
         """What is computed again, or on the host.

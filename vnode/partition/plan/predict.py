@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec
 
 from vnode.errors import Bound
 from vnode.partition.accept import Exchange, counted_plan, exchanges
+from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.collectives import Transfer
 from vnode.partition.cost.device import DeviceProgram, device_program
 from vnode.partition.cost.memory import Level, levels_over_time
 from vnode.partition.cost.program import program_cost
-from vnode.partition.cost.target import Target
 from vnode.partition.cost.times import Times
 from vnode.partition.machine import Machine, MachineMesh
 from vnode.partition.plan.across import Across, added
@@ -123,7 +123,7 @@ class Prediction(Bound):
       turns: nodes of a row; where rows differ, of the one that is done last.
       timeline: what a device does when; None if that was not written down.
       device: what a device runs; likewise.
-      target: what it is compiled for; likewise.
+      calibration: of the kind of device; likewise.
     """
 
     figures: Figures
@@ -132,15 +132,15 @@ class Prediction(Bound):
     turns: int
     timeline: Timeline | None = None
     device: DeviceProgram | None = None
-    target: Target | None = None
+    calibration: Calibration | None = None
 
     @functools.cached_property
     def levels(self) -> tuple[Level, ...]:
         """Bytes that are held, kernel after kernel; nothing where the program was not written down."""
-        if self.device is None or self.target is None:
+        if self.device is None or self.calibration is None:
             return ()
         f = self.figures
-        found = levels_over_time(self.device, self.target)
+        found = levels_over_time(self.device, self.calibration)
         most = max((each.bytes for each in found), default=0)
         always = f.arguments + f.results
         moved = {each.bytes: f.temporary if each.bytes == most else min(each.bytes, f.temporary) for each in found}
@@ -194,10 +194,8 @@ def predicted(
     sums = local_sums(flow, inner)
     early = platform in ROOM_EARLY
     whole = added(flow if sharded is None else once_followed(flow, sharded, state, axes, across, early), across)
-    late = across.invariant and early
-    device = device_program(whole, axes, platform=platform, donated=donated, single_turns=across.invariant, passes=late)
-    target = Target.on(platform, machine.kinds[0].name)
-    cost = program_cost(device, machine, mesh, times=times, target=target)
+    device = device_program(whole, axes, platform=platform, donated=donated)
+    cost = program_cost(device, machine, mesh, times=times, platform=platform)
     given = [nbytes(layout, var, axes) for layout, var in zip(whole.inputs, flow.program.inputs, strict=True)]
     memory = cost.memory
     once, kind = far_sums(flow, inner), machine.kinds[0]
@@ -226,7 +224,7 @@ def predicted(
         turns,
         cost.timeline,
         device,
-        target,
+        Calibration.on(platform, machine.kinds[0].name),
     )
 
 

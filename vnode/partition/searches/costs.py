@@ -52,8 +52,8 @@ class Estimate:
     Args:
       machine: whose devices they are.
       mesh: its devices with named axes; or only the axes, which `Machine.mesh` lays out.
-      times: of kernels: measured, compiled; by default what is known of TPUs' kernels, and of other kinds the roofline
-        (Williams, Waterman, Patterson, Communications of the ACM 52, 2009).
+      times: of kernels, measured ones for example; by default the roofline (Williams, Waterman, Patterson,
+        Communications of the ACM 52, 2009).
       platform: what is compiled for, where times are asked for.
 
     Example:
@@ -73,7 +73,7 @@ class Estimate:
         self.mesh = mesh if isinstance(mesh, MachineMesh) else machine.mesh(mesh)
         self.axes: Axes = {name: n for name, n in self.mesh.shape.items() if n > 1}
         self.times, self.platform = times or Times(), platform
-        self._roofline = self.times.is_roofline(machine.kinds)
+        self._roofline = self.times.is_roofline
         self._slowest: dict[Any, float] = {}
         self._transfers = functools.cache(self._ask)
 

@@ -1,0 +1,16 @@
+"""The calibration of a v5e: what its compiler says of small programs, beside the stored entry."""
+
+import dataclasses
+import json
+
+from vnode.partition import Machine, calibrate
+from vnode.partition.cost.calibration import Calibration
+from vnode.partition.cost.compiler import tpu_topology
+from vnode.partition.machine.table import kind_named
+
+devices, kind = tpu_topology("v5e:2x4"), kind_named("v5e")
+stored = Calibration.of(kind)
+fitted = calibrate.fitted(kind, calibrate.compiled_seconds(devices[0], kind), stored)
+memory, time = calibrate.spread(Machine.tpu("v5e:2x4"), devices)
+found = dataclasses.replace(fitted, memory=memory, time=time)
+print(json.dumps([dataclasses.asdict(each) for each in (stored, found)]))

@@ -1,0 +1,237 @@
+"""A compiler, or a device -> its entry in ``cost/calibration.json``: `python -m vnode.partition.calibrate v5e`.
+
+    products of 512 to 4,096, passes over 1 to 64 MiB   ->   the parts of the peak rates that they reach
+    small train steps, divided in three ways            ->   compiled / estimated memory and time
+
+For a TPU libtpu compiles, and says how many cycles it expects; no TPU is needed. ``here`` times the same programs on
+the first device of this machine; of CPUs, whose rates `Machine.here` measures, it finds the memory alone. An entry is
+to be written again when a compiler changes.
+
+Knows a handful of programs, compiled programs and devices. Must not know how searches use an entry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from vnode.analysis.program import inline
+from vnode.partition.cost.cache import Cache
+from vnode.partition.cost.calibration import FILE, Calibration, entries
+from vnode.partition.cost.compiler import CLOCKS, tpu_topology
+from vnode.partition.cost.measured import Measured
+from vnode.partition.cost.pieces import Piece, traced_piece
+from vnode.partition.cost.program import program_cost
+from vnode.partition.hlo import cycles, parse
+from vnode.partition.machine import Kind, Machine
+from vnode.partition.machine.table import KINDS, kind_named
+from vnode.placement.temporary import temporary_of
+from vnode.spmd.flow import follow
+from vnode.spmd.layout import from_spec
+from vnode.spmd.program import at_the_border, over_mesh, spec_of
+
+TOPOLOGIES = {"v4": "v4:2x2x2", "v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4"}
+"""Eight devices of each kind."""
+
+SIZES = (512, 1024, 2048, 4096)
+"""Rows, columns and terms of products."""
+
+ROWS = (256, 1024, 4096, 16_384)
+"""Rows of 1,024 numbers of passes."""
+
+QUANTILES = (0.1, 0.5, 0.9)
+
+Seconds = Callable[[Piece], float]
+
+
+def products() -> list[Piece]:
+    """Matrix products, in both precisions that models compute in."""
+    shapes = [jax.ShapeDtypeStruct((n, n), dtype) for n in SIZES for dtype in (jnp.bfloat16, jnp.float32)]
+    return [traced_piece(jnp.dot, shape, shape) for shape in shapes]
+
+
+def passes() -> list[Piece]:
+    """Fused element-wise operations and reductions."""
+
+    def update(x: Any, y: Any) -> Any:
+        return x * 0.9 + jnp.tanh(y) * 0.1
+
+    shapes = [jax.ShapeDtypeStruct((n, 1024), jnp.float32) for n in ROWS]
+    return [traced_piece(f, *args) for x in shapes for f, args in ((update, (x, x)), (lambda x: x.sum(1), (x,)))]
+
+
+def compiled_seconds(device: Any, kind: Kind) -> Seconds:
+    """Seconds of pieces by the TPU compiler's estimated cycles."""
+    place = jax.sharding.SingleDeviceSharding(device)
+
+    def seconds(piece: Piece) -> float:
+        given = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=place) for each in piece.shapes]
+        text = jax.jit(piece.function, out_shardings=place).lower(*given).compile().as_text()
+        return cycles(parse(text or ""), {}) / CLOCKS[kind.name]
+
+    return seconds
+
+
+def fitted(kind: Kind, seconds: Seconds, before: Calibration) -> Calibration:
+    """An entry with its rates fitted.
+
+    A pass takes a launch, and its bytes by the bandwidth that it reaches: a line by least squares of relative errors.
+    Products reach the median of the larger half.
+    """
+    several = passes()
+    moved = np.array([(piece.cost.read + piece.cost.written) / kind.bandwidth for piece in several])
+    taken = np.array([seconds(piece) for piece in several])
+    columns = np.stack([moved / taken, 1 / taken], 1)
+    (slope, launch), *_ = np.linalg.lstsq(columns, np.ones(len(several)), rcond=None)
+    reached = []
+    for piece in products()[len(SIZES) :]:
+        ideal = sum(n / kind.rate(dtype) for dtype, n in piece.cost.matrix.items())
+        reached.append(ideal / max(seconds(piece) - launch, ideal))
+    share = min(1 / slope, 1.0)
+    return dataclasses.replace(
+        before, products=float(np.median(reached)), passes=float(share), launch=max(float(launch), 0.0)
+    )
+
+
+def steps() -> dict[str, tuple[Any, Sequence[Any], Mapping[str, Sequence[PartitionSpec]]]]:
+    """Train steps with their arguments, and how these are divided over ``x``: the batch, the state too, a layer."""
+    P = PartitionSpec
+
+    def dense(up: Any, down: Any, x: Any) -> Any:
+        def loss(up: Any, down: Any) -> Any:
+            return jnp.mean((jax.nn.gelu(x @ up) @ down - x) ** 2)
+
+        grads = jax.grad(loss, (0, 1))(up, down)
+        return up - 0.1 * grads[0], down - 0.1 * grads[1]
+
+    def scanned(w: Any, v: Any, x: Any) -> Any:
+        def loss(w: Any, v: Any) -> Any:
+            @jax.checkpoint
+            def layer(x: Any, both: Any) -> tuple[Any, None]:
+                w, v = (each.astype(jnp.bfloat16) for each in both)
+                return x + jax.nn.relu(x @ w) @ v, None
+
+            return jnp.mean(jax.lax.scan(layer, x.astype(jnp.bfloat16), (w, v))[0].astype(jnp.float32) ** 2)
+
+        grads = jax.grad(loss, (0, 1))(w, v)
+        return w - 0.1 * grads[0], v - 0.1 * grads[1]
+
+    def attention(qkv: Any, out: Any, x: Any) -> Any:
+        def loss(qkv: Any, out: Any) -> Any:
+            q, k, v = jnp.einsum("btd,dshe->sbthe", x, qkv)
+            weights = jax.nn.softmax(jnp.einsum("bqhe,bkhe->bhqk", q, k))
+            return jnp.mean((jnp.einsum("bhqk,bkhe,hed->bqd", weights, v, out) + x) ** 2)
+
+        grads = jax.grad(loss, (0, 1))(qkv, out)
+        return qkv - 0.1 * grads[0], out - 0.1 * grads[1]
+
+    def shape(*sizes: int) -> Any:
+        return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+    batch, whole = P("x"), P()
+    return {
+        "dense": (
+            dense,
+            (shape(2048, 8192), shape(8192, 2048), shape(4096, 2048)),
+            {"data": (whole, whole, batch), "FSDP": (batch, batch, batch), "model": (P(None, "x"), P("x"), whole)},
+        ),
+        "scanned": (
+            scanned,
+            (shape(8, 1024, 4096), shape(8, 4096, 1024), shape(8192, 1024)),
+            {
+                "data": (whole, whole, batch),
+                "FSDP": (P(None, "x"), P(None, "x"), batch),
+                "model": (P(None, None, "x"), P(None, "x"), whole),
+            },
+        ),
+        "attention": (
+            attention,
+            (shape(1024, 3, 16, 64), shape(16, 64, 1024), shape(32, 512, 1024)),
+            {
+                "data": (whole, whole, batch),
+                "FSDP": (batch, P(None, None, "x"), batch),
+                "model": (P(None, None, "x"), P("x"), whole),
+            },
+        ),
+    }
+
+
+def spread(machine: Machine, devices: Sequence[Any]) -> tuple[list[float], list[float]]:
+    """Quantiles of compiled / estimated memory, and of seconds of computation where the compiler estimates them."""
+    axes, mesh = {"x": len(devices)}, Mesh(np.array(devices), ("x",))
+    platform, clock = devices[0].platform, CLOCKS.get(machine.kinds[0].name)
+    memory, time = list[float](), list[float]()
+    for step, args, ways in steps().values():
+        traced = jax.make_jaxpr(step)(*args)
+        program = inline(traced.jaxpr, traced.consts)
+        for specs in ways.values():
+            layouts = [from_spec(spec, x.shape, axes) for spec, x in zip(specs, args, strict=True)]
+            flow = follow(program, layouts, axes, outputs=layouts[:2])
+            lies = [NamedSharding(mesh, spec_of(at_the_border(each, axes))) for each in layouts]
+            given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(args, lies, strict=True)]
+            run = jax.jit(over_mesh(flow, mesh), donate_argnums=(0, 1), keep_unused=True)
+            compiled = run.lower(*given).compile()
+            said: Any = compiled.memory_analysis()
+            cost = program_cost(flow, machine, machine.mesh(axes), donated=(0, 1), platform=platform)
+            taken = said.argument_size_in_bytes + said.output_size_in_bytes - said.alias_size_in_bytes
+            memory.append((taken + temporary_of(compiled).held) / cost.memory.total)
+            if clock is not None:
+                time.append(cycles(parse(compiled.as_text() or ""), {}) / clock / cost.compute)
+    return quantiles(memory), quantiles(time)
+
+
+def quantiles(ratios: Sequence[float]) -> list[float]:
+    """Some quantiles; none of nothing."""
+    return [round(float(each), 2) for each in np.quantile(ratios, QUANTILES)] if len(ratios) else []
+
+
+def written(name: str, entry: Calibration) -> None:
+    """Puts an entry into the file."""
+    content = json.loads(FILE.read_text(encoding="utf-8"))
+    content[name] = {
+        field.name: round(value, 9) if isinstance(value, float) else value
+        for field in dataclasses.fields(entry)
+        if (value := getattr(entry, field.name)) != field.default
+    }
+    lines = [f"  {json.dumps(key)}: {json.dumps(content[key])}" for key in content]
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    entries.cache_clear()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Fits the entry that is named, and writes it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("kind", choices=[*TOPOLOGIES, "here"], help="a TPU, or the devices that are here")
+    which = parser.parse_args(argv).kind
+    if which == "here":
+        devices = jax.devices()
+        machine = Machine.here(devices)
+        kind = machine.kinds[0]
+        name = kind.name if kind.name in KINDS else devices[0].platform  # whose rates are measured, they are reached
+        entry = Calibration.on(devices[0].platform, kind.name)
+        if kind.name in KINDS:
+            with tempfile.TemporaryDirectory() as folder:
+                measured = Measured(devices[0], Cache(folder))
+                entry = fitted(kind, lambda piece: measured.measure(piece)[0], entry)
+    else:
+        devices, machine = tpu_topology(TOPOLOGIES[which]), Machine.tpu(TOPOLOGIES[which])
+        kind = kind_named(which)
+        name = kind.name
+        entry = fitted(kind, compiled_seconds(devices[0], kind), Calibration.on("tpu", name))
+    written(name, entry)
+    memory, time = spread(machine, devices)  # of estimates with the new rates
+    written(name, dataclasses.replace(entry, memory=memory, time=time))
+    print(f"{name}: {entries()[name]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""A kind of device -> what its programs reach of its peak rates, as ``calibration.json`` has it.
+
+    {"TPU v5e": {"products": 0.9, "passes": 0.8, "launch": 1e-6, "recomputes": true, "memory": [0.9, 1.1], ...}}
+
+`python -m vnode.partition.calibrate v5e` writes an entry again, when a compiler changes. Knows names of platforms and
+kinds, and the file. Must not know programs, nor how an entry is found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vnode.partition.machine import Kind
+from vnode.partition.machine.table import KINDS
+
+FILE = Path(__file__).with_name("calibration.json")
+"""Entries by kind of device, and by platform for kinds without one."""
+
+Quantiles = Sequence[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """What programs reach on a kind of device, and how far estimates are off.
+
+    Attributes:
+      products: the part of the peak rate that matrix products reach.
+      passes: the part of the bandwidth of memory that other fused operations reach.
+      launch: seconds that a fused operation takes besides.
+      recomputes: whether arithmetic is cheaper than memory: products take in element-wise operations, and what is made
+        of one array is evaluated again where it is read (`vnode.partition.cost.kernels`).
+      on_chip: bytes of temporary arrays that are not in the device's memory, but on its chip.
+      memory: compiled / estimated bytes of a device: quantiles 10%, 50% and 90% of the programs of the calibration.
+      time: the same of seconds of computation.
+    """
+
+    products: float = 1.0
+    passes: float = 1.0
+    launch: float = 2e-6
+    recomputes: bool = False
+    on_chip: int = 0
+    memory: Quantiles | None = None
+    time: Quantiles | None = None
+
+    @staticmethod
+    def on(platform: str, kind: str = "") -> Calibration:
+        """The entry of a kind, if it belongs to the platform that is compiled for; otherwise that of the platform.
+
+        >>> Calibration.on("tpu", "TPU v5e").recomputes, Calibration.on("cpu", "TPU v5e").recomputes
+        (True, False)
+        """
+        own = kind if kind in entries() and kind.lower().startswith(platform) else platform
+        return entries().get(own, Calibration())
+
+    @staticmethod
+    def of(kind: Kind) -> Calibration:
+        """The entry of a kind with the figures of its data sheet; measured figures are what programs reach already."""
+        sheet = KINDS.get(kind.name)
+        same = sheet is not None and (kind.bandwidth, kind.peak) == (sheet.bandwidth, sheet.peak)
+        return entries().get(kind.name, Calibration()) if same else Calibration()
+
+
+@functools.cache
+def entries() -> dict[str, Calibration]:
+    """All entries of the file."""
+    content: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return {name: Calibration(**entry) for name, entry in content.items()}

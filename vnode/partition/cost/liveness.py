@@ -1,0 +1,129 @@
+"""Fused operations in an order -> the bytes that are held while each runs.
+
+    a = x @ x; b = a @ x; c = b.sum()   ->   a; a and b; b
+
+Knows what each operation reads, writes, and holds besides. Must not know equations, nor arguments and results.
+
+A value is held from the operation that writes it to the last that reads it. Two orders are tried, that of the program
+and one that next runs whatever frees most; the one that holds less at most is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+
+from jax.extend.core import Var
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What an operation does in memory.
+
+    Attributes:
+      writes: the values for which it needs room, with their bytes.
+      reads: the values that it reads, of those that operations write, or that may be written over.
+      inside: bytes that it holds while it runs; less than nothing if the chip has room for so much of what is held.
+      over: pairs of a value that it writes and one over which it may do so.
+      needs: the numbers of operations that must have run before it.
+    """
+
+    writes: Mapping[Var, int]
+    reads: frozenset[Var]
+    inside: int
+    over: tuple[tuple[Var, Var], ...]
+    needs: frozenset[int]
+
+
+Moment = tuple[int, int, dict[Var, int]]
+"""The number of an operation, bytes that are held while it runs, and the values that are, with their bytes."""
+
+
+def held_in_best_order(operations: Sequence[Operation], kept: frozenset[Var] = frozenset()) -> list[Moment]:
+    """What is held while each operation runs, in the better of two orders.
+
+    Args:
+      operations: in an order in which they can run.
+      kept: values that are held to the end.
+    """
+    orders = range(len(operations)), freeing_first(operations, kept)
+    several = [[(k, now, dict(sizes)) for k, now, sizes in held(operations, order, kept)] for order in orders]
+    return min(several, key=peak)
+
+
+def peak(moments: Sequence[Moment]) -> int:
+    """The most bytes that are held at a time."""
+    return max((now for _, now, _ in moments), default=0)
+
+
+def held(operations: Sequence[Operation], order: Sequence[int], kept: frozenset[Var]) -> Iterator[Moment]:
+    """What is held while each operation runs, in an order."""
+    last: dict[Var, int] = {}
+    for place, k in enumerate(order):
+        last.update(dict.fromkeys((*operations[k].reads, *operations[k].writes), place))
+    last.update(dict.fromkeys(kept, len(order)))
+    sizes: dict[Var, int] = {}
+    now = 0
+    for place, k in enumerate(order):
+        own = operations[k]
+        free = {var for var in own.reads if last[var] == place}
+        taken = set[Var]()
+        for var, need in own.writes.items():
+            below = next((v for result, v in own.over if result is var and v in free - taken), None)
+            if below is None:
+                sizes[var] = need
+                now += need
+            else:
+                taken.add(below)
+                sizes[var] = sizes.pop(below, 0)  # of an argument nothing is counted
+        yield k, max(now + own.inside, 0), sizes
+        for var in {*free, *(v for v in own.writes if last[v] == place)}:
+            now -= sizes.pop(var, 0)
+
+
+def freeing_first(operations: Sequence[Operation], kept: frozenset[Var]) -> list[int]:
+    """Of the operations that can run always the one after which least more is held."""
+    left: dict[Var, int] = {}
+    readers: dict[Var, list[int]] = {}
+    following: list[list[int]] = [[] for _ in operations]
+    missing = [len(each.needs) for each in operations]
+    sizes = {var: need for each in operations for var, need in each.writes.items()}
+    for k, each in enumerate(operations):
+        for var in each.reads:
+            left[var] = left.get(var, 0) + 1
+            readers.setdefault(var, []).append(k)
+        for n in each.needs:
+            following[n].append(k)
+    ready: list[tuple[int, int]] = []
+    known: dict[int, int] = {}
+
+    def offer(k: int) -> None:
+        own = operations[k]
+        freed = sum(sizes.get(v, 0) for v in own.reads if left[v] == 1 and v not in kept)
+        more = sum(own.writes.values()) - freed
+        if known.get(k) != more:
+            known[k] = more
+            heapq.heappush(ready, (more, k))
+
+    for k, n in enumerate(missing):
+        if not n:
+            offer(k)
+    order, ran = list[int](), set[int]()
+    while ready:
+        more, k = heapq.heappop(ready)
+        if k in ran or known[k] != more:
+            continue
+        ran.add(k)
+        order.append(k)
+        for n in following[k]:
+            missing[n] -= 1
+            if not missing[n]:
+                offer(n)
+        for var in operations[k].reads:
+            left[var] -= 1
+            if left[var] == 1:
+                for n in readers[var]:
+                    if n not in ran and not missing[n]:
+                        offer(n)
+    return order
