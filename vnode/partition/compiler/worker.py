@@ -14,13 +14,15 @@ import json
 import os
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
 
 def end_with_parent() -> None:
     """Ends this process when whoever started it ends."""
-    sys.stdin.buffer.read()
+    while os.read(0, 1):
+        pass
     os._exit(1)
 
 
@@ -85,10 +87,15 @@ def main() -> None:
     """Compiles the request of the folder that is named on the command line."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     folder = Path(sys.argv[1])
-    result = compile_folder(folder)
-    beside = folder / "result.json.part"
-    beside.write_text(json.dumps(result), encoding="utf-8")
-    os.replace(beside, folder / "result.json")
+    try:
+        result = compile_folder(folder)
+        beside = folder / "result.json.part"
+        beside.write_text(json.dumps(result), encoding="utf-8")
+        os.replace(beside, folder / "result.json")
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
     os._exit(0)  # nothing of a compiler needs to be taken down
 
 
