@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vnode.analysis.program import inline
 from vnode.partition.cost.cache import Cache
-from vnode.partition.cost.calibration import FILE, Calibration, entries
+from vnode.partition.cost.calibration import FILE, Calibration, Quantiles, entries
 from vnode.partition.cost.compiler import CLOCKS, tpu_topology
 from vnode.partition.cost.measured import Measured
 from vnode.partition.cost.pieces import Piece, traced_piece
@@ -48,7 +48,8 @@ SIZES = (512, 1024, 2048, 4096)
 ROWS = (256, 1024, 4096, 16_384)
 """Rows of 1,024 numbers of passes."""
 
-QUANTILES = (0.1, 0.5, 0.9)
+SHARES = (0.1, 0.5, 0.9)
+"""Of programs that quantiles are of."""
 
 Seconds = Callable[[Piece], float]
 
@@ -165,7 +166,7 @@ def steps() -> dict[str, tuple[Any, Sequence[Any], Mapping[str, Sequence[Partiti
     }
 
 
-def spread(machine: Machine, devices: Sequence[Any]) -> tuple[list[float], list[float]]:
+def spread(machine: Machine, devices: Sequence[Any]) -> tuple[Quantiles | None, Quantiles | None]:
     """Quantiles of compiled / estimated memory, and of seconds of computation where the compiler estimates them."""
     axes, mesh = {"x": len(devices)}, Mesh(np.array(devices), ("x",))
     platform, clock = devices[0].platform, CLOCKS.get(machine.kinds[0].name)
@@ -189,9 +190,9 @@ def spread(machine: Machine, devices: Sequence[Any]) -> tuple[list[float], list[
     return quantiles(memory), quantiles(time)
 
 
-def quantiles(ratios: Sequence[float]) -> list[float]:
-    """Some quantiles; none of nothing."""
-    return [round(float(each), 2) for each in np.quantile(ratios, QUANTILES)] if len(ratios) else []
+def quantiles(ratios: Sequence[float]) -> Quantiles | None:
+    """Quantiles 10%, 50% and 90%; None of nothing."""
+    return [round(float(each), 2) for each in np.quantile(ratios, SHARES)] if ratios else None
 
 
 def written(name: str, entry: Calibration) -> None:

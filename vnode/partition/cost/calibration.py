@@ -22,6 +22,7 @@ FILE = Path(__file__).with_name("calibration.json")
 """Entries by kind of device, and by platform for kinds without one."""
 
 Quantiles = Sequence[float]
+"""10%, 50% and 90% of some programs."""
 
 
 @dataclasses.dataclass(frozen=True)
