@@ -140,7 +140,7 @@ def test_without_time_to_try_it_says_about(monkeypatch: pytest.MonkeyPatch) -> N
     text = str(error.value)
     assert "what would fit" not in text and "not enough" not in text
     assert "more virtual nodes: there are 8 for 32 examples" in text
-    assert re.search(r'reduction="fast": about [\d.]+ \w+ less', text) and "about 4 devices" in text
+    assert re.search(r'reduction="fast": about [\d.]+ \w+ less', text) and re.search(r"about \d devices", text)
 
 
 @pytest.mark.parametrize(
