@@ -45,6 +45,7 @@ from vnode.partition.cost.calibration import entries
 from vnode.partition.cost.device import simplified
 from vnode.partition.cost.kernels import kernels_of
 from vnode.partition.cost.liveness import Operation, freeing_first, held, held_in_best_order, peak
+from vnode.partition.cost.loops import invariants_first, without_single_turns
 from vnode.partition.cost.pieces import piece_of, program_piece, traced_piece
 from vnode.partition.machine import Kind
 from vnode.partition.machine.table import kind_named
@@ -393,6 +394,29 @@ def test_kernels_sent_together_never_wait_in_a_circle(steps: list[tuple[int, boo
         own = eqn.params.get("axes")
         longest[eqn.outvars[0]] = (x + (own == ("x",)), y + (own == ("y",)))
     assert count >= max(x + y for x, y in longest.values())
+
+
+def test_what_does_not_change_is_computed_before_loops() -> None:
+    """With the same result, and as often as it has to be; and loops of one turn are none."""
+
+    def turns(n: int) -> Any:
+        def nested(w: Any, x: Any) -> Any:
+            def outer(c: Any, y: Any) -> Any:
+                inner, _ = lax.scan(lambda d, _: (d + jnp.tanh(w).sum() * y, None), c, None, length=2)
+                return inner, jnp.tanh(w) * 2
+
+            return lax.scan(outer, x[0], x[:n])
+
+        return nested
+
+    w, x = jnp.arange(4.0), jnp.arange(12.0).reshape(3, 4)
+    for n in (1, 3):
+        program = program_of(turns(n), w, x)
+        made = simplified(invariants_first(simplified(without_single_turns(program))))
+        assert [e.primitive.name for e in made.equations].count("tanh") == 1, "once, before both loops"
+        assert sum(e.primitive.name == "scan" for e in made.equations) == 1
+        for found, expected in zip(program_piece(made).function(w, x), turns(n)(w, x), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_what_is_turned_back_is_the_same() -> None:

@@ -24,6 +24,7 @@ from vnode.analysis.meshless import NO_MESH
 from vnode.analysis.program import Program, inline
 from vnode.operators import kind_to_keep
 from vnode.operators.control import region_of
+from vnode.partition.cost.loops import invariants_first, without_single_turns
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import Flow
 from vnode.spmd.layout import Axes
@@ -46,7 +47,9 @@ class DeviceProgram:
     donated: frozenset[int] = frozenset()
 
 
-def device_program(flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Collection[int] = ()) -> DeviceProgram:
+def device_program(
+    flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Collection[int] = (), single_turns: bool = False
+) -> DeviceProgram:
     """Traces what one device runs.
 
     Args:
@@ -54,6 +57,7 @@ def device_program(flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Co
       axes: of the mesh, those longer than one.
       platform: what is compiled for.
       donated: the inputs of the program that are given away.
+      single_turns: whether loops of one turn stay loops, because the compiler is not told that they are.
 
     Returns:
       The program; its inputs and outputs are those of the flow, in local shapes.
@@ -85,7 +89,9 @@ def device_program(flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Co
     ]
     with jax.sharding.use_abstract_mesh(NO_MESH):  # whatever mesh the user has set
         traced = jax.make_jaxpr(on_one, axis_env=list(axes.items()))(*local)
-    return DeviceProgram(simplified(inline(traced.jaxpr, traced.consts)), dict(axes), frozenset(donated))
+    program = inline(traced.jaxpr, traced.consts)
+    program = simplified(program if single_turns else without_single_turns(program))
+    return DeviceProgram(simplified(invariants_first(program)), dict(axes), frozenset(donated))
 
 
 def simplified(program: Program) -> Program:

@@ -194,7 +194,7 @@ def predicted(
     sums = local_sums(flow, inner)
     early = platform in ROOM_EARLY
     whole = added(flow if sharded is None else once_followed(flow, sharded, state, axes, across, early), across)
-    device = device_program(whole, axes, platform=platform, donated=donated)
+    device = device_program(whole, axes, platform=platform, donated=donated, single_turns=across.invariant)
     cost = program_cost(device, machine, mesh, times=times, platform=platform)
     given = [nbytes(layout, var, axes) for layout, var in zip(whole.inputs, flow.program.inputs, strict=True)]
     memory = cost.memory
