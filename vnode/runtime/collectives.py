@@ -40,7 +40,10 @@ Parts = Sequence[int | None]
 """For each sum the dimension along which devices are to have parts of it; None for those that all have whole."""
 
 BUCKET = 1 << 20
-"""Bytes up to which values travel together."""
+"""Bytes up to which values travel together, or an eighth of all: a collective needs its values' memory three times."""
+
+LEAST = 32 << 10
+"""Bytes that may travel together however few there are in all."""
 
 ALONE = 128 << 10
 """Bytes from which a value travels alone: packing it costs more than another collective."""
@@ -153,15 +156,8 @@ class ReductionPlan:
 
     @property
     def left_at(self) -> list[int]:
-        """Of the blocks that remain on the devices, in order, where they are if every device's are as many as `left`.
-
-        The last of several is the last there, too.
-        """
-        rows = []
-        for d, fold in enumerate(self.own):
-            own = list(range(len(fold.rest)))
-            rows += [d * self.left + (self.left - 1 if i and i == own[-1] else i) for i in own]
-        return rows
+        """Where the blocks that remain on the devices are, in order, if every device has `left` places for them."""
+        return [d * self.left + i for d, fold in enumerate(self.own) for i in range(len(fold.rest))]
 
     @property
     def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -466,6 +462,7 @@ class Parcel:
 
 def buckets(sums: Sequence[Sum], numbers: Sequence[int]) -> list[list[int]]:
     """Which of some values travel together: small ones of one dtype and monoid, up to `BUCKET` bytes."""
+    limit = max(LEAST, min(BUCKET, sum(sums[i].nbytes for i in numbers) // 8))
     result: list[list[int]] = []
     filling: dict[tuple[Any, Monoid], tuple[int, list[int]]] = {}
     for i in numbers:
@@ -474,7 +471,7 @@ def buckets(sums: Sequence[Sum], numbers: Sequence[int]) -> list[list[int]]:
             result.append([i])
             continue
         used, members = filling.get((s.dtype, s.monoid), (0, []))
-        if not members or used + s.nbytes > BUCKET:
+        if not members or used + s.nbytes > limit:
             used, members = 0, []
             result.append(members)
         members.append(i)
