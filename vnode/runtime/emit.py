@@ -80,7 +80,14 @@ def emit(
 
 
 class Emission(PassEmission):
-    """One emission: passes, and what is computed once before, between and after them."""
+    """One emission: passes, and what is computed once before, between and after them.
+
+    Attributes:
+      formed: the totals of the latest pass. A rounding is made of one of these: of an argument it would be made before
+        the pass, and what it is part of would be held while the pass runs.
+    """
+
+    formed: Sequence[Var] = ()
 
     @functools.cached_property
     def known(self) -> Known:
@@ -92,6 +99,7 @@ class Emission(PassEmission):
             self.run_all(stage.once)
             if stage.nodes is not None:
                 self.complete(stage.nodes, self.run_pass(stage.nodes))
+                self.formed = [a.var for a in stage.nodes.accumulators]
                 self.__dict__.pop("together", None)
         outputs, rooms = self.flow.program.outputs, self.division.rooms
         dims = rooms.outputs if rooms else [None] * len(outputs)
@@ -253,8 +261,8 @@ class Emission(PassEmission):
     def together(self) -> Once:
         """Where whole values are evaluated on all devices together, and not in a program of each."""
         constants = self.flow.program.constants
-        latest = reversed(self.whole.items())  # or what a rounding is part of would be made, and held, before a pass
-        made = [value for var, value in latest if var not in constants and var not in self.layouts]
+        several = {var: self.whole[var] for var in self.formed if var in self.whole} | self.whole
+        made = [value for var, value in several.items() if var not in constants and self.layout(var).whole]
         return Once(self.platform, Rounding.of(made) if self.mode is Mode.INVARIANT and not self.by_xla else None)
 
     def automatic_axes(self) -> contextlib.AbstractContextManager[Any]:

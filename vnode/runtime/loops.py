@@ -250,10 +250,6 @@ class PartialBlocks(NamedTuple):
             [first, *(rest[i] for i in range(min(len(rest), count - 1))), last][:count] for first, rest, last in columns
         ]
 
-    def blocks(self, most: int) -> list[Any]:
-        """Of each sum the blocks, ``[most, *shape]``."""
-        return [jnp.stack(column) if most > 1 else column[0][None] for column in self.each(most)]
-
 
 def in_tree_order(
     program: NodeProgram,
