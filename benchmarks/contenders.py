@@ -7,10 +7,10 @@ time.
 This file knows how a step is split by each library. It must not know how anything is measured.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import jax
@@ -195,13 +195,14 @@ def turns_of_trees(nodes: int, devices: int, lanes: int) -> dict[tuple[str, ...]
     own = max(plan.own, key=lambda fold: sum(fold.merges))
     turns: dict[tuple[str, ...], float] = {("nodes", "run"): nodes / devices / len(own.merges), ("materialized",): 1}
     for name, merges in (("nodes", own.merges), ("blocks", plan.across.merges)):
-        heights = list(accumulate(merges, lambda height, gone: height + 1 - gone, initial=0))[1:]
-        into_first = sum(height == 1 and gone > 0 for height, gone in zip(heights, merges, strict=True))
+        found = Counter({f"{loop}_{level}": 0 for loop in ("push", "merge", "close") for level in range(len(merges))})
+        height = 0
+        for joined in merges:
+            found[f"merge_{height - 1}" if joined else f"push_{height}"] += 1
+            found.update(f"close_{level}" for level in range(height - joined + 1, height))
+            height += 1 - joined
         turns[name,] = len(merges)
-        turns[name, "merge"] = (sum(merges) - into_first) / len(merges)  # what reaches the first block merges that
-        turns[name, "merge_first"] = heights[:-1].count(1) / len(merges)
-        turns[name, "push"] = sum(height > 1 for height in heights[:-1]) / len(merges)
-    turns["merge_first",] = 1  # the last one, after the loop
+        turns |= {(name, loop): count / len(merges) for loop, count in found.items()}
     return turns
 
 

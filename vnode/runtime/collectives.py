@@ -40,7 +40,10 @@ Parts = Sequence[int | None]
 """For each sum the dimension along which devices are to have parts of it; None for those that all have whole."""
 
 BUCKET = 1 << 20
-"""Bytes up to which values travel together."""
+"""Bytes up to which values travel together, or an eighth of all: a collective needs its values' memory three times."""
+
+LEAST = 32 << 10
+"""Bytes that may travel together however few there are in all."""
 
 ALONE = 128 << 10
 """Bytes from which a value travels alone: packing it costs more than another collective."""
@@ -153,15 +156,8 @@ class ReductionPlan:
 
     @property
     def left_at(self) -> list[int]:
-        """Of the blocks that remain on the devices, in order, where they are if every device's are as many as `left`.
-
-        The last of several is the last there, too.
-        """
-        rows = []
-        for d, fold in enumerate(self.own):
-            own = list(range(len(fold.rest)))
-            rows += [d * self.left + (self.left - 1 if i and i == own[-1] else i) for i in own]
-        return rows
+        """Where the blocks that remain on the devices are, in order, if every device has `left` places for them."""
+        return [d * self.left + i for d, fold in enumerate(self.own) for i in range(len(fold.rest))]
 
     @property
     def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -281,7 +277,7 @@ def across_programs(
     if rest:
         columns = [jnp.stack([block for program in blocks for block in program[i]]) for i in range(len(rest))]
         rows = range(len(fold.merges))
-        totals = [added(s, column, rows, fold)[0] for s, column in zip(rest, columns, strict=True)]
+        totals = [added(s, Arrived([column]), rows, fold)[0] for s, column in zip(rest, columns, strict=True)]
         sums_of_all = materialized([BufferPart(value, s.shape) for value, s in zip(totals, rest, strict=True)])
     others = [s for s in sums if s.exact]
     return merged(
@@ -310,11 +306,11 @@ def in_tree_order(
     if len(plan.own) == 1:
         return rest.each(count)
     rows = plan.left_at
-    blocks = rest.blocks(plan.left)
+    blocks = rest.each(plan.left)
     results: list[list[Any]] = [[] for _ in sums]
     for i, dim in enumerate(parts):
         if dim is not None:
-            parcel = Parcel(blocks[i], dim + 1, False)
+            parcel = Parcel(blocks[i], dim, False)
             results[i] = [parcel.part_added(sums[i].monoid, rows, plan, axis)]
     together = [i for i, dim in enumerate(parts) if dim is None]
     for members in buckets(sums, together) if plan.flat else [[i] for i in together]:
@@ -331,7 +327,30 @@ def in_tree_order(
     return results
 
 
-def added(s: Sum, held: jax.Array, rows: Sequence[int], fold: Fold) -> list[Any]:
+@dataclasses.dataclass(frozen=True)
+class Arrived:
+    """Blocks that several devices sent.
+
+    Attributes:
+      places: of each place for a block on a device, those that all devices had there.
+      dim: which dimension of them counts the devices.
+    """
+
+    places: Sequence[jax.Array]
+    dim: int = 0
+
+    def __getitem__(self, row: int) -> jax.Array:
+        """A block; those of the first device come first."""
+        device, place = divmod(row, len(self.places))
+        return lax.index_in_dim(self.places[place], device, self.dim, keepdims=False)
+
+    def stacked(self) -> jax.Array:
+        """The blocks ``[blocks, *shape]``."""
+        several = jnp.stack([jnp.moveaxis(place, self.dim, 0) for place in self.places], 1)
+        return several.reshape(-1, *several.shape[2:])
+
+
+def added(s: Sum, held: Arrived, rows: Sequence[int], fold: Fold) -> list[Any]:
     """Adds blocks that are in memory, in tree order; what is made of the result must not be compiled with it.
 
     Additions of numbers that nothing else is computed of are exact to the last bit in any kernel, as long as it rounds
@@ -339,7 +358,7 @@ def added(s: Sum, held: jax.Array, rows: Sequence[int], fold: Fold) -> list[Any]
 
     Args:
       s: what is added.
-      held: ``[blocks, *shape]``.
+      held: the blocks.
       rows: which of them, in order.
       fold: how.
 
@@ -350,10 +369,10 @@ def added(s: Sum, held: jax.Array, rows: Sequence[int], fold: Fold) -> list[Any]
         return [held[rows[0]]]
     if len(rows) <= UNROLLED and s.dtype in ROUNDED_EACH:
         return [s.from_zero(b) for b in fold.of([held[row] for row in rows], COMBINE[s.monoid])]
-    order = jnp.asarray(rows, jnp.int32)
+    order, blocks = jnp.asarray(rows, jnp.int32), held.stacked()
 
     def piece(index: jax.Array, state: None, spent: list[Any], after: jax.Array) -> tuple[list[Any], None]:
-        return [lax.dynamic_index_in_dim(held, order[index], 0, keepdims=False)], state
+        return [lax.dynamic_index_in_dim(blocks, order[index], 0, keepdims=False)], state
 
     merges = jnp.asarray(fold.merges, jnp.int32)
     with jax.named_scope("blocks"):
@@ -407,65 +426,70 @@ class Parcel:
     """Blocks of values that travel together.
 
     Attributes:
-      blocks: ``[blocks, ...]``, every device's own.
+      blocks: a device's own, one for each place.
       dim: the dimension along which devices take chunks; None if each takes all.
       flat: whether the values are one after another in one dimension.
     """
 
-    blocks: jax.Array
+    blocks: Sequence[jax.Array]
     dim: int | None
     flat: bool
 
     @staticmethod
-    def of(values: Sequence[jax.Array], devices: int, flat: bool) -> Parcel:
-        """Packs stacks ``[blocks, ...]``; a single one as it is, if devices can take chunks of it."""
-        block = values[0]
-        fitting = [d for d in range(1, block.ndim) if block.shape[d] % devices == 0]
-        if len(values) == 1 and block.nbytes > SMALL and (fitting or not flat):
-            return Parcel(block, fitting[0] if fitting else None, False)
+    def of(values: Sequence[Sequence[jax.Array]], devices: int, flat: bool) -> Parcel:
+        """Packs the blocks of each value; those of a single one as they are, if devices can take chunks of them."""
+        blocks = values[0]
+        fitting = [d for d, n in enumerate(blocks[0].shape) if n % devices == 0]
+        if len(values) == 1 and len(blocks) * blocks[0].nbytes > SMALL and (fitting or not flat):
+            return Parcel(blocks, fitting[0] if fitting else None, False)
         if flat:
-            rows = [value.reshape(len(value), -1) for value in values]
-            block = rows[0] if len(rows) == 1 else jnp.concatenate(rows, 1)
-        if block.nbytes <= SMALL and (devices <= UNROLLED or not flat):
-            return Parcel(block, None, flat)
-        return Parcel(jnp.pad(block, ((0, 0), (0, -block.shape[1] % devices))), 1, True)
+            blocks = [jnp.concatenate(list(map(jnp.ravel, column))) for column in zip(*values, strict=True)]
+        if len(blocks) * blocks[0].nbytes <= SMALL and (devices <= UNROLLED or not flat):
+            return Parcel(blocks, None, flat)
+        return Parcel([jnp.pad(block, (0, -block.size % devices)) for block in blocks], 0, True)
 
     def added(self, monoid: Monoid, rows: Sequence[int], plan: ReductionPlan, axis: str) -> list[Any]:
-        """What partial_blocks of all devices' blocks, of which `rows` count."""
-        s = Sum(monoid, self.blocks.shape[1:], self.blocks.dtype)
+        """The sums that remain of all devices' blocks, of which `rows` count."""
+        s = Sum(monoid, self.blocks[0].shape, self.blocks[0].dtype)
         if plan.groups and monoid is Monoid.SUM and self.dim is not None and s.dtype in ROUNDED_EACH:
-            return [added_in_groups(s, self.blocks[0], self.dim - 1, plan.groups, axis)]
+            return [added_in_groups(s, self.blocks[0], self.dim, plan.groups, axis)]
         held = self.send(axis)
-        parts = added(dataclasses.replace(s, shape=held.shape[1:]), held, rows, plan.across)
+        parts = added(dataclasses.replace(s, shape=held[0].shape), held, rows, plan.across)
         return [self.collect(part, axis) for part in parts]
 
     def part_added(self, monoid: Monoid, rows: Sequence[int], plan: ReductionPlan, axis: str) -> Any:
         """The same of all nodes' blocks, of which each device is given its chunk only."""
-        s = Sum(monoid, self.blocks.shape[1:], self.blocks.dtype)
+        s = Sum(monoid, self.blocks[0].shape, self.blocks[0].dtype)
         assert self.dim is not None
         if plan.groups and s.dtype in ROUNDED_EACH:
-            return added_in_groups(s, self.blocks[0], self.dim - 1, plan.groups, axis, whole=False)
+            return added_in_groups(s, self.blocks[0], self.dim, plan.groups, axis, whole=False)
         held = self.send(axis)
-        (total,) = added(dataclasses.replace(s, shape=held.shape[1:]), held, rows, plan.across)
+        (total,) = added(dataclasses.replace(s, shape=held[0].shape), held, rows, plan.across)
         return in_memory(total)
 
-    def send(self, axis: str) -> jax.Array:
-        """All devices' blocks of this device's chunk, ``[devices * blocks, ...]``."""
+    def send(self, axis: str) -> Arrived:
+        """All devices' blocks of this device's chunk."""
+        several = range(len(self.blocks))
         if self.dim is None:
-            return lax.all_gather(self.blocks, axis, tiled=True)
+            held = lax.all_gather(jnp.stack(self.blocks), axis)
+            return Arrived([held[:, i] for i in several])
         # A dimension of their own for the chunks, or compilers bring the whole into another layout first.
-        dim, shape, devices = self.dim, self.blocks.shape, lax.axis_size(axis)
-        chunks = self.blocks.reshape(*shape[:dim], devices, shape[dim] // devices, *shape[dim + 1 :])
-        received = jnp.moveaxis(lax.all_to_all(chunks, axis, dim, dim, tiled=True), dim, 0)
-        return received.reshape(devices * shape[0], *received.shape[2:])
+        dim, shape, devices = self.dim, self.blocks[0].shape, lax.axis_size(axis)
+        apart = (*shape[:dim], devices, shape[dim] // devices, *shape[dim + 1 :])
+        chunks = [block.reshape(apart) for block in self.blocks]
+        if self.flat:  # these are copies already
+            held = lax.all_to_all(jnp.stack(chunks, 1), axis, 0, 0, tiled=True)
+            return Arrived([held[:, i] for i in several])
+        return Arrived([lax.all_to_all(each, axis, dim, dim, tiled=True) for each in chunks], dim)
 
     def collect(self, chunk: jax.Array, axis: str) -> jax.Array:
         """The whole from every device's chunk."""
-        return chunk if self.dim is None else lax.all_gather(chunk, axis, axis=self.dim - 1, tiled=True)
+        return chunk if self.dim is None else lax.all_gather(chunk, axis, axis=self.dim, tiled=True)
 
 
 def buckets(sums: Sequence[Sum], numbers: Sequence[int]) -> list[list[int]]:
     """Which of some values travel together: small ones of one dtype and monoid, up to `BUCKET` bytes."""
+    limit = max(LEAST, min(BUCKET, sum(sums[i].nbytes for i in numbers) // 8))
     result: list[list[int]] = []
     filling: dict[tuple[Any, Monoid], tuple[int, list[int]]] = {}
     for i in numbers:
@@ -474,7 +498,7 @@ def buckets(sums: Sequence[Sum], numbers: Sequence[int]) -> list[list[int]]:
             result.append([i])
             continue
         used, members = filling.get((s.dtype, s.monoid), (0, []))
-        if not members or used + s.nbytes > BUCKET:
+        if not members or used + s.nbytes > limit:
             used, members = 0, []
             result.append(members)
         members.append(i)

@@ -32,7 +32,7 @@ from vnode.runtime.divided import Divided, Division
 from vnode.runtime.evaluate import Known, evaluate_once
 from vnode.runtime.mode import Mode
 from vnode.runtime.node import Once
-from vnode.runtime.once import Together, divided_once, read_by, stands_apart
+from vnode.runtime.once import Together, constants_late, divided_once, read_by, stands_apart
 from vnode.runtime.one_pass import PassEmission
 from vnode.spmd.exchange import carried_out
 from vnode.spmd.layout import Layout
@@ -80,7 +80,14 @@ def emit(
 
 
 class Emission(PassEmission):
-    """One emission: passes, and what is computed once before, between and after them."""
+    """One emission: passes, and what is computed once before, between and after them.
+
+    Attributes:
+      formed: the totals of the latest pass. A rounding is made of one of these: of an argument it would be made before
+        the pass, and what it is part of would be held while the pass runs.
+    """
+
+    formed: Sequence[Var] = ()
 
     @functools.cached_property
     def known(self) -> Known:
@@ -92,6 +99,8 @@ class Emission(PassEmission):
             self.run_all(stage.once)
             if stage.nodes is not None:
                 self.complete(stage.nodes, self.run_pass(stage.nodes))
+                self.formed = [a.var for a in stage.nodes.accumulators]
+                self.__dict__.pop("together", None)
         outputs, rooms = self.flow.program.outputs, self.division.rooms
         dims = rooms.outputs if rooms else [None] * len(outputs)
         several = zip(outputs, self.flow.output_forms, dims, strict=True)
@@ -101,6 +110,8 @@ class Emission(PassEmission):
     def stages(self) -> Sequence[Stage]:
         """The schedule's, but what needs values that are away is last, in the order in which they are to come."""
         stages = self.schedule.stages
+        if self.mode is Mode.INVARIANT:
+            stages = constants_late(stages)
         actions = [action for stage in stages for action in stage.once]
         if not self.away or any(action.step.eqn.effects for action in actions):
             return stages
@@ -165,13 +176,15 @@ class Emission(PassEmission):
         constant = [var in self.flow.program.constants for var in together.reads]
         made = [v for v, late, known in zip(given, far, constant, strict=True) if not late and not known]
         other = None if alike is None or any(map(Rounding.can_be_of, made)) else self.other_for_rounding
+        order = sorted(range(len(together.reads)), key=lambda i: -self.there_at(together.reads[i]))  # as in `together`
 
         def device_program(latest: Any, other: Any, values: Sequence[Any]) -> list[Any]:
             several = list(zip(values, far, constant, strict=True))
             own = [Later(functools.partial(brought, v)) if late else v for v, late, _ in several]
             rounding = None
             if alike is not None:
-                rounding = Rounding.of([*(v for v, late, known in several if not late and not known), other])
+                made = [several[i][0] for i in order if not several[i][1] and not several[i][2]]
+                rounding = Rounding.of([*made, other])
             if rounding is not None:
                 own = [rounding.unknown(v) if known else v for v, known in zip(own, constant, strict=True)]
             return divided(own, latest, rounding)
@@ -248,7 +261,8 @@ class Emission(PassEmission):
     def together(self) -> Once:
         """Where whole values are evaluated on all devices together, and not in a program of each."""
         constants = self.flow.program.constants
-        made = [value for var, value in self.whole.items() if var not in constants and var not in self.layouts]
+        several = {var: self.whole[var] for var in self.formed if var in self.whole} | self.whole
+        made = [value for var, value in several.items() if var not in constants and self.layout(var).whole]
         return Once(self.platform, Rounding.of(made) if self.mode is Mode.INVARIANT and not self.by_xla else None)
 
     def automatic_axes(self) -> contextlib.AbstractContextManager[Any]:

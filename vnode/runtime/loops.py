@@ -10,6 +10,7 @@ length that is known at run time only: a loop of known length one would be merge
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -71,11 +72,6 @@ class Sum:
     def identity(self) -> jax.Array:
         """What a sum begins with."""
         return lax.broadcast(jnp.asarray(self.monoid.identity(self.dtype), self.dtype), self.shape)
-
-    def identity_after(self, number: jax.Array) -> jax.Array:
-        """The same, which is not written before a real number is there."""
-        scalar = jnp.asarray(self.monoid.identity(self.dtype), self.dtype)
-        return lax.broadcast(lax.select(zero_of(number) == 0, scalar, jnp.ones_like(scalar)), self.shape)
 
     def from_zero(self, total: Any) -> Any:
         """A total as if its first piece had been added to +0, as in `stacked` and by some collectives: never -0."""
@@ -183,8 +179,8 @@ def stacked(
 ) -> tuple[PartialBlocks, Any]:
     """Adds pieces in the order of a `Fold`.
 
-    Blocks are merged into the piece, but the piece into the first block. What remains of a piece stays where it is
-    until the next one comes, and is put away then: so the last one needs no place besides.
+    Each place of the stack is a buffer of its own, to which a block is added where it lies; a piece is copied only to
+    a place that is free. The last piece of the device that has most of them needs no place besides.
 
     Args:
       pieces: from a position, the state, what is in the memory of the contributions that come, and a number that is not
@@ -198,77 +194,61 @@ def stacked(
       after: values without which no piece comes, if any: there is no memory for sums before they are there.
 
     Returns:
-      What partial_blocks, and the last state.
+      The partial blocks, and the last state.
     """
     none = jnp.int32(0)
 
-    def into_first(blocks: PartialBlocks) -> tuple[PartialBlocks, jax.Array]:
-        def merge_first(_: jax.Array, carry: tuple[list[Any], jax.Array]) -> tuple[list[Any], jax.Array]:
-            return add_all(sums, carry[0], blocks.last), carry[1] + 1
+    def once(name: str, level: int, there: jax.Array, into: list[Any], of: Callable[[list[Any]], list[Any]]) -> Any:
+        return named_loop(f"{name}_{level}", 0, there.astype(jnp.int32), lambda _, held: of(held), into)
 
-        there = (blocks.height == 1).astype(jnp.int32)
-        first, turns = named_loop("merge_first", 0, there, merge_first, (blocks.first, none))
-        return blocks._replace(first=first), turns
+    def settled(stack: list[list[Any]], piece: list[Any], height: jax.Array, joined: jax.Array) -> list[list[Any]]:
+        """The stack after a piece came on top of `height` blocks, of which so many join it."""
+        stack, place = list(stack), height - joined
+        for level in range(depth):
+            stack[level] = once("push", level, (joined == 0) & (height == level), stack[level], lambda _: piece)
+            if most:
+                there = (joined > 0) & (height == level + 1)
+                stack[level] = once("merge", level, there, stack[level], lambda held: add_all(sums, held, piece))
+        for level in range(depth - 1, 0, -1) if most > 1 else ():
+            there, upper = (place < level) & (level < height), stack[level]
+            add = functools.partial(lambda upper, held: add_all(sums, held, upper), upper)
+            stack[level - 1] = once("close", level, there, stack[level - 1], add)
+        return stack
 
-    def put_away(blocks: PartialBlocks) -> tuple[PartialBlocks, jax.Array]:
-        def push(turn: jax.Array, carry: tuple[list[Any], jax.Array]) -> tuple[list[Any], jax.Array]:
-            return put(carry[0], blocks.last, blocks.height - 2 + turn), carry[1] + 1
+    def body(index: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        (stack, last, height), state = carry
+        piece, state = pieces(index, state, last, none)
+        return (settled(stack, piece, height, merges[index]), piece, height - merges[index] + 1), state
 
-        blocks, turns = into_first(blocks)
-        if depth == 1:
-            return blocks, turns
-        there = (blocks.height > 1).astype(jnp.int32)
-        others, turns = named_loop("push", 0, there, push, (blocks.others, turns))
-        return blocks._replace(others=others), turns
-
-    def body(index: jax.Array, carry: tuple[PartialBlocks, Any]) -> tuple[PartialBlocks, Any]:
-        blocks, turns = put_away(carry[0]) if depth else (carry[0], none)
-        piece, state = pieces(index, carry[1], blocks.last, turns)
-        place = blocks.height - merges[index]
-
-        def merge(turn: jax.Array, piece: list[Any]) -> list[Any]:
-            at = blocks.height - 2 - turn
-            return add_all(sums, [lax.dynamic_index_in_dim(o, at, 0, keepdims=False) for o in blocks.others], piece)
-
-        if depth > 1 and most:
-            piece = named_loop("merge", 0, blocks.height - jnp.maximum(place, 1), merge, piece)
-        return blocks._replace(last=piece, height=place + 1), state
-
-    element = element_of(after)
-    first = [s.identity() if element is None else s.identity_after(element) for s in sums] if depth else []
-    others = [((depth - 1, *s.shape), s.dtype) for s in sums] if depth > 1 else []
-    places = room([*others, *((s.shape, s.dtype) for s in sums)], after)
-    none_yet = PartialBlocks(first, places[: len(others)], places[len(others) :], none)
-    blocks, state = loop_of_nodes(count, sums, body, (none_yet, state))
-    return into_first(blocks)[0] if depth else blocks._replace(first=blocks.last), state
+    places = room([(s.shape, s.dtype) for s in sums] * (depth + 1), after, count)
+    several = [places[i * len(sums) : (i + 1) * len(sums)] for i in range(depth + 1)]
+    (stack, last, height), state = loop_of_nodes(count, sums, body, ((several[:-1], several[-1], none), state))
+    others = [list(column) for column in zip(*stack[1:], strict=True)] if depth > 1 else []
+    return PartialBlocks(stack[0] if depth else last, others, last, height), state
 
 
 class PartialBlocks(NamedTuple):
-    """What partial_blocks of pieces that were added: of each sum some blocks.
+    """The partial blocks of pieces that were added: of each sum some blocks, the lowest of a stack first.
 
     Attributes:
       first: of each sum the first block, a buffer of its own: what reads it must not be compiled with a slice.
-      others: of each sum those between it and the last, ``[depth - 1, *shape]``; nothing if there cannot be any.
-      last: of each sum the last block, if that is not the first.
+      others: of each sum those that the stack holds above it; nothing if it holds none.
+      last: of each sum the block above the stack, if there is one.
       height: how many there are in all.
     """
 
     first: list[Any]
-    others: list[Any]
+    others: Sequence[Any]
     last: list[Any]
     height: jax.Array
 
     def each(self, count: int) -> list[list[Any]]:
-        """Of each sum so many blocks, one by one."""
-        if count == 1:
-            return [[block] for block in self.first]
+        """Of each sum so many blocks, one by one; if there are fewer, the rest is anything."""
         between = self.others or [[]] * len(self.first)
         columns = zip(self.first, between, self.last, strict=True)
-        return [[first, *(rest[i] for i in range(count - 2)), last] for first, rest, last in columns]
-
-    def blocks(self, most: int) -> list[Any]:
-        """Of each sum the blocks, ``[most, *shape]``: where there are fewer, the last one is in its place as well."""
-        return [jnp.stack(column) if most > 1 else column[0][None] for column in self.each(most)]
+        return [
+            [first, *(rest[i] for i in range(min(len(rest), count - 1))), last][:count] for first, rest, last in columns
+        ]
 
 
 def in_tree_order(
@@ -296,7 +276,7 @@ def in_tree_order(
       fold: adds runs, as `stacked` does.
 
     Returns:
-      What partial_blocks of the sums that are not exact, the totals of those that are, and what is kept.
+      The partial blocks of the sums that are not exact, the totals of those that are, and what is kept.
     """
     ordered = [i for i, s in enumerate(sums) if not s.exact]
     others = [i for i, s in enumerate(sums) if s.exact]
@@ -462,7 +442,9 @@ def unwritten(shape: tuple[int, ...], dtype: Any, after: Sequence[Any]) -> jax.A
     return jnp.zeros(shape, dtype) if element is None else jnp.broadcast_to(element.astype(dtype), shape)
 
 
-def room(shapes: Sequence[tuple[tuple[int, ...], Any]], after: Sequence[Any]) -> list[jax.Array]:
+def room(
+    shapes: Sequence[tuple[tuple[int, ...], Any]], after: Sequence[Any], number: jax.Array | None = None
+) -> list[jax.Array]:
     """Buffers that are written before they are read, for which there is no memory before a value is there.
 
     Nothing is written: they are what a branch has that is taken whatever the value is, and compilers do not know it.
@@ -470,16 +452,23 @@ def room(shapes: Sequence[tuple[tuple[int, ...], Any]], after: Sequence[Any]) ->
     Args:
       shapes: with dtypes.
       after: values, of which the first is waited for; if there are none, or little memory is asked for, nothing is.
+      number: int32, not negative, unknown to compilers. XLA's CPU backend writes zeros to buffers; by a number it
+        writes them to each buffer, instead of to one that it copies to the others.
     """
 
     def empty(_: Any) -> list[jax.Array]:
         return [lax.empty(*each) for each in shapes]
+
+    def each(number: jax.Array) -> list[jax.Array]:
+        return [lax.broadcast((number < -i).astype(dtype), shape) for i, (shape, dtype) in enumerate(shapes)]
 
     def never(_: Any) -> list[jax.Array]:  # something else, or the branches were taken for one
         return [lax.dynamic_update_slice(e, jnp.ones([1] * e.ndim, e.dtype), [0] * e.ndim) for e in empty(None)]
 
     large = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes) >= LARGE
     element = element_of(after) if large else None
+    if element is None and number is not None:
+        return lax.platform_dependent(number, cpu=each, default=empty)
     return empty(None) if element is None else lax.cond(zero_of(element) == 0, empty, never, None)
 
 
@@ -494,9 +483,8 @@ def materialized(places: Sequence[BufferPart]) -> list[Any]:
             for place in places
         ]
 
-    return named_loop(
-        "materialized", 0, opaque(1), body, [jnp.zeros(place.shape, place.buffer.dtype) for place in places]
-    )
+    begun = [unwritten(place.shape, place.buffer.dtype, [place.buffer]) for place in places]
+    return named_loop("materialized", 0, opaque(1), body, begun)
 
 
 def by_rows(value: jax.Array) -> jax.Array:

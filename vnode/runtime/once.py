@@ -8,13 +8,14 @@ What cannot be divided is computed whole by every device, of what is gathered fo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
 from jax.extend.core import Literal, Var
 
 from vnode.analysis.forms import Form
+from vnode.analysis.passes import Stage
 from vnode.analysis.program import Atom, Program
 from vnode.analysis.recipe import Evaluation
 from vnode.errors import PartitionError, UnsupportedPrimitiveError
@@ -134,6 +135,38 @@ def divided_once(
         )
     except (PartitionError, UnsupportedPrimitiveError):
         return Whole(fun, layouts, alike)
+
+
+def constants_late(stages: Sequence[Stage]) -> list[Stage]:
+    """Stages in which arrays that are made of constants are made where they are read first.
+
+    Compilers do not know them for constants (`Rounding.unknown`), and would hold them while passes before run.
+
+    Example: `(zeros = broadcast(0); pass 0), (norm = f(grads, zeros))` is `(pass 0), (zeros = ...; norm = ...)`.
+    """
+    waiting: dict[Var, Evaluation] = {}  # by what they make
+
+    def brought(reads: Iterable[Var]) -> Iterator[Evaluation]:
+        for var in reads:
+            if (action := waiting.get(var)) is not None:
+                for made in action.step.eqn.outvars:
+                    waiting.pop(made, None)
+                yield from brought(read_by(action))
+                yield action
+
+    found = []
+    for stage in stages:
+        once: list[Evaluation] = []
+        for action in stage.once:
+            if stands_apart(action) or any(var not in waiting for var in read_by(action)):
+                once += [*brought(read_by(action)), action]
+            else:
+                waiting.update(dict.fromkeys(action.step.eqn.outvars, action))
+        if stage.nodes is not None:
+            once += brought(var for var, _ in stage.nodes.recipe.leaves)
+        found.append(Stage(tuple(once), stage.nodes))
+    rest = tuple(brought([*waiting]))
+    return [*found, Stage(rest, None)] if rest else found
 
 
 def stands_apart(action: Evaluation) -> bool:
