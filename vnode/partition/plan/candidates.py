@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
+import numpy as np
 from jax.extend.core import JaxprEqn, Var
 from jax.sharding import PartitionSpec
 
@@ -371,7 +372,7 @@ class OnMesh:
         Args:
           below: how many are too many, by the search's own cost.
         """
-        names = [name for name in self.by_experts if name.startswith("Megatron")]
+        names = [name for name in self.by_experts if name.startswith("Megatron over")]
         several = [self.estimated(MEGATRON, self.by_experts[name], below) for name in names[-1:]]
         return [each for each in several if each is not None]
 
@@ -383,9 +384,12 @@ class OnMesh:
         """
         best = min((each.cost for each in self.solutions.values() if each is not None), default=math.inf)
         below, found = min(below, OUTDONE * best), list[Candidate]()
+        known = [self.by_experts[name] for name in self.by_experts if name.startswith("Megatron over")][-1:]
         for kind in (SEQUENCE, CONTEXT, EXPERT):
-            several = [name for name in self.by_experts if name.startswith(kind)]
-            found += filter(None, [self.estimated(kind, self.by_experts[name], below) for name in several[-1:]])
+            several = [self.by_experts[name] for name in self.by_experts if name.startswith(kind)][-1:]
+            if several and not any(np.array_equal(several[0], each) for each in known):
+                known += several
+                found += filter(None, [self.estimated(kind, several[0], below)])
         if self.rows > 1 and self.search.problem.cost(self.by_experts["FSDP"]) <= below:
             flow = self.search.flow(self.by_experts["FSDP"])
             found.append(self.candidate(FSDP_OVER_ALL, flow, over_rows=True))

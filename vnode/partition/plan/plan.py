@@ -23,6 +23,7 @@ from vnode.analysis.passes import Schedule
 from vnode.analysis.program import Made
 from vnode.errors import Bound, MemoryLimitError, PartitionError, PlacementError, layout_message
 from vnode.partition.accept import TOLERANCE, Acceptance, compared, counted_exchanges
+from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.memory import Memory
 from vnode.partition.machine import Machine
 from vnode.partition.plan.blocks import dims_of, rooms_of
@@ -132,7 +133,9 @@ class Plan(Drawn, Bound):
           PartitionError: see `figures`.
         """
         figures = self.figures
-        return Figure(figures.memory, "compiled" if figures.source == "compiled" else "estimated", size)
+        if figures.source == "compiled":
+            return Figure(figures.memory, "compiled", size)
+        return Figure(figures.memory, "estimated", size, self._calibration().memory)
 
     @property
     def time(self) -> Figure:
@@ -142,7 +145,13 @@ class Plan(Drawn, Bound):
           PartitionError: see `figures`.
         """
         figures = self.figures
-        return Figure(figures.seconds, "compiled" if figures.timed else "estimated", seconds)
+        if figures.timed:
+            return Figure(figures.seconds, "compiled", seconds)
+        return Figure(figures.seconds, "estimated", seconds, self._calibration().time)
+
+    def _calibration(self) -> Calibration:
+        """What is known of estimates for the first kind of device."""
+        return Calibration.on(platform_of(self.machine), self.machine.kinds[0].name)
 
     @property
     def timeline(self) -> Timeline:
@@ -477,7 +486,15 @@ class Plan(Drawn, Bound):
         names = ("step", "compute", "exchange", "memory")
         columns = (Column("plan"), *(Column(name, right=True) for name in names), Column("fits"), Column("by"))
         others = [row(name, figures) for name, figures in self.beside.items()]
-        note = "for each device; exchange may run beside computation; estimates are wrong by some tens of per cent"
+        note = "for each device; exchange may run beside computation"
+        known = self._calibration()
+        said = [
+            f"{what} {spread[0]:g} to {spread[-1]:g}"
+            for what, spread in (("memory", known.memory), ("computation", known.time))
+            if spread is not None
+        ]
+        if said:
+            note += f"; as compiled, {' and '.join(said)} times the estimate, of eight in ten programs"
         return Table("beside others", columns, (row(f"this: {self.name}", self.figures, True), *others), note)
 
     def _state(self) -> list[Table]:
@@ -559,6 +576,7 @@ class Figure:
       value: bytes or seconds.
       source: ``"compiled"`` or ``"estimated"``.
       shown: how it is written.
+      spread: compiled / estimated of the calibration's programs, quantiles 10%, 50% and 90%; None if it is not known.
 
     Example:
       >>> print(Figure(2**20, "estimated", size))
@@ -568,6 +586,7 @@ class Figure:
     value: float
     source: str
     shown: Callable[[Any], str] = dataclasses.field(default=str, repr=False)
+    spread: Sequence[float] | None = None
 
     def __str__(self) -> str:
         return f"{self.shown(self.value)} ({self.source})"

@@ -102,9 +102,9 @@ def search(
       memory: what one device may hold: bytes, or a string such as ``"12GiB"``; by default what its kind has.
       budget: seconds after which it ends, compilations among them. Nothing is begun that would take longer, by what
         went before. What was not tried for want of time is printed with the plan.
-      times: of kernels, from measurements or the TPU compiler (`vnode.partition.Times`); by default passes and tiles as
-        the compiler counts them for TPUs v4 to v6e, and of other kinds the roofline. Kernels that are measured or
-        compiled first, once and for all (`vnode.partition.Cache`), are so until a mesh is done, whatever `budget` says.
+      times: of fused operations (`vnode.partition.Times`), perhaps measured; by default the roofline, as calibrated for
+        the kind of device. What is measured first, once and for all (`vnode.partition.Cache`), is so until a mesh is
+        done, whatever `budget` says.
       progress: a bar; by default in notebooks and on terminals.
       compiled_for: devices to compile for, in the order of the machine's. By default those of the TPU topology that the
         machine is named for (with the extra ``tpu-aot``; no TPU is needed), or the devices of this process, if they are

@@ -130,10 +130,11 @@ class _Experts:
         return [*cut]
 
     def sequence(self) -> list[Hashable]:
-        """The named dimensions that count places of a sequence: the second of what is given for each example, unless
-        windows slide along it."""
+        """The named dimensions that count places of a sequence: the second of numbers of words, or of vectors, that are
+        given for each example, unless windows slide along it."""
         inputs = [self.search.program.inputs[i] for i in self.batch]
-        found = {self.flat.named(var, 1): None for var in inputs if len(var.aval.shape) > 1 and var.aval.shape[1] > 1}
+        words = [var for var in inputs if len(var.aval.shape) > 1 + (not np.issubdtype(var.aval.dtype, np.integer))]
+        found = {self.flat.named(var, 1): None for var in words if var.aval.shape[1] > 1}
         for number, node in enumerate(self.flat.nodes):
             d = node.description
             for f, factor in enumerate(d.factors) if d is not None else ():
