@@ -354,7 +354,8 @@ def table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Sheet:
         said = [f"{plan['said']['memory'] / plan['memory'] - 1:+.0%}" if "memory" in plan else "" for plan in plans]
         took = [f"{plan['search_seconds']:.0f}" if "search_seconds" in plan else "" for plan in plans]
         rows.append([model, machine, *cells, *regrets(plans[1], best), *said, *took])
-    note = "Time and memory of one device as compiled; experts that the compiler refuses are left out."
+    note = "Time and memory of one device as compiled; the best is the fastest, on CPUs the smallest. "
+    note += "Plans that the compiler refuses are left out."
     return Sheet("Plans as compiled", heads, rows, note)
 
 
