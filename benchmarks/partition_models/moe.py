@@ -48,7 +48,8 @@ def moe(
         order = hot.swapaxes(1, 2).reshape(len(y), -1, experts)  # first choices of all words before second ones
         place = ((order.cumsum(1) - 1) * order).sum(-1).reshape(len(y), 2, -1).swapaxes(1, 2)
         kept = values / values.sum(-1, keepdims=True) * (place < capacity)
-        combine = jnp.einsum("bsk,bske,bskc->bsec", kept, hot, jax.nn.one_hot(place, capacity)).astype(y.dtype)
+        at = (place[..., None] == jnp.arange(capacity, dtype=place.dtype)).astype(jnp.float32)
+        combine = jnp.einsum("bsk,bske,bskc->bsec", kept, hot, at).astype(y.dtype)
         given = jnp.einsum("bsec,bsm->becm", (combine > 0).astype(y.dtype), y)
         inner = jax.nn.silu(jnp.einsum("becm,emh->bech", given, half["gate"]))
         inner = inner * jnp.einsum("becm,emh->bech", given, half["up"])
