@@ -35,6 +35,8 @@ from benchmarks.report import Sheet
 
 MESHES: tuple[dict[str, int], ...] = ({"x": 2, "y": 4}, {"x": 8}, {"x": 2, "y": 2, "z": 2})
 PLANS = 30
+EXPERTS = ("data parallel", "FSDP", "Megatron over", "one weird trick")
+"""Of what experts do, what is among the plans."""
 DRAWN = ("state", "a tenth", "operators")
 """What is drawn at random: how the state lies; the strategies of a tenth of an expert's operators; those of all."""
 TOPOLOGY = "v5e:2x4"
@@ -115,7 +117,11 @@ def plans(model: Any, seed: int = 0) -> Iterator[Plan]:
     for axes in MESHES:
         model_ = Estimate(Machine.tpu(TOPOLOGY), axes, Times((Roofline(),)))  # the list is the same whatever is known
         search = as_problem(program, axes, model_, carried={i: i for i in range(leaves)})
-        known = experts(search, range(leaves, len(flat)))
+        known = {
+            name: strategies
+            for name, strategies in experts(search, range(leaves, len(flat))).items()
+            if name.startswith(EXPERTS)
+        }
         searches[where(axes)] = search, list(known.values())
         for name, strategies in known.items() if axes is MESHES[0] else ():  # those on others divide by as many
             flow = search.flow(strategies)

@@ -323,7 +323,7 @@ def test_memory_of_a_tpu_falls_and_that_of_its_host_is_taken(reduction: str) -> 
         and begun[3:5] == [2 * layers] * 2
     )
     for *_, error, exchanged in found:
-        assert exchanged and abs(error) <= 0.18, error
+        assert exchanged and abs(error) <= 0.4, error
     if reduction == "fast":
         kept, *_, away = found
         assert kept[1] == 0 and kept[0] > 7 * again[0] and away[0] < kept[0] / 4
