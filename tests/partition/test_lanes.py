@@ -18,7 +18,7 @@ from tests.partition.test_nothing_fits import arguments, machine_of, step
 from tests.rounding import assert_same
 from vnode.partition import Plan, search
 
-NODES, MEMORY = 16, 200 * 1024
+NODES, MEMORY = 16, 225 * 1024
 ARGS = arguments(16, 512, 64)
 
 
