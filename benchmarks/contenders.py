@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -202,8 +203,13 @@ def turns_of_trees(nodes: int, devices: int, lanes: int) -> dict[tuple[str, ...]
             found.update(f"close_{level}" for level in range(height - joined + 1, height))
             height += 1 - joined
         turns[name,] = len(merges)
+        heights = list(accumulate(merges, lambda height, gone: height + 1 - gone, initial=0))[1:]
+        into_first = sum(height == 1 and gone > 0 for height, gone in zip(heights, merges, strict=True))
+        found["merge"] = sum(merges) - into_first  # on TPUs, where what reaches the first block merges that
+        found["merge_first"] = heights[:-1].count(1)
+        found["push"] = sum(height > 1 for height in heights[:-1])
         turns |= {(name, loop): count / len(merges) for loop, count in found.items()}
-    return turns
+    return turns | {("merge_first",): 1, ("push",): 0}  # on TPUs, after the loop
 
 
 FACTORIES: dict[str, Callable[..., Contender]] = {

@@ -21,7 +21,8 @@ from tests.budget import examples
 from tests.rounding import assert_same
 from vnode.operators import Monoid
 from vnode.runtime import waiting
-from vnode.runtime.loops import Sum, opaque
+from vnode.runtime.loops import Sum, opaque, stacked
+from vnode.runtime.stack_on_chip import stacked_on_chip
 from vnode.runtime.tree import Tree
 from vnode.step.virtual import VirtualStep
 
@@ -46,11 +47,18 @@ def folds(draw: st.DrawFn) -> tuple[Any, int]:
     return fold, draw(st.integers(1, 4))
 
 
+WAYS = {"host": waiting.stacked_far, "places": stacked, "chip": stacked_on_chip}
+
+
 @settings(max_examples=examples(40))
-@given(case=folds(), shape=st.sampled_from([(3,), (8, 4), (1, 6, 5), (2, 1)]), seed=st.integers(0, 9))
+@given(
+    case=folds(), shape=st.sampled_from([(3,), (8, 4), (1, 6, 5), (2, 1)]), seed=st.integers(0, 9), more=st.booleans()
+)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.quickly
 @pytest.mark.usefixtures("every_sum")
-def test_blocks_are_those_of_the_fold(case, shape, seed):
+def test_blocks_are_those_of_the_fold(way, case, shape, seed, more):
+    """Also where another device holds one more of them."""
     fold, far = case
     sums = [
         Sum(Monoid.SUM, shape, jnp.dtype("float32")),
@@ -70,7 +78,8 @@ def test_blocks_are_those_of_the_fold(case, shape, seed):
         merges = jnp.asarray(fold.merges, jnp.int32)
         left = len(fold.rest)
         most = max(fold.merges)
-        blocks, _ = waiting.stacked_far(piece, sums, opaque(count), merges, fold.depth, most, None, far=far, left=left)
+        options = {"far": far, "left": left} if way == "host" else {}
+        blocks, _ = WAYS[way](piece, sums, opaque(count), merges, fold.depth + more, most, None, **options)
         return blocks.each(left), blocks.height
 
     found, height = run()

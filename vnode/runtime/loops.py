@@ -73,6 +73,11 @@ class Sum:
         """What a sum begins with."""
         return lax.broadcast(jnp.asarray(self.monoid.identity(self.dtype), self.dtype), self.shape)
 
+    def identity_after(self, number: jax.Array) -> jax.Array:
+        """The same, which is not written before a real number is there."""
+        scalar = jnp.asarray(self.monoid.identity(self.dtype), self.dtype)
+        return lax.broadcast(lax.select(zero_of(number) == 0, scalar, jnp.ones_like(scalar)), self.shape)
+
     def from_zero(self, total: Any) -> Any:
         """A total as if its first piece had been added to +0, as in `stacked` and by some collectives: never -0."""
         if self.monoid is not Monoid.SUM:

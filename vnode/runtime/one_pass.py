@@ -30,6 +30,7 @@ from vnode.runtime.mode import Mode
 from vnode.runtime.node import Node, Once
 from vnode.runtime.once import Together, stands_apart
 from vnode.runtime.packed import Packing
+from vnode.runtime.stack_on_chip import stacked_on_chip
 from vnode.runtime.tree import Tree
 from vnode.runtime.values import Values, inner_axes
 from vnode.runtime.waiting import stacked_far
@@ -250,7 +251,9 @@ class PassEmission(Values):
             if self.stores_pieces(sums, parts):
                 tree, nodes = Tree.over(self.placement.virtual_nodes, self.lane), held.starts[held.count]
                 return small_sums.summed(program, sums, nodes, self.placement.counts, tree, buffers, axis)
-            fold = functools.partial(stacked_far, far=self.far, left=plan.left) if self.far else loops.stacked
+            fold = stacked_on_chip if self.platform in loops.KEEP_BARRIERS else loops.stacked
+            if self.far:
+                fold = functools.partial(stacked_far, far=self.far, left=plan.left)
             rest, exact, kept = loops.in_tree_order(program, sums, held, plan.depth, plan.most, buffers, fold, after)
             combine = functools.partial(collectives.totals, parts=parts) if self.alone else collectives.partial_blocks
             return combine(sums, rest, exact, plan, axis), kept

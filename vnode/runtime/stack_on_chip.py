@@ -1,0 +1,88 @@
+"""Sums that wait for others in tree order, for compilers that hold some of them on the chip.
+
+Knows the order of a `Fold`. Must not know trees, nodes, nor how devices are combined.
+
+`loops.stacked` adds a piece to the place of the stack where it belongs as soon as it is there. The TPU compiler then
+keeps the pieces, and not what nodes compute, on the chip: a contrastive step of 16 nodes takes 1.27 times the cycles
+and 46 MiB more (libtpu 0.0.42). Here blocks are added to the piece, and what comes of it is put away when the next
+piece comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from vnode.runtime.loops import PartialBlocks, Pieces, Sum, add_all, element_of, loop_of_nodes, named_loop, put, room
+
+
+def stacked_on_chip(
+    pieces: Pieces,
+    sums: Sequence[Sum],
+    count: jax.Array,
+    merges: jax.Array,
+    depth: int,
+    most: int,
+    state: Any,
+    after: Sequence[Any] = (),
+) -> tuple[PartialBlocks, Any]:
+    """Adds pieces in the order of a `Fold`, as `loops.stacked` does.
+
+    Args:
+      pieces: as there.
+      sums: as there.
+      count: as there.
+      merges: as there.
+      depth: as there.
+      most: as there.
+      state: as there.
+      after: as there.
+
+    Returns:
+      As there.
+    """
+    none = jnp.int32(0)
+
+    def into_first(blocks: PartialBlocks) -> tuple[PartialBlocks, jax.Array]:
+        def merge_first(_: jax.Array, carry: tuple[list[Any], jax.Array]) -> tuple[list[Any], jax.Array]:
+            return add_all(sums, carry[0], blocks.last), carry[1] + 1
+
+        there = (blocks.height == 1).astype(jnp.int32)
+        first, turns = named_loop("merge_first", 0, there, merge_first, (blocks.first, none))
+        return blocks._replace(first=first), turns
+
+    def put_away(blocks: PartialBlocks) -> tuple[PartialBlocks, jax.Array]:
+        def push(turn: jax.Array, carry: tuple[list[Any], jax.Array]) -> tuple[list[Any], jax.Array]:
+            return put(list(carry[0]), blocks.last, blocks.height - 2 + turn), carry[1] + 1
+
+        blocks, turns = into_first(blocks)
+        if depth == 1:
+            return blocks, turns
+        there = ((blocks.height > 1) & (blocks.height <= depth)).astype(jnp.int32)
+        others, turns = named_loop("push", 0, there, push, (blocks.others, turns))
+        return blocks._replace(others=others), turns
+
+    def body(index: jax.Array, carry: tuple[PartialBlocks, Any]) -> tuple[PartialBlocks, Any]:
+        blocks, turns = put_away(carry[0]) if depth else (carry[0], none)
+        piece, state = pieces(index, carry[1], blocks.last, turns)
+        place = blocks.height - merges[index]
+
+        def merge(turn: jax.Array, piece: list[Any]) -> list[Any]:
+            at = blocks.height - 2 - turn
+            return add_all(sums, [lax.dynamic_index_in_dim(o, at, 0, keepdims=False) for o in blocks.others], piece)
+
+        if depth > 1 and most:
+            piece = named_loop("merge", 0, blocks.height - jnp.maximum(place, 1), merge, piece)
+        return blocks._replace(last=piece, height=place + 1), state
+
+    element = element_of(after)
+    first = [s.identity() if element is None else s.identity_after(element) for s in sums] if depth else []
+    others = [((depth - 1, *s.shape), s.dtype) for s in sums] if depth > 1 else []
+    places = room([*others, *((s.shape, s.dtype) for s in sums)], after)
+    begun = PartialBlocks(first, places[: len(others)], places[len(others) :], none)
+    blocks, state = loop_of_nodes(count, sums, body, (begun, state))
+    return put_away(blocks)[0] if depth else blocks._replace(first=blocks.last), state
