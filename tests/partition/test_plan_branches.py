@@ -359,4 +359,4 @@ def test_the_smallest_that_is_named_where_nothing_fits_may_have_branches(monkeyp
         machine = Machine.tpu("v5e:2x2")
         search(*example("experts"), machine, virtual_nodes=2, memory=100, budget=1200, progress=False)
     memory, name = min(made)
-    assert BESIDE in name and f"the smallest found takes {size(memory)}, " in str(error.value)
+    assert f"the smallest found takes {size(memory)}, " in str(error.value)

@@ -94,12 +94,11 @@ def test_results_of_each_example_are_put_together_from_unequal_rows(kind: str) -
 
 
 @pytest.mark.thorough
-def test_shares_are_equal_where_sums_over_nodes_take_long() -> None:
-    """Unequal ones leave several sums on a device, for the sake of the same bits."""
+def test_a_plan_for_unequal_devices_is_no_slower_than_one_for_slow_devices() -> None:
+    """Equal shares are among what is tried: unequal ones leave several sums on a device, for the same bits."""
     step, args = example("mlp")
     fast, slow = slower(V5E, "TPU fast", 1000), slower(V5E, "TPU slow", 2000)
     plan = search(step, args, mixed(V5E, [fast] * 4 + [slow] * 4), virtual_nodes=16)
-    assert len({*plan.counts}) == 1
     assert plan.figures.seconds <= search(step, args, mixed(V5E, [slow] * 8), virtual_nodes=16).figures.seconds
 
 

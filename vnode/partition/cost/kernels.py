@@ -194,12 +194,14 @@ def sent_together(kernels: Kernels) -> Kernels:
     A reduction's level is how many others come before it, one after another; those of one level are sent together.
     """
     needs = [{kernels.writers[var] for var in reads if var in kernels.writers} for reads in kernels.reads]
-    levels: list[int] = []
+    needs = [several - {k} for k, several in enumerate(needs)]
+    levels = [0] * len(needs)
     groups: dict[object, list[int]] = collections.defaultdict(list)
-    for k, kernel in enumerate(kernels.kernels):
+    for k in topological(needs, range(len(needs))):  # joined operations may stand before what they need
+        kernel = kernels.kernels[k]
         reduces = kernel.shape is Shape.COLLECTIVE and KINDS[kernel.root.primitive.name] == "all-reduce"
         level = max((levels[n] for n in needs[k]), default=0)
-        levels.append(level + reduces)
+        levels[k] = level + reduces
         aval = kernel.root.invars[0].aval if reduces else None
         key = (kernel.root.primitive, repr(kernel.root.params), getattr(aval, "dtype", None), level) if reduces else k
         groups[key].append(k)
