@@ -358,5 +358,5 @@ def test_the_smallest_that_is_named_where_nothing_fits_may_have_branches(monkeyp
     with pytest.raises(vnode.MemoryLimitError) as error:
         machine = Machine.tpu("v5e:2x2")
         search(*example("experts"), machine, virtual_nodes=2, memory=100, budget=1200, progress=False)
-    memory, name = min(made)
+    memory, _ = min(made)
     assert f"the smallest found takes {size(memory)}, " in str(error.value)
