@@ -30,7 +30,6 @@ from vnode.runtime.mode import Mode
 from vnode.runtime.node import Node, Once
 from vnode.runtime.once import Together, stands_apart
 from vnode.runtime.packed import Packing
-from vnode.runtime.stack_on_chip import stacked_on_chip
 from vnode.runtime.tree import Tree
 from vnode.runtime.values import Values, inner_axes
 from vnode.runtime.waiting import stacked_far
@@ -251,7 +250,11 @@ class PassEmission(Values):
             if self.stores_pieces(sums, parts):
                 tree, nodes = Tree.over(self.placement.virtual_nodes, self.lane), held.starts[held.count]
                 return small_sums.summed(program, sums, nodes, self.placement.counts, tree, buffers, axis)
-            fold = stacked_on_chip if self.platform in loops.KEEP_BARRIERS else loops.stacked
+            fold = loops.stacked
+            if self.platform in loops.KEEP_BARRIERS:
+                from vnode.runtime.stack_on_chip import stacked_on_chip  # only TPUs need it
+
+                fold = stacked_on_chip
             if self.far:
                 fold = functools.partial(stacked_far, far=self.far, left=plan.left)
             rest, exact, kept = loops.in_tree_order(program, sums, held, plan.depth, plan.most, buffers, fold, after)
