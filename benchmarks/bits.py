@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from benchmarks import contenders, hlo, models
 from vnode.placement.temporary import temporary_of
-from vnode.runtime.collectives import ReductionPlan
+from vnode.runtime.device_reductions import ReductionPlan
 
 WIDTHS = {1: 64, 7: 192, 28: 384, 100: 736}
 """Of the transformer, for so many MiB of gradients."""

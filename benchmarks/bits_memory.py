@@ -32,7 +32,7 @@ import numpy as np
 import vnode
 from benchmarks import contenders, hlo, models, tpu
 from vnode.placement.temporary import temporary_of
-from vnode.runtime.collectives import ReductionPlan
+from vnode.runtime.device_reductions import ReductionPlan
 from vnode.runtime.tree import Fold
 from vnode.step.virtual import VirtualStep
 

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from vnode.cluster import VIRTUALFLOW, VNODE, Costs, Job, Speeds, policies, read, simulate
+from vnode.cluster.job_figures import Result
 from vnode.cluster.policies.heterogeneous import Worth, heterogeneous
-from vnode.cluster.result import Result
 from vnode.cluster.simulator import Simulator
-from vnode.cluster.traces.draw import draw
+from vnode.cluster.traces.draw_traces import draw
 
 ELASTIC = ("wfs", "wfs_any", "max_min", "goodput", "shortest_remaining")
 SEEDS = 20

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import vnode
 from benchmarks.models import Model, Tree, initial_state, optimizer, plain_step
-from vnode.runtime.collectives import ReductionPlan
+from vnode.runtime.device_reductions import ReductionPlan
 
 HAND = "scan by hand"
 VNODE = "vnode"

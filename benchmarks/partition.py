@@ -97,8 +97,8 @@ def plans(model: Any, seed: int = 0) -> Iterator[Plan]:
     from vnode.partition import Roofline, Times
     from vnode.partition.machine import Machine
     from vnode.partition.searches import Estimate, as_problem, experts
-    from vnode.spmd.flow import follow
     from vnode.spmd.layout import from_spec
+    from vnode.spmd.sharding_flow import follow
 
     flat, tree = jax.tree.flatten((model.state, model.batch))
     leaves = len(jax.tree.leaves(model.state))
@@ -220,7 +220,7 @@ def build(folder: Path, model: str, plan: Plan, platform: str, only_built: bool 
     from jax.sharding import Mesh, NamedSharding
 
     from vnode.placement.temporary import temporary_of
-    from vnode.spmd.program import at_the_border, over_mesh, spec_of
+    from vnode.spmd.sharded_program import at_the_border, over_mesh, spec_of
 
     devices = jax.devices()[:8] if platform == "cpu" else tpu.topology(TOPOLOGY)
     mesh = Mesh(np.array(devices).reshape(tuple(plan.axes.values())), tuple(plan.axes))
@@ -343,8 +343,8 @@ def on_one_device(names: Sequence[str], folder: Path) -> Sheet:
     from vnode.analysis.program import inline
     from vnode.partition import Cache, Machine, Measured, Roofline, Times, program_cost
     from vnode.partition.cost import DeviceProgram
-    from vnode.partition.cost.device import simplified
-    from vnode.partition.cost.pieces import program_piece
+    from vnode.partition.cost.lower_to_device import simplified
+    from vnode.partition.cost.timed_pieces import program_piece
 
     rows = []
     machine = Machine.here(jax.devices()[:1])
@@ -373,7 +373,7 @@ def ranks(names: Sequence[str], count: int, rounds: int, seed: int) -> Sheet:
     from jax.sharding import Mesh, NamedSharding
 
     from vnode.partition import Machine, program_cost
-    from vnode.spmd.program import at_the_border, over_mesh, spec_of
+    from vnode.spmd.sharded_program import at_the_border, over_mesh, spec_of
 
     machine = Machine.here(jax.devices()[:8])
     rows = []

@@ -90,9 +90,9 @@ def compare(name: str, model: Model, topology: str | None) -> None:
     from vnode.partition.cost import device_program
     from vnode.partition.cost.compiler import CLOCKS
     from vnode.partition.hlo import cycles, parse
-    from vnode.spmd.flow import follow
     from vnode.spmd.layout import from_spec
-    from vnode.spmd.program import at_the_border, over_mesh, spec_of
+    from vnode.spmd.sharded_program import at_the_border, over_mesh, spec_of
+    from vnode.spmd.sharding_flow import follow
 
     flat, tree = jax.tree.flatten((model.state, model.batch))
     traced = jax.make_jaxpr(lambda *a: jax.tree.leaves(model.step(*jax.tree.unflatten(tree, a))))(*flat)

@@ -38,7 +38,7 @@ from vnode.analysis.program import Program, inline
 from vnode.errors import MemoryLimitError
 from vnode.partition.cost import Roofline, Times
 from vnode.partition.machine import Machine
-from vnode.partition.machine.table import kind_named
+from vnode.partition.machine.known_kinds import kind_named
 from vnode.partition.searches import (
     Edge,
     Estimate,
@@ -58,9 +58,9 @@ from vnode.partition.searches import (
     seconds_of,
     shared,
 )
-from vnode.partition.searches.costs import fetched
-from vnode.spmd.choice import Choice
+from vnode.partition.searches.search_costs import fetched
 from vnode.spmd.layout import Layout
+from vnode.spmd.op_sharding import Choice
 
 GIB = 2**30
 

@@ -263,7 +263,7 @@ def expert_plans(model: Any, machine: Any, nodes: int) -> Iterator[tuple[str, An
     from vnode.partition.plan.candidates import Candidate, OnMesh
     from vnode.partition.plan.predict import NODES, platform_of
     from vnode.partition.plan.search import plan_of
-    from vnode.partition.plan.subject import on_nodes, subject_of
+    from vnode.partition.plan.search_subject import on_nodes, subject_of
 
     args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (model.state, model.batch))
     subject = subject_of(on_nodes(model.step, nodes, {"donate_argnums": 0}), args)

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from benchmarks.report import Sheet
 from vnode.partition.simulator import Builder, Change, Edit, TaskGraph, Timeline, resimulate, simulate
-from vnode.partition.simulator.build import Draft
+from vnode.partition.simulator.graph_builder import Draft
 
 US = 10**6
 OPERATORS = {"norm": 60, "qkv": 700, "attention": 500, "out": 250, "norm 2": 60, "up": 950, "down": 950}

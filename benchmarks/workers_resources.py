@@ -62,7 +62,7 @@ def keeper_of(supervisor: int) -> int | None:
     """The process of the keeper, once it is there."""
     for pid in children(supervisor):
         with contextlib.suppress(OSError):
-            if b"vnode.workers.keeper" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"vnode.workers.coordination_keeper" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
     return None
 

@@ -98,9 +98,9 @@ def main():
     print(f"three jobs on four workers, policy {options.policy}")
     run = vnode.cluster.run(jobs, 4, options.policy, say=lambda line: print(f"  {line}", flush=True))
     draw(run.result)
-    from vnode.cluster import report
+    from vnode.cluster import result_page
 
-    page = report.write(pathlib.Path(options.out), {options.policy: run.result}, "", {})
+    page = result_page.write(pathlib.Path(options.out), {options.policy: run.result}, "", {})
     print(f"  picture: {page}")
     same = True
     for name, (job, shown) in zip(JOBS, run.jobs.items(), strict=True):

@@ -25,12 +25,12 @@ from vnode.elastic.checkpoints import Checkpoints
 from vnode.elastic.driver import Driver
 from vnode.elastic.reader import Reader
 from vnode.errors import CheckpointError, DeviceLost
-from vnode.placement.exchange import whole_everywhere
-from vnode.placement.waiting import VARIABLE, meet
+from vnode.placement.process_arrays import whole_everywhere
+from vnode.placement.process_barrier import VARIABLE, meet
 from vnode.placement.world import world
-from vnode.plan.nodes import search
-from vnode.plan.nodes.memory import program_memory as memory_of
-from vnode.step import executor, identity
+from vnode.plan.nodes import node_search
+from vnode.plan.nodes.device_memory import program_memory as memory_of
+from vnode.step import executor, step_identity
 
 V = 8
 
@@ -335,8 +335,8 @@ def differing() -> dict[str, str]:
     ask("option", keep_every=None if second else 4)
     ask("state", initial=fewer)
     ask("nodes", step=vnode.virtualize(step_of().__wrapped__, virtual_nodes=4 if second else 8))
-    told = dict(identity.versions())
-    with unittest.mock.patch.dict(identity.versions(), {"jax": "0.0"} if second else told):
+    told = dict(step_identity.versions())
+    with unittest.mock.patch.dict(step_identity.versions(), {"jax": "0.0"} if second else told):
         ask("version", steps=0)
     ask("program", step=faster_step(), initial=weights)
     with waiting("the error of a step alone"):
@@ -539,13 +539,13 @@ def batch_on_other_devices(size: int) -> dict[str, Any]:
 def chosen_nodes(size: int, memory: int) -> dict[str, Any]:
     """The number of nodes that is found where each process has another limit, and another compiler, it seems."""
     here, there = step_of(), jax.process_index()
-    search.program_memory = lambda compiled: (4 if there == 1 else 1) * memory_of(compiled)
+    node_search.program_memory = lambda compiled: (4 if there == 1 else 1) * memory_of(compiled)
     try:
         step = vnode.virtualize(here.__wrapped__, virtual_nodes="auto", memory=memory + there)
         with waiting("the number of nodes"):
             result, _ = step(step.put(state()), examples(size))
     finally:
-        search.program_memory = memory_of
+        node_search.program_memory = memory_of
     assert step.search is not None
     return {"nodes": step.placement.virtual_nodes, "limit": step.search.limit, "bits": bits(result)}
 

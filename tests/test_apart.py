@@ -15,8 +15,8 @@ import pytest
 
 import vnode
 from tests.rounding import assert_same
-from vnode.runtime import loops
-from vnode.runtime.packed import MOST, Packing
+from vnode.runtime import node_loops
+from vnode.runtime.input_packing import MOST, Packing
 
 pytestmark = pytest.mark.quickly
 
@@ -50,7 +50,7 @@ def arguments(examples: int) -> tuple[jax.Array, dict[str, jax.Array]]:
 
 @pytest.fixture
 def with_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "KEEP_BARRIERS", frozenset({"cpu"}))
+    monkeypatch.setattr(node_loops, "KEEP_BARRIERS", frozenset({"cpu"}))
 
 
 @pytest.mark.sampled(4)

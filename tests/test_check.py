@@ -17,7 +17,7 @@ import pytest
 import vnode
 from vnode import cli
 from vnode.plan.check import arrays, plain
-from vnode.runtime.rounding import rounded_otherwise
+from vnode.runtime.rounding_noise import rounded_otherwise
 
 pytestmark = pytest.mark.quickly
 

@@ -38,7 +38,7 @@ from vnode.elastic.checkpoints import Checkpoints
 from vnode.elastic.integrity import OwnCopy, checksums
 from vnode.elastic.lock import FolderLock
 from vnode.errors import CheckpointError, DamagedCheckpointError
-from vnode.placement.host import abstract
+from vnode.placement.host_copy import abstract
 
 NUMBERS = (2, 4, 6)
 OPTIMIZER = optax.adamw(1e-2)

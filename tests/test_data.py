@@ -20,8 +20,8 @@ import vnode
 from tests.rounding import assert_same
 from tests.test_invariance import digest
 from tests.test_virtual_step import compilations
+from vnode.data.batch_order import Order, permutation
 from vnode.data.batches import Batches
-from vnode.data.order import Order, permutation
 from vnode.data.prefetch import Prefetch
 from vnode.errors import BatchError
 from vnode.placement.sharded import ShardedBatch, is_sharded_batch

@@ -26,11 +26,11 @@ from jax.sharding import Mesh
 
 import vnode
 from tests.test_virtual_step import compilations
-from vnode.elastic.devices import Devices, responds, without
 from vnode.elastic.metrics import words
 from vnode.elastic.run import run
+from vnode.elastic.run_devices import Devices, responds, without
 from vnode.errors import CheckpointError, DeviceLost, PlacementError, VnodeError
-from vnode.placement.host import HostCopy, abstract
+from vnode.placement.host_copy import HostCopy, abstract
 
 pytestmark = pytest.mark.quickly
 

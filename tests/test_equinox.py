@@ -25,7 +25,7 @@ from jax.interpreters import batching
 
 import vnode
 from tests import rounding
-from vnode.placement.statics import static_scalars
+from vnode.placement.static_scalars import static_scalars
 
 pytestmark = pytest.mark.quickly
 

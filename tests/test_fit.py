@@ -27,8 +27,8 @@ import vnode
 from tests.ahead import program
 from tests.rounding import assert_same
 from tests.test_virtual_step import compilations
-from vnode.plan.nodes.memory import byte_count, device_memory, program_memory
-from vnode.plan.nodes.search import Trial, candidates, search, smallest
+from vnode.plan.nodes.device_memory import byte_count, device_memory, program_memory
+from vnode.plan.nodes.node_search import Trial, candidates, search, smallest
 from vnode.step.executor import Executor
 from vnode.step.virtual import with_nodes
 

@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import vnode
 from tests.budget import examples
-from vnode.elastic import handover
-from vnode.elastic.handover import Handover, Source, fetch_boxes
-from vnode.elastic.held import Held, IncompleteState, made_state, missing
+from vnode.elastic import state_handover
+from vnode.elastic.state_boxes import Held, IncompleteState, made_state, missing
+from vnode.elastic.state_handover import Handover, Source, fetch_boxes
 from vnode.errors import ProcessError
 
 TOKEN = "secret"
@@ -117,7 +117,7 @@ def test_any_holders(before, after, holders, own, seed):
 
 def test_large_arrays_come_from_all_holders(monkeypatch):
     """One array is fetched in pieces, about as many bytes from each holder."""
-    monkeypatch.setattr("vnode.elastic.held.PIECE", 1000)
+    monkeypatch.setattr("vnode.elastic.state_boxes.PIECE", 1000)
     state = {"w": jnp.arange(4096, dtype=jnp.float32).reshape(64, 64)}
     held = Held.from_state(1, state)
     placement = vnode.Placement(8, jax.devices()[:2])
@@ -134,9 +134,9 @@ def test_damage(monkeypatch, damage):
     """Damaged bytes, a holder that dies, one of another job, and one that has no such state are errors that name it."""
     state = {"w": jnp.ones((8, 8))}
     held = Held.from_state(1, state)
-    monkeypatch.setattr(handover, "OFFER", 0.1)
+    monkeypatch.setattr(state_handover, "OFFER", 0.1)
     if damage == "bytes":
-        monkeypatch.setattr("vnode.elastic.handover.zlib.crc32", lambda data: id(data))
+        monkeypatch.setattr("vnode.elastic.state_handover.zlib.crc32", lambda data: id(data))
     with served([held]) as sources:
         (name, source), boxes = next(iter(sources.items())), [(0, ((0, 8), (0, 8)))]
         if damage == "gone":

@@ -23,7 +23,7 @@ from tests.zoo import compare
 from tests.zoo.compare import digest
 from vnode.operators import Monoid
 from vnode.placement.sharded import whole_batches
-from vnode.runtime import loops
+from vnode.runtime import node_loops
 
 ALL = os.environ.get("VNODE_TEST_ALL") == "1"
 
@@ -266,7 +266,7 @@ def test_what_a_single_node_contributes_is_as_if_added_to_zero(dtype: str) -> No
     parts = [0.0, -0.0, 1.5, -2.0, np.inf, -np.inf]
     several = parts if dtype == "float32" else [complex(a, b) for a in parts for b in parts]
     x = np.array(several, dtype)
-    made = np.asarray(loops.Sum(Monoid.SUM, x.shape, x.dtype).from_zero(jnp.asarray(x)))
+    made = np.asarray(node_loops.Sum(Monoid.SUM, x.shape, x.dtype).from_zero(jnp.asarray(x)))
     assert made.tobytes() == (np.zeros((), dtype) + x).tobytes()
 
 

@@ -20,10 +20,10 @@ from jax.extend.core import JaxprEqn, Var
 import vnode
 from tests.zoo import kit
 from vnode.analysis.ancestry import Ancestry
-from vnode.analysis.choice import KEEPING, Choice, known_values
-from vnode.analysis.flow import Follower
+from vnode.analysis.batch_flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Partial, Slice
-from vnode.analysis.keep import cheapest
+from vnode.analysis.min_cut import cheapest
+from vnode.analysis.pass_cut import KEEPING, Choice, known_values
 from vnode.analysis.recipe import evaluated, recipe
 from vnode.analysis.states import State
 from vnode.analysis.tracing import trace

@@ -23,12 +23,12 @@ from jax.sharding import Mesh, PartitionSpec
 import vnode
 from tests.budget import examples
 from tests.rounding import assert_same
-from vnode.analysis.late import Late, computed_late
 from vnode.analysis.program import Program, bind, inline
-from vnode.operators.postponed import postponed_p
+from vnode.analysis.recompute import Late, computed_late
+from vnode.operators.ordering_barrier import postponed_p
 from vnode.partition import Machine, Plan, search
-from vnode.partition.plan.keep import Keeping, Programme, Value
-from vnode.partition.plan.subject import Subject, computing_again, subject_of
+from vnode.partition.plan.memory_plan import Keeping, Programme, Value
+from vnode.partition.plan.search_subject import Subject, computing_again, subject_of
 from vnode.step.virtual import VirtualStep
 
 P = PartitionSpec

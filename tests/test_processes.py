@@ -26,9 +26,9 @@ from benchmarks import tpu
 from tests import process_cases, processes
 from vnode.elastic.lock import FolderLock
 from vnode.placement.lifeline import STOPPED, why_silent
-from vnode.placement.waiting import VARIABLE, absence_error, timeout
-from vnode.plan.nodes import search
-from vnode.plan.nodes.memory import program_memory
+from vnode.placement.process_barrier import VARIABLE, absence_error, timeout
+from vnode.plan.nodes import node_search
+from vnode.plan.nodes.device_memory import program_memory
 from vnode.stopped import Resident
 
 pytestmark = pytest.mark.thorough
@@ -143,7 +143,7 @@ def test_processes_agree_or_say_why_not(tmp_path):
     assert "on Placement(8 nodes on 2 x cpu: [3, 5])" in trees[1]
 
     step = process_cases.step_of().__wrapped__
-    with unittest.mock.patch.object(search, "program_memory", lambda compiled: 4 * program_memory(compiled)):
+    with unittest.mock.patch.object(node_search, "program_memory", lambda compiled: 4 * program_memory(compiled)):
         alone = vnode.virtualize(step, virtual_nodes="auto", memory=memory).on(jax.devices()[:2])
         result, _ = alone(process_cases.state(), alone.put(process_cases.examples(64)))
     assert nodes == {

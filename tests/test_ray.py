@@ -21,7 +21,7 @@ import pytest
 
 from tests import jobs
 from tests.programs.chaos_of_workers import ENVIRONMENT, SCRIPT, reference
-from vnode.workers import registry
+from vnode.workers import job_registry
 from vnode.workers.launch import Job, launch
 
 pytest.importorskip("ray")
@@ -78,7 +78,7 @@ def test_an_actor_that_dies_is_a_lost_worker(tmp_path: Path, capfd: pytest.Captu
         assert not strangers(job.pid)
         os.kill(parent(first[0]["pid"]), signal.SIGKILL)
         until(job, lambda: lost(job), "a loss")
-        until(job, lambda: registry.started(first[0]["pid"]) is None, "its process ends")
+        until(job, lambda: job_registry.started(first[0]["pid"]) is None, "its process ends")
         until(job, lambda: len(job.workers) == 2 and job.workers[0]["pid"] != first[0]["pid"], "a replacement")
         job.resize(1)
         until(job, lambda: len(job.workers) == 1, "one worker")

@@ -34,10 +34,10 @@ from vnode import threads
 from vnode.analysis.fingerprint import fingerprint
 from vnode.elastic import Evaluation, JsonLines, TensorBoard, run
 from vnode.elastic.driver import AHEAD
-from vnode.elastic.identity import compare, identity
+from vnode.elastic.run_identity import compare, identity
 from vnode.elastic.signals import Stop
 from vnode.errors import BatchError, CheckpointError, PlacementError, VnodeError
-from vnode.placement.host import HostCopy
+from vnode.placement.host_copy import HostCopy
 
 pytestmark = pytest.mark.quickly  # as `tests.test_elastic`, whose step is compiled once for both
 
@@ -693,7 +693,7 @@ def test_the_process_ends_while_a_program_is_compiled(end: str, status: int, sai
 import atexit, signal, sys, threading, time
 atexit.register(print, "registered first, called last")
 import jax, jax.numpy as jnp
-from vnode.step.ahead import WORKER
+from vnode.step.compile_ahead import WORKER
 
 def slow(x):
     for i in range(300):
@@ -719,7 +719,7 @@ def test_what_is_under_way_is_waited_for_where_a_process_cannot_leave_it() -> No
 import threading, time
 from vnode import threads
 threads.glibc = lambda: None
-from vnode.step.ahead import WORKER
+from vnode.step.compile_ahead import WORKER
 begun = threading.Event()
 WORKER.submit(lambda: (begun.set(), time.sleep(0.5), print("done", flush=True)))
 WORKER.submit(lambda: print("not dropped", flush=True))

@@ -26,7 +26,7 @@ from rich.console import Console
 import vnode
 from vnode.placement.placement import even_counts
 from vnode.show import html as drawing
-from vnode.show.drawn import Drawn
+from vnode.show.drawable import Drawn
 from vnode.show.grid import MOST_ROWS, Grid
 from vnode.show.page import Cell, Column, Fact, Facts, Page, Picture, Table
 

@@ -18,7 +18,7 @@ import vnode
 from tests.zoo import compare
 from vnode.operators import Monoid
 from vnode.runtime import small_sums
-from vnode.runtime.loops import Sum
+from vnode.runtime.node_loops import Sum
 from vnode.runtime.tree import Tree
 from vnode.step import pipeline
 

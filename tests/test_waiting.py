@@ -20,8 +20,8 @@ import vnode
 from tests.budget import examples
 from tests.rounding import assert_same
 from vnode.operators import Monoid
-from vnode.runtime import waiting
-from vnode.runtime.loops import Sum, opaque, stacked
+from vnode.runtime import offloaded_accumulators
+from vnode.runtime.node_loops import Sum, opaque, stacked
 from vnode.runtime.stack_on_chip import stacked_on_chip
 from vnode.runtime.tree import Tree
 from vnode.step.virtual import VirtualStep
@@ -30,8 +30,8 @@ from vnode.step.virtual import VirtualStep
 @pytest.fixture
 def every_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sums may wait on the host too, in small pieces."""
-    monkeypatch.setattr(waiting, "LEAST", 1)
-    monkeypatch.setattr(waiting, "PIECE", 64)
+    monkeypatch.setattr(offloaded_accumulators, "LEAST", 1)
+    monkeypatch.setattr(offloaded_accumulators, "PIECE", 64)
 
 
 @st.composite
@@ -47,7 +47,7 @@ def folds(draw: st.DrawFn) -> tuple[Any, int]:
     return fold, draw(st.integers(1, 4))
 
 
-WAYS = {"host": waiting.stacked_far, "places": stacked, "chip": stacked_on_chip}
+WAYS = {"host": offloaded_accumulators.stacked_far, "places": stacked, "chip": stacked_on_chip}
 
 
 @settings(max_examples=examples(40))

@@ -18,8 +18,8 @@ import pytest
 from tests import jobs
 from tests.programs.chaos_of_workers import ENVIRONMENT, MODELS, SCRIPT, play, reference, saved
 from vnode.errors import WorkerError
+from vnode.workers.job_registry import find
 from vnode.workers.launch import Job, launch
-from vnode.workers.registry import find
 
 DEADLINE = 60.0
 until = functools.partial(jobs.until, seconds=DEADLINE)

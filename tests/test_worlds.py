@@ -19,7 +19,7 @@ import numpy as np
 import vnode
 from tests.worlds import in_threads, in_worlds, joined, service
 from vnode.errors import ProcessError
-from vnode.placement.exchange import everywhere
+from vnode.placement.process_arrays import everywhere
 from vnode.placement.world import World, in_world, world
 
 WEIGHTS = np.linspace(-1, 1, 3, dtype=np.float32)

@@ -20,8 +20,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import vnode
 from tests.rounding import assert_same
-from vnode.runtime import loops, one_pass
-from vnode.spmd import exchange
+from vnode.runtime import node_loops, one_pass
+from vnode.spmd import resharding_collectives
 
 ALL = os.environ.get("VNODE_TEST_ALL") == "1"
 
@@ -403,11 +403,11 @@ def test_what_waits_on_tpus_keeps_its_bits(reduction: str, model: int, monkeypat
 
     rng = np.random.default_rng(0)
     shapes = {"in": (WIDTH, 512), "out": (512, 256), "back": (256, WIDTH)}
-    assert min(4 * a * b for a, b in list(shapes.values())[:2]) >= exchange.MUCH  # what is smaller does not wait
+    assert min(4 * a * b for a, b in list(shapes.values())[:2]) >= resharding_collectives.MUCH  # smaller ones do not wait
     params = {name: jnp.asarray(rng.normal(size=shape) / 8, jnp.float32) for name, shape in shapes.items()}
     x, seen = examples(), {False: set[bytes](), True: set[bytes]()}
     waited: list[int] = []
-    convert_after = exchange.convert_after
+    convert_after = resharding_collectives.convert_after
 
     def counted(value: Any, *rest: Any) -> Any:
         waited.append(len(rest[-1]))
@@ -416,7 +416,7 @@ def test_what_waits_on_tpus_keeps_its_bits(reduction: str, model: int, monkeypat
     monkeypatch.setattr(one_pass, "convert_after", counted)
     for early in (False, True):
         waited.clear()
-        monkeypatch.setattr(loops, "ROOM_EARLY", frozenset({"cpu"} if early else ()))
+        monkeypatch.setattr(node_loops, "ROOM_EARLY", frozenset({"cpu"} if early else ()))
         for nodes in (1, 2, 4, 8)[: 4 if model == 1 else 3]:
             over = mesh_of(nodes, model)
             specs = [PartitionSpec("data", "model" if model > 1 else None), PartitionSpec(None, "data")]

@@ -14,7 +14,7 @@ from jax._src.lib import xla_client
 from jaxlib import _jax
 
 from tests.processes import free_port
-from vnode.placement.board import Board
+from vnode.placement.failure_board import Board
 from vnode.placement.rendezvous import Rendezvous
 from vnode.placement.world import World, in_world
 

@@ -60,14 +60,14 @@ if _typing.TYPE_CHECKING:
     )
     from vnode.integrations import nnx as nnx
     from vnode.placement.placement import Placement
-    from vnode.placement.uneven import UnevenSpec
+    from vnode.placement.uneven_dimension import UnevenSpec
     from vnode.plan.balance.balance import Balance, balance
-    from vnode.plan.balance.measure import profile
+    from vnode.plan.balance.measure_step import profile
     from vnode.plan.balance.profiles import Measurement, Profile, Profiles
     from vnode.plan.check.answer import Check
     from vnode.plan.check.check import check
-    from vnode.plan.compare import explain
-    from vnode.plan.nodes.auto import AutoStep
+    from vnode.plan.explain_placements import explain
+    from vnode.plan.nodes.auto_step import AutoStep
     from vnode.plan.nodes.fit import Fit, fit
     from vnode.step.virtual import VirtualStep
     from vnode.transform import virtualize
@@ -86,7 +86,7 @@ _LAZY = {
 """Modules that are imported when they are first asked for: most steps need neither them nor their libraries."""
 
 _HOMES = {
-    "AutoStep": "vnode.plan.nodes.auto",
+    "AutoStep": "vnode.plan.nodes.auto_step",
     "Balance": "vnode.plan.balance.balance",
     "BatchError": "vnode.errors",
     "Check": "vnode.plan.check.answer",
@@ -104,16 +104,16 @@ _HOMES = {
     "Profiles": "vnode.plan.balance.profiles",
     "SearchError": "vnode.errors",
     "TaskGraphError": "vnode.errors",
-    "UnevenSpec": "vnode.placement.uneven",
+    "UnevenSpec": "vnode.placement.uneven_dimension",
     "UnsupportedPrimitiveError": "vnode.errors",
     "VirtualStep": "vnode.step.virtual",
     "VnodeError": "vnode.errors",
     "VnodeWarning": "vnode.errors",
     "balance": "vnode.plan.balance.balance",
     "check": "vnode.plan.check.check",
-    "explain": "vnode.plan.compare",
+    "explain": "vnode.plan.explain_placements",
     "fit": "vnode.plan.nodes.fit",
-    "profile": "vnode.plan.balance.measure",
+    "profile": "vnode.plan.balance.measure_step",
     "virtualize": "vnode.transform",
 }
 """Where each public name is. It is imported when it is first asked for: the command line runs without jax."""

@@ -111,7 +111,7 @@ def page() -> Any:
     """Versions, devices and extras."""
     import jax
 
-    from vnode.plan.nodes.memory import planned, reported
+    from vnode.plan.nodes.device_memory import planned, reported
     from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
     from vnode.show.units import several, size
 

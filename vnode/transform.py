@@ -19,16 +19,16 @@ from jax.sharding import PartitionSpec
 from vnode.errors import PlacementError
 from vnode.placement.patterns import check_axes, patterns_of
 from vnode.placement.placement import Placement, node_count
-from vnode.placement.uneven import UnevenSpec
+from vnode.placement.uneven_dimension import UnevenSpec
 from vnode.step.pipeline import Options
 from vnode.step.protocol import P, R
-from vnode.step.rooms import share_of
 from vnode.step.spec import StepSpec
+from vnode.step.uneven_state import share_of
 from vnode.step.virtual import Family, VirtualStep
 from vnode.tracebacks import api_boundary
 
 if TYPE_CHECKING:
-    from vnode.plan.nodes.auto import AutoStep
+    from vnode.plan.nodes.auto_step import AutoStep
 
 COUPLINGS = ("exact", "local", "error")
 REDUCTIONS = ("invariant", "fast")
@@ -229,8 +229,8 @@ def virtualize(
     check_axes_named(in_axes, fun)
     spec = StepSpec(fun, options, in_axes, donated, *static_arguments(static_argnums, static_argnames, fun))
     if auto:
-        from vnode.plan.nodes.auto import AutoStep
-        from vnode.plan.nodes.memory import byte_count
+        from vnode.plan.nodes.auto_step import AutoStep
+        from vnode.plan.nodes.device_memory import byte_count
 
         return AutoStep(
             VirtualStep(spec, None, Family(patterns)),

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from vnode.cluster import Job, Speeds
-from vnode.cluster.costs import FREE
 from vnode.cluster.jobs import RUNNING, Jobs
+from vnode.cluster.resize_costs import FREE
 from vnode.cluster.simulator import table_of
 
 

@@ -23,12 +23,12 @@ import pytest
 
 import vnode.cluster
 from vnode import cli
-from vnode.cluster.live.book import Book
-from vnode.cluster.live.door import ask, socket_of
-from vnode.cluster.live.state import read
+from vnode.cluster.live.event_store import read
+from vnode.cluster.live.job_book import Book
+from vnode.cluster.live.socket_server import ask, socket_of
 from vnode.cluster.live.submission import Submission
 from vnode.errors import ClusterError, WorkerError
-from vnode.workers import registry
+from vnode.workers import job_registry
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 WORKER = str(PROGRAMS / "fake_worker.py")
@@ -148,7 +148,7 @@ def test_the_commands(served: Served, capfd: pytest.CaptureFixture[str]) -> None
     shown = vnode("status", "long")[0]
     assert "grown 2 -> 4" in shown and "job 2 (rigid)" in shown
 
-    supervisor = registry.load(served.folder / "cluster.db.jobs" / "1" / "run-1" / "job")
+    supervisor = job_registry.load(served.folder / "cluster.db.jobs" / "1" / "run-1" / "job")
     assert supervisor is not None and served.end() == 0
     assert "1 job goes on without it" in served.log()
     out, err = vnode("queue", "--state", str(served.state))
@@ -178,7 +178,7 @@ def test_a_worker_has_its_own_device_and_a_killed_one_gives_it_to_the_next(serve
     def devices() -> dict[int, str]:
         found = {}
         for name in ("1", "2"):
-            job = registry.load(served.folder / "cluster.db.jobs" / name / "run-1" / "job")
+            job = job_registry.load(served.folder / "cluster.db.jobs" / name / "run-1" / "job")
             for pid in job.workers_alive() if job else []:
                 with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -207,14 +207,14 @@ def test_a_supervisor_that_is_killed_is_replaced_when_its_workers_are_gone(serve
     served.begin("--devices", "2", "--no-page")
     ask("submit", job=Submission(command=counting(10**6), workers=(1, 2)).facts())
     until(lambda: served.job("1")["state"] == "running", served.log)
-    first = registry.load(served.folder / "cluster.db.jobs" / "1" / "run-1" / "job")
+    first = job_registry.load(served.folder / "cluster.db.jobs" / "1" / "run-1" / "job")
     assert first is not None
     workers = first.workers_alive()
     os.kill(first.facts["pid"], signal.SIGKILL)
     until(lambda: Book(read(served.state)).jobs["1"].attempt == 2, served.log)
-    assert not [pid for pid in workers if registry.started(pid)]
+    assert not [pid for pid in workers if job_registry.started(pid)]
     until(lambda: served.job("1")["state"] == "running", served.log)
-    second = registry.load(served.folder / "cluster.db.jobs" / "1" / "run-2" / "job")
+    second = job_registry.load(served.folder / "cluster.db.jobs" / "1" / "run-2" / "job")
     assert second is not None
     os.kill(second.facts["pid"], signal.SIGTERM)  # as at a shutdown: it goes on later
     until(lambda: Book(read(served.state)).jobs["1"].attempt == 3, served.log)
@@ -276,7 +276,7 @@ def test_a_scheduler_that_is_killed_loses_no_job_and_disturbs_none(home: Path, p
 
 def marked(folder: Path) -> list[int]:
     """Processes of jobs of a folder, by their environments."""
-    return registry.marked(str(folder / "run-1" / "job"))
+    return job_registry.marked(str(folder / "run-1" / "job"))
 
 
 def test_what_a_job_leaves_is_ended_before_its_device_is_free(served: Served) -> None:
@@ -289,7 +289,7 @@ def test_what_a_job_leaves_is_ended_before_its_device_is_free(served: Served) ->
     until(lambda: served.job("2")["state"] == "running", served.log)
     assert served.job("1")["state"] == "succeeded" and not marked(first)
     until(lambda: len(marked(second)) >= 3, served.log)
-    found = registry.load(second / "run-1" / "job")
+    found = job_registry.load(second / "run-1" / "job")
     assert found is not None
     os.kill(found.facts["pid"], signal.SIGKILL)  # its supervisor
     until(lambda: served.job("2")["ended"], served.log)
@@ -321,7 +321,7 @@ def test_a_stopped_supervisor_can_be_cancelled_and_a_deleted_file_is_said(served
     served.begin("--devices", "1", "--no-page")
     ask("submit", job=Submission(command=counting(10**6)).facts())
     until(lambda: served.job("1")["state"] == "running", served.log)
-    found = registry.load(served.folder / "cluster.db.jobs" / "1" / "run-1" / "job")
+    found = job_registry.load(served.folder / "cluster.db.jobs" / "1" / "run-1" / "job")
     assert found is not None
     os.kill(found.facts["pid"], signal.SIGSTOP)
     until(lambda: "does not answer" in served.job("1")["why"], served.log)
@@ -349,13 +349,13 @@ def test_a_new_file_does_not_take_an_old_one_s_jobs(served: Served, capfd: pytes
 
 def test_how_a_job_ended_is_known_though_the_disk_was_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes for it are there from the beginning."""
-    entry = registry.Entry("job", None, tmp_path / "job")
+    entry = job_registry.Entry("job", None, tmp_path / "job")
 
     def full(*_: object) -> None:
         raise WorkerError("no space left on device")
 
-    monkeypatch.setattr(registry.files, "write", full)
+    monkeypatch.setattr(job_registry.files, "write", full)
     entry.close(3, "why " * 5000, 7)
-    found = registry.load(tmp_path / "job")
+    found = job_registry.load(tmp_path / "job")
     assert found is not None and not found.runs
     assert (found.facts["code"], found.facts["step"], found.facts["why"][:7]) == (3, 7, "why why")

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 import vnode.cluster
 from tests.budget import examples
-from vnode.cluster.live.book import Book
-from vnode.cluster.live.deciding import decide, least, policy_of, reasons, replay
 from vnode.cluster.live.estimates import step_times
+from vnode.cluster.live.event_log import Record
 from vnode.cluster.live.history import result_of, simulated
-from vnode.cluster.live.outcome import outcome
-from vnode.cluster.live.records import Record
+from vnode.cluster.live.job_book import Book
+from vnode.cluster.live.job_outcome import outcome
+from vnode.cluster.live.policy_shares import decide, least, policy_of, reasons, replay
 from vnode.cluster.live.submission import Submission
 from vnode.cluster.policies import POLICIES
 from vnode.errors import ClusterError

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from vnode.cluster.live.records import Record
-from vnode.cluster.live.state import State, check_file_system, file_system_of, read
+from vnode.cluster.live.event_log import Record
+from vnode.cluster.live.event_store import State, check_file_system, file_system_of, read
 from vnode.errors import ClusterError
 
 RECORDS = [Record(0.1 + 0.2, "submitted", "1", {"name": "ä\n"}), Record(2.0, "began", None, {"devices": ["0"]})]
@@ -43,7 +43,7 @@ def test_records_come_back_as_they_were(tmp_path: Path) -> None:
 
 def test_one_scheduler_has_a_file_until_it_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "cluster.db"
-    code = "import sys, time; from pathlib import Path; from vnode.cluster.live.state import State\n"
+    code = "import sys, time; from pathlib import Path; from vnode.cluster.live.event_store import State\n"
     code += "state = State(Path(sys.argv[1])); print('has it', flush=True); time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None and other.stdout.readline() == "has it\n"
@@ -103,7 +103,7 @@ def test_network_file_systems_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
     )
     cases = {"/": "ext4", "/home/me": "nfs4", "/homes": "ext4", "/home/local disk/x": "xfs"}
     assert {folder: file_system_of(Path(folder), str(mounts)) for folder in cases} == cases
-    monkeypatch.setattr("vnode.cluster.live.state.file_system_of", lambda folder: "nfs4")
+    monkeypatch.setattr("vnode.cluster.live.event_store.file_system_of", lambda folder: "nfs4")
     with pytest.raises(ClusterError, match=r"network file system \(nfs4\)"):
         check_file_system(tmp_path)
 

@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 
 from tests.cluster.test_live import PROGRAMS, Served, home, served, until  # noqa: F401
-from vnode.cluster.live.book import Book
-from vnode.cluster.live.deciding import replay
-from vnode.cluster.live.door import ask
-from vnode.cluster.live.state import read
+from vnode.cluster.live.event_store import read
+from vnode.cluster.live.job_book import Book
+from vnode.cluster.live.policy_shares import replay
+from vnode.cluster.live.socket_server import ask
 from vnode.cluster.live.submission import Submission
-from vnode.workers import registry
+from vnode.workers import job_registry
 
 PROGRAM = str(PROGRAMS / "paced_job.py")
 
@@ -50,7 +50,7 @@ def test_jobs_that_share_workers_end_with_their_own_bits(served: Served) -> None
     submit("4", (1, 2))
     ask("priority", job="2", priority=5)
     until(lambda: (served.job("1")["step"] or 0) > 20 and served.job("2")["training"], served.log, 120)
-    found = registry.load(served.folder / "cluster.db.jobs" / "1" / "run-1" / "job")
+    found = job_registry.load(served.folder / "cluster.db.jobs" / "1" / "run-1" / "job")
     assert found is not None
     with contextlib.suppress(ProcessLookupError):
         os.kill(found.workers_alive()[0], signal.SIGKILL)  # of job 1

@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.cluster.browser import CHROMIUM, Browser
-from vnode.cluster.live import page as module
-from vnode.cluster.live.page import Page
+from vnode.cluster.live import status_page as module
+from vnode.cluster.live.status_page import Page
 from vnode.errors import ClusterError
 
 HOSTILE = "<img src=x onerror=\"document.documentElement.dataset.pwned='1'\"></script><script>pwned()</script>"

@@ -14,7 +14,7 @@ from scipy.optimize import linprog
 from tests.budget import examples
 from tests.cluster import cases
 from vnode.cluster import FREE, Costs, Job, Speeds, policies, simulate
-from vnode.cluster.mixed import mixed_table
+from vnode.cluster.kind_jobs import mixed_table
 from vnode.cluster.policies import gavel
 from vnode.cluster.policies.increments import concave, top_up
 from vnode.cluster.policies.wfs import fair_shares

@@ -12,7 +12,7 @@ import pytest
 
 from vnode import cli
 from vnode.cluster import Job, Speeds, read, simulate
-from vnode.cluster.rounds import simulate_rounds
+from vnode.cluster.gavel_rounds import simulate_rounds
 from vnode.errors import ClusterError
 
 KINDS = ["fast", "slow"]

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from vnode.operators.control import Body
+from vnode.operators.control_flow import Body
 from vnode.operators.cost import Cost
 from vnode.operators.program_cost import body_cost
 

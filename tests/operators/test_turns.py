@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from tests.budget import examples
-from vnode.operators.control import region_of
+from vnode.operators.control_flow import region_of
 
 pytestmark = pytest.mark.quickly
 

@@ -27,12 +27,12 @@ from vnode.errors import ProfileError
 from vnode.partition import Machine
 from vnode.partition.accept import REWRITES, ROW, Acceptance, Counts, accept, counted_exchanges, matched
 from vnode.partition.cost import Memory, device_program, program_cost
-from vnode.partition.cost.collectives import Transfer
-from vnode.partition.cost.program import Planned
+from vnode.partition.cost.collective_cost import Transfer
+from vnode.partition.cost.split_cost import Planned
 from vnode.partition.hlo import found_collectives, parse
-from vnode.spmd.flow import follow
 from vnode.spmd.layout import from_spec
-from vnode.spmd.program import over_mesh
+from vnode.spmd.sharded_program import over_mesh
+from vnode.spmd.sharding_flow import follow
 
 AXES = {"data": 2, "model": 4}
 MACHINE = Machine.tpu("v5e:2x4")

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.rounding import assert_close
 from vnode.errors import PartitionError, PlacementError
-from vnode.partition.blocks import Blocked, blocked
+from vnode.partition.uneven_shares.blocked import Blocked, blocked
 
 pytestmark = pytest.mark.quickly
 

@@ -82,7 +82,7 @@ def test_what_is_not_done_in_time_is_ended(tmp_path: Path, monkeypatch: pytest.M
 def test_a_compilation_ends_with_who_asked_for_it(tmp_path: Path) -> None:
     """A process that is killed leaves nothing behind: its end of the pipe is closed, whatever is being done."""
     os.mkfifo(tmp_path / "request.json")  # nobody writes to it, so that reading it does not end
-    worker = [sys.executable, "-m", "vnode.partition.compiler.worker", str(tmp_path)]
+    worker = [sys.executable, "-m", "vnode.partition.compiler.compile_worker", str(tmp_path)]
     with subprocess.Popen(worker, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdin is not None
         with pytest.raises(subprocess.TimeoutExpired):

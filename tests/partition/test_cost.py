@@ -42,18 +42,18 @@ from vnode.partition.cost import (
     transfers_of_route,
 )
 from vnode.partition.cost.calibration import entries
-from vnode.partition.cost.device import simplified
-from vnode.partition.cost.kernels import kernels_of
+from vnode.partition.cost.fusion import kernels_of
 from vnode.partition.cost.liveness import Operation, freeing_first, held, held_in_best_order, peak
-from vnode.partition.cost.loops import invariants_first, without_single_turns
-from vnode.partition.cost.pieces import piece_of, program_piece, traced_piece
+from vnode.partition.cost.lower_to_device import simplified
+from vnode.partition.cost.simplify_loops import invariants_first, without_single_turns
+from vnode.partition.cost.timed_pieces import piece_of, program_piece, traced_piece
 from vnode.partition.machine import Kind
-from vnode.partition.machine.table import kind_named
-from vnode.spmd.choice import Given, choose
-from vnode.spmd.exchange import convert
-from vnode.spmd.flow import follow
+from vnode.partition.machine.known_kinds import kind_named
 from vnode.spmd.layout import Layout, cut_of, from_spec
-from vnode.spmd.route import route
+from vnode.spmd.op_sharding import Given, choose
+from vnode.spmd.resharding import route
+from vnode.spmd.resharding_collectives import convert
+from vnode.spmd.sharding_flow import follow
 
 pytestmark = pytest.mark.quickly
 

@@ -20,8 +20,8 @@ from tests.ahead import said
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.candidates import OnMesh
 from vnode.partition.plan.search import plan_of
-from vnode.partition.plan.subject import on_nodes, subject_of
-from vnode.runtime import waiting
+from vnode.partition.plan.search_subject import on_nodes, subject_of
+from vnode.runtime import offloaded_accumulators
 
 ONE = Machine.gpus("P100", hosts=1, per_host=1)
 GRADIENT = 2 * 256 * 1024 * 4
@@ -81,7 +81,7 @@ def test_the_bits_stay(plans):
 @pytest.mark.parametrize("reduced", [False, True])
 def test_the_bits_stay_where_nodes_are_divided_too(monkeypatch, reduced):
     """On two rows of four devices, with the state sharded over rows as well or not."""
-    monkeypatch.setattr(waiting, "LEAST", 1)
+    monkeypatch.setattr(offloaded_accumulators, "LEAST", 1)
     machine = Machine.gpus("P100", hosts=1, per_host=8)
     subject = subject_of(on_nodes(train, NODES, {}), arguments())
     on = OnMesh(subject, machine, {"vnode": 2, "model": 4}, "gpu", None)

@@ -24,10 +24,10 @@ from tests.ahead import said
 from tests.rounding import assert_same
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.candidates import OnMesh
-from vnode.partition.plan.subject import on_nodes, subject_of
+from vnode.partition.plan.search_subject import on_nodes, subject_of
 from vnode.placement.transfer import to_placement
-from vnode.runtime import away
-from vnode.runtime.away import Work
+from vnode.runtime import host_prefetch
+from vnode.runtime.host_prefetch import Work
 from vnode.step.virtual import VirtualStep
 
 P = PartitionSpec
@@ -79,7 +79,7 @@ def kinds(state: Any) -> dict[str, str]:
 def test_the_bits_are_those_of_a_state_on_the_devices(
     shape: tuple[int, ...], partition: Any, reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(away, "PIECE", 1 << 10)  # so that arrays come in several pieces
+    monkeypatch.setattr(host_prefetch, "PIECE", 1 << 10)  # so that arrays come in several pieces
     devices = jax.devices()[: int(np.prod(shape))]
     mesh = Mesh(np.array(devices).reshape(shape), ("vnode", "model")[: len(shape)])
     near = vnode.virtualize(
@@ -205,7 +205,7 @@ def graph_of(several: list[Work]) -> Any:
 @given(works())
 def test_an_order_by_outputs_is_an_order(case: Any) -> None:
     several, gone, outputs = case
-    order = away.by_output(several, outputs, gone)
+    order = host_prefetch.by_output(several, outputs, gone)
     assert sorted(order) == list(range(len(several)))
     place = {made: i for i, k in enumerate(order) for made in several[k].makes}
     assert all(place[a] < place[b] for a, b in graph_of(several).edges if a in place)
@@ -223,7 +223,7 @@ def test_what_can_wait_is_what_nobody_wants_early(case: Any) -> None:
     early = set(wanted) | {var for work in several for var in work.makes if not needs(var)}
     pinned = early.union(*(networkx.ancestors(graph, var) for var in early & there))
     expected = {k for k, work in enumerate(several) if needs(work.makes[0]) and work.makes[0] not in pinned}
-    assert away.can_wait(several, wanted, gone) == expected
+    assert host_prefetch.can_wait(several, wanted, gone) == expected
 
 
 @pytest.mark.tpu

@@ -34,10 +34,10 @@ from vnode.cluster.live.command_submit import planned as planned_seconds
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.budget import Budget
 from vnode.partition.plan.candidates import OnMesh
-from vnode.partition.plan.over_meshes import OverMeshes
+from vnode.partition.plan.mesh_search import OverMeshes
 from vnode.partition.plan.search import plan_of
-from vnode.partition.plan.subject import on_nodes, subject_of
-from vnode.spmd.record import RecordedFlow
+from vnode.partition.plan.search_subject import on_nodes, subject_of
+from vnode.spmd.flow_record import RecordedFlow
 
 V5E = Machine.tpu("v5e:2x4")
 FOUR = Machine.tpu("v5e:2x2")

@@ -25,10 +25,10 @@ from vnode.partition import Plan
 from vnode.partition.accept import TOLERANCE
 from vnode.partition.plan.candidates import Candidate, OnMesh
 from vnode.partition.plan.search import plan_of
-from vnode.partition.plan.subject import on_nodes, subject_of
+from vnode.partition.plan.search_subject import on_nodes, subject_of
 from vnode.runtime import one_pass
-from vnode.spmd.flow import Flow, follow
 from vnode.spmd.layout import from_spec
+from vnode.spmd.sharding_flow import Flow, follow
 
 GIB = 2**30
 

@@ -29,9 +29,9 @@ from vnode.partition import Machine, Plan, search
 from vnode.partition.plan import budget
 from vnode.partition.plan.candidates import BESIDE, OnMesh
 from vnode.partition.plan.search import plan_of
-from vnode.partition.plan.subject import on_nodes, subject_of
+from vnode.partition.plan.search_subject import on_nodes, subject_of
 from vnode.show.units import size
-from vnode.spmd.record import RecordedFlow
+from vnode.spmd.flow_record import RecordedFlow
 
 MESHES = {"2x4": {"vnode": 2, "model": 4}, "2x2x2": {"vnode": 2, "model": 2, "model2": 2}}
 

@@ -21,7 +21,7 @@ from tests.rounding import assert_same
 from vnode.partition import Machine, Plan
 from vnode.partition.plan.candidates import OnMesh
 from vnode.partition.plan.search import plan_of
-from vnode.partition.plan.subject import on_nodes, subject_of
+from vnode.partition.plan.search_subject import on_nodes, subject_of
 
 GIB = 2**30
 Params = dict[str, jax.Array]

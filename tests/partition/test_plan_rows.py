@@ -19,7 +19,7 @@ from tests.partition.test_plan import example
 from tests.rounding import assert_same
 from vnode.errors import PartitionError
 from vnode.partition import Machine, Plan, search
-from vnode.partition.plan.rows import fastest
+from vnode.partition.plan.replica_shares import fastest
 
 V5E = Machine.tpu("v5e:2x4")
 

@@ -28,12 +28,12 @@ from tests.rounding import assert_same
 from vnode.errors import PartitionError, PlacementError
 from vnode.partition import Machine, Plan, search
 from vnode.partition.machine import Kind
-from vnode.partition.plan.blocks import block_numbers, divided_over, tied_to
 from vnode.partition.plan.candidates import Candidate, OnMesh, pace_of
+from vnode.partition.plan.plan_file import checksum
 from vnode.partition.plan.search import plan_of
-from vnode.partition.plan.store import checksum
-from vnode.partition.plan.subject import Subject, on_nodes, subject_of
-from vnode.partition.plan.unequal import Shared, Unequal, done_first, is_unequal
+from vnode.partition.plan.search_subject import Subject, on_nodes, subject_of
+from vnode.partition.uneven_shares.state_blocks import block_numbers, divided_over, tied_to
+from vnode.partition.uneven_shares.uneven_plans import Shared, Unequal, done_first, is_unequal
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 """Sums over all of a state, and slots like parameters."""

@@ -502,7 +502,7 @@ def test_arrays_stay_as_they_are() -> None:
 
 def test_loops_without_a_cache() -> None:
     """Source that is in no file has no place beside which to cache, as one in a folder where nothing can be written."""
-    from vnode.partition.simulator.kernels import compiled
+    from vnode.partition.simulator.event_loops import compiled
 
     session: dict = {}
     exec("def double(x):\n    return 2 * x", session)
@@ -511,6 +511,6 @@ def test_loops_without_a_cache() -> None:
 
 def test_numba_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "vnode.partition.simulator.kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "vnode.partition.simulator.event_loops", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'vnode\[partition\]'"):
         simulate(Builder(["r"]).build())

@@ -1,6 +1,6 @@
 """One of three processes, of which the third dies: what the others launch after the program that fails with it.
 
-    after_a_loss.py ADDRESS RANK      # of a service as in `vnode.workers.keeper`
+    after_a_loss.py ADDRESS RANK      # of a service as in `vnode.workers.coordination_keeper`
 
 Prints, for a program of the two that are left: "failed", "succeeded" or "waits".
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 import vnode
 from vnode.placement.clients import join_world
-from vnode.placement.exchange import everywhere
+from vnode.placement.process_arrays import everywhere
 from vnode.placement.world import in_world
 
 

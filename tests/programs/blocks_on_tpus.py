@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import tpu
 from vnode.partition import Machine, blocked, program_cost
 from vnode.partition.cost.compiler import CLOCKS
-from vnode.partition.cost.device import device_program
+from vnode.partition.cost.lower_to_device import device_program
 from vnode.partition.hlo import parse
-from vnode.partition.plan.unequal import seen_with
+from vnode.partition.uneven_shares.uneven_plans import seen_with
 
 machine, axes = Machine.tpu("v5e:2x4"), {"data": 4, "model": 2}
 (kind,) = machine.kinds

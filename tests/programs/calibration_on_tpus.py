@@ -6,7 +6,7 @@ import json
 from vnode.partition import Machine, calibrate
 from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.compiler import tpu_topology
-from vnode.partition.machine.table import kind_named
+from vnode.partition.machine.known_kinds import kind_named
 
 devices, kind = tpu_topology("v5e:2x4"), kind_named("v5e")
 stored = Calibration.of(kind)

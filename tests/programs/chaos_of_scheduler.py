@@ -21,10 +21,10 @@ import threading
 import time
 from pathlib import Path
 
-from vnode.cluster.live.book import Book
-from vnode.cluster.live.deciding import replay
-from vnode.cluster.live.door import ask
-from vnode.cluster.live.state import State, read
+from vnode.cluster.live.event_store import State, read
+from vnode.cluster.live.job_book import Book
+from vnode.cluster.live.policy_shares import replay
+from vnode.cluster.live.socket_server import ask
 from vnode.cluster.live.submission import Submission
 from vnode.errors import ClusterError
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from vnode.data.order import Order
+from vnode.data.batch_order import Order
 from vnode.errors import WorkerError
 from vnode.workers.launch import Job, launch
 

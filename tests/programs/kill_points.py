@@ -46,7 +46,7 @@ import jax
 from tests.programs import trained_by_workers
 from vnode.elastic import membership
 from vnode.elastic.recovery import whole
-from vnode.elastic.worker import WorkerDriver
+from vnode.elastic.worker_loop import WorkerDriver
 from vnode.placement.leaves import is_key
 from vnode.workers import NUMBER, SUPERVISOR
 

@@ -10,7 +10,7 @@ from benchmarks import tpu
 from vnode.partition import Machine
 from vnode.partition.plan.candidates import OnMesh
 from vnode.partition.plan.search import plan_of
-from vnode.partition.plan.subject import on_nodes, subject_of
+from vnode.partition.plan.search_subject import on_nodes, subject_of
 
 
 def step(w, x):

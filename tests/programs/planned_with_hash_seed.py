@@ -12,7 +12,7 @@ Var.__hash__ = lambda var: hash(str(met.setdefault(id(var), (len(met), var))[0])
 from benchmarks.partition_models.lstm import lstm
 from vnode.partition import Machine, search
 from vnode.partition.plan.candidates import OnMesh
-from vnode.partition.plan.subject import on_nodes, subject_of
+from vnode.partition.plan.search_subject import on_nodes, subject_of
 
 made = lstm("small", batch=32, length=6, vocabulary=256, units=128)
 machine, small = Machine.tpu("v5e:2x4"), Machine.tpu("v5e:2x2")

@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from vnode.partition.hlo import found_collectives, parse
-from vnode.spmd.exchange import convert
 from vnode.spmd.layout import from_spec
+from vnode.spmd.resharding_collectives import convert
 
 axes, shape = {"x": 2, "y": 4}, (1024, 2048)
 devices = np.array(topologies.get_topology_desc("v5e:2x4", "tpu").devices)

@@ -12,8 +12,8 @@ from benchmarks import tpu
 from benchmarks.partition import plans
 from benchmarks.partition_cost import mlp
 from vnode.placement.temporary import temporary_of
-from vnode.plan.nodes.memory import planned
-from vnode.spmd.program import at_the_border, over_mesh, spec_of
+from vnode.plan.nodes.device_memory import planned
+from vnode.spmd.sharded_program import at_the_border, over_mesh, spec_of
 
 devices = tpu.topology("v5e:2x4")
 (plan,) = itertools.islice(plans(mlp(2048, int(sys.argv[1]))), 13, 14)

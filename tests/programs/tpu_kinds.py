@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 import vnode
+from vnode.plan.nodes.device_memory import planned
 from vnode.plan.nodes.fit import TOPOLOGIES, described_devices
-from vnode.plan.nodes.memory import planned
 
 limits = {}
 for name in ("v2:2x2", *TOPOLOGIES):

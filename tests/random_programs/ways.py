@@ -27,9 +27,9 @@ from vnode.analysis.tracing import trace
 from vnode.partition import Machine
 from vnode.partition.plan.candidates import OnMesh
 from vnode.partition.plan.search import plan_of
-from vnode.partition.plan.subject import on_nodes, subject_of
-from vnode.spmd.flow import follow
-from vnode.spmd.program import over_mesh
+from vnode.partition.plan.search_subject import on_nodes, subject_of
+from vnode.spmd.sharded_program import over_mesh
+from vnode.spmd.sharding_flow import follow
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,14 +26,14 @@ from tests.rounding import assert_same
 from tests.spmd.reference import collectives, mesh_of
 from tests.spmd.test_groups import axes_of_collectives, conv, numbers, program_of
 from vnode.errors import PartitionError
-from vnode.spmd import run
-from vnode.spmd.blocks import InBlocks, in_blocks, some_in_blocks
-from vnode.spmd.exchange import index_along
-from vnode.spmd.flow import follow
+from vnode.spmd import device_program
+from vnode.spmd.dimension_propagation import tied
+from vnode.spmd.factor_blocks import InBlocks, in_blocks, some_in_blocks
 from vnode.spmd.layout import Layout, from_spec
-from vnode.spmd.program import over_mesh
-from vnode.spmd.shares import Share, restored, stored
-from vnode.spmd.tied import tied
+from vnode.spmd.resharding_collectives import index_along
+from vnode.spmd.sharded_program import over_mesh
+from vnode.spmd.sharding_flow import follow
+from vnode.spmd.uneven_blocks import Share, restored, stored
 
 pytestmark = pytest.mark.quickly
 
@@ -263,13 +263,13 @@ def stepped(share: Share, name: str = "hidden units") -> tuple[InBlocks, list[An
 def test_work_is_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every device takes as many turns as it has blocks, counted while they run; a device without blocks takes none."""
     turns: collections.Counter[int] = collections.Counter()
-    taken = run.block_at
+    taken = device_program.block_at
 
     def counted(value: Any, dim: int, k: Any, blocks: int) -> Any:
         jax.debug.callback(lambda device, _: turns.update([int(device)]), index_along(("x",)), k)
         return taken(value, dim, k, blocks)
 
-    monkeypatch.setattr(run, "block_at", counted)
+    monkeypatch.setattr(device_program, "block_at", counted)
     a, c, x = numbers(6, 24), numbers(24, 6), numbers(4, 6)
     split = in_blocks(program_of(lambda a, c, x: jnp.tanh(x @ a) @ c, a, c, x), Share(("x",), (5, 0, 1, 2)), {0: 1})
     carried_out(split, {"x": 4})(a, c, x)

@@ -24,12 +24,12 @@ from tests.operators.examples import EXAMPLES, Example
 from tests.spmd.reference import MESHES, mesh_of, random_layout
 from vnode.analysis.program import Program, inline
 from vnode.operators import OperatorDescription, Shifted, describe
-from vnode.spmd.choice import Choice, Given, Way, carried_out, reached
-from vnode.spmd.exchange import convert
-from vnode.spmd.flow import Flow, Step, follow
+from vnode.spmd.device_program import run
 from vnode.spmd.layout import Layout, replicated
-from vnode.spmd.program import over_mesh
-from vnode.spmd.run import run
+from vnode.spmd.op_sharding import Choice, Given, Way, carried_out, reached
+from vnode.spmd.resharding_collectives import convert
+from vnode.spmd.sharded_program import over_mesh
+from vnode.spmd.sharding_flow import Flow, Step, follow
 
 pytestmark = pytest.mark.quickly
 

@@ -35,10 +35,10 @@ from tests.spmd.reference import (
 )
 from vnode.operators import Monoid
 from vnode.operators.splits import Interval, blocks
-from vnode.spmd.exchange import convert, fetch
+from vnode.spmd.axis_parts import with_parts
 from vnode.spmd.layout import Cut, Layout
-from vnode.spmd.parts import with_parts
-from vnode.spmd.route import route
+from vnode.spmd.resharding import route
+from vnode.spmd.resharding_collectives import convert, fetch
 
 pytestmark = pytest.mark.quickly
 

@@ -25,11 +25,11 @@ from tests.spmd.reference import collectives, mesh_of
 from vnode.analysis.program import inline
 from vnode.operators import Monoid, OperatorDescription, describe, register
 from vnode.operators.description import Factors
-from vnode.spmd.backward import wished
-from vnode.spmd.choice import Given, carried_out, choose
-from vnode.spmd.flow import follow
 from vnode.spmd.layout import Layout, from_spec
-from vnode.spmd.program import over_mesh
+from vnode.spmd.op_sharding import Given, carried_out, choose
+from vnode.spmd.sharded_program import over_mesh
+from vnode.spmd.sharding_backprop import wished
+from vnode.spmd.sharding_flow import follow
 
 pytestmark = pytest.mark.quickly
 

@@ -21,10 +21,10 @@ from tests.rounding import assert_same
 from tests.spmd.reference import COLLECTIVES, collectives, mesh_of
 from vnode.analysis.program import Program, inline
 from vnode.errors import PartitionError
-from vnode.spmd.flow import Flow, follow
-from vnode.spmd.groups import Group, by_scope, grouped
+from vnode.spmd.branch_groups import Group, by_scope, grouped
 from vnode.spmd.layout import from_spec, replicated
-from vnode.spmd.program import over_mesh
+from vnode.spmd.sharded_program import over_mesh
+from vnode.spmd.sharding_flow import Flow, follow
 
 pytestmark = pytest.mark.quickly
 

@@ -17,9 +17,9 @@ from jax import lax
 
 from tests.spmd.reference import mesh_of
 from vnode.analysis.tracing import trace
-from vnode.spmd.flow import follow
 from vnode.spmd.layout import Layout, cut_of, replicated
-from vnode.spmd.program import over_mesh
+from vnode.spmd.sharded_program import over_mesh
+from vnode.spmd.sharding_flow import follow
 
 pytestmark = pytest.mark.quickly
 
@@ -80,7 +80,7 @@ def test_only_one_index_costs_a_copy(kind: str) -> None:
 
 
 def test_the_fault_is_there() -> None:
-    """In jaxlib before 0.12. Once that is the lowest that is supported, `vnode.operators.bounds` may go, and
+    """In jaxlib before 0.12. Once that is the lowest that is supported, `vnode.operators.clamped_slices` may go, and
     `vnode.operators.indexing` may drop updates again by an index out of bounds."""
 
     def twice(value: jax.Array, first: int, second: int) -> jax.Array:

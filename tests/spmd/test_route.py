@@ -21,10 +21,10 @@ from tests.budget import examples
 from tests.spmd.reference import mesh_of
 from vnode.operators import Monoid
 from vnode.partition.hlo import found_collectives, parse
-from vnode.spmd.exchange import convert
+from vnode.spmd.axis_parts import groups, in_parts, joined, parts_of, split_names
 from vnode.spmd.layout import Layout, from_spec
-from vnode.spmd.parts import groups, in_parts, joined, parts_of, split_names
-from vnode.spmd.route import route
+from vnode.spmd.resharding import route
+from vnode.spmd.resharding_collectives import convert
 
 P = PartitionSpec
 MESHES = {"8": {"x": 8}, "2x4": {"x": 2, "y": 4}, "2x2x2": {"x": 2, "y": 2, "z": 2}}

@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vnode.analysis.program import inline
 from vnode.operators import Windowed
-from vnode.spmd.flow import follow
 from vnode.spmd.layout import from_spec
-from vnode.spmd.program import long_axes, over_mesh
+from vnode.spmd.sharded_program import long_axes, over_mesh
+from vnode.spmd.sharding_flow import follow
 
 SPACE = PartitionSpec(None, "space")
 

@@ -23,8 +23,8 @@ from tests.spmd.reference import MESHES, layout_of, mesh_of
 from tests.zoo.compare import QUICKLY, build, running_in, unit
 from vnode import VnodeError
 from vnode.analysis.tracing import trace
-from vnode.spmd.flow import follow
-from vnode.spmd.program import over_mesh
+from vnode.spmd.sharded_program import over_mesh
+from vnode.spmd.sharding_flow import follow
 
 EFFECT = "has an effect, and every device of a mesh that splits more than the batch would have it"
 

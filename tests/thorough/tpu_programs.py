@@ -20,10 +20,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks import hlo, tpu
 from vnode.analysis.program import inline
 from vnode.partition import blocked
-from vnode.spmd.exchange import convert
-from vnode.spmd.flow import follow
 from vnode.spmd.layout import Layout, from_spec
-from vnode.spmd.program import at_the_border, long_axes, over_mesh, spec_of
+from vnode.spmd.resharding_collectives import convert
+from vnode.spmd.sharded_program import at_the_border, long_axes, over_mesh, spec_of
+from vnode.spmd.sharding_flow import follow
 
 BATCH, LENGTH, WIDTH, HIDDEN, HEADS, IMAGE, CHANNELS = 16, 256, 512, 2048, 8, 64, 128
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vnode.analysis.branches import COMPARABLE, parallel_branches
+from vnode.analysis.parallel_branches import COMPARABLE, parallel_branches
 
 pytestmark = pytest.mark.quickly
 

@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 from tests.ahead import program
 from vnode.errors import MachineError
 from vnode.partition import Axis, Device, Kind, Link, Machine, Pairs, Switch, Torus
-from vnode.partition.machine.collectives import COLLECTIVES
-from vnode.partition.machine.table import JAX_NAMES, KINDS, kind_named
+from vnode.partition.machine.collective_times import COLLECTIVES
+from vnode.partition.machine.known_kinds import JAX_NAMES, KINDS, kind_named
 
 GIB = 2**30
 TOY = Kind("toy", {"float32": 1e12}, vector=1e11, memory=GIB, bandwidth=1e11, host_bandwidth=1e10)

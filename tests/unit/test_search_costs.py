@@ -15,13 +15,13 @@ from vnode.analysis.program import Program, inline
 from vnode.errors import PartitionError
 from vnode.operators import Monoid
 from vnode.partition.cost import Calibration, Piece, Roofline, Time, Times, program_cost
-from vnode.partition.cost.time import TRANSCENDENTAL
+from vnode.partition.cost.roofline import TRANSCENDENTAL
 from vnode.partition.machine import Kind, Machine
-from vnode.partition.searches.costs import Estimate, fetched, of_machine
 from vnode.partition.searches.flows import seconds_of
-from vnode.spmd.choice import Choice, Way
-from vnode.spmd.flow import Asked, follow
+from vnode.partition.searches.search_costs import Estimate, fetched, of_machine
 from vnode.spmd.layout import Cut, Layout, replicated
+from vnode.spmd.op_sharding import Choice, Way
+from vnode.spmd.sharding_flow import Asked, follow
 
 AXES = {"x": 2, "y": 4}
 MACHINE = Machine.tpu("v5e:2x4")

@@ -13,9 +13,9 @@ from jax.extend.core import Var
 
 from tests.partition.search.test_steps import Counted
 from vnode.analysis.program import Program, inline
-from vnode.partition.searches.flat import Flat, flat
-from vnode.partition.searches.held import By, Span, spans_of
-from vnode.partition.searches.steps import Search, as_problem
+from vnode.partition.searches.flattened_program import Flat, flat
+from vnode.partition.searches.ilp_formulation import Search, as_problem
+from vnode.partition.searches.problem_memory import By, Span, spans_of
 from vnode.spmd.layout import Axes, Layout, replicated
 
 pytestmark = pytest.mark.quickly

@@ -19,7 +19,7 @@ from vnode.errors import MemoryLimitError, SearchError
 from vnode.partition.searches import Edge, Problem, Solution, bisection, exact, exhaustive, metropolis
 from vnode.partition.searches.diffusion import least_more, tightened
 from vnode.partition.searches.elimination import Elimination
-from vnode.partition.searches.metropolis import Sums
+from vnode.partition.searches.flexflow_walk import Sums
 
 SEARCHES: dict[str, Callable[..., Solution]] = {
     "exact": exact,

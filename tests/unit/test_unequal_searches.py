@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.partition.search.test_steps import STEPS
 from vnode.analysis.program import inline
 from vnode.partition.machine import Kind
-from vnode.partition.machine.table import kind_named
-from vnode.partition.searches.groups import Group, between
-from vnode.partition.searches.unequal import Cut, SharedEdge, balanced, recursively, shared
+from vnode.partition.machine.known_kinds import kind_named
+from vnode.partition.uneven_shares.accpar import Cut, SharedEdge, balanced, recursively, shared
+from vnode.partition.uneven_shares.unequal_groups import Group, between
 
 GRID = np.linspace(0, 1, 401)
 

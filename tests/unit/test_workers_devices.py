@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from vnode.errors import WorkerError
 from vnode.workers.actions import End, Kill, Record, Spawn, Terminate
-from vnode.workers.devices import Devices
-from vnode.workers.rigid import Rigid
+from vnode.workers.fixed_command import Rigid
+from vnode.workers.granted_devices import Devices
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "free", "grant", "trim"]), st.integers(0, 5)), max_size=40))

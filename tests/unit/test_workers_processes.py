@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from vnode.errors import WorkerError
-from vnode.workers import registry
-from vnode.workers.control import ask
+from vnode.workers import job_registry
 from vnode.workers.launch import Job, launch
 from vnode.workers.on_ray import LEASH
+from vnode.workers.supervisor_client import ask
 
 ROOT = Path(__file__).parents[2]
 FAKE = ROOT / "tests" / "programs" / "fake_worker.py"
@@ -107,7 +107,7 @@ def test_a_job_is_found_by_the_folder_that_its_script_names(tmp_path: Path) -> N
     with fake_job(1, options={"checkpoint": str(tmp_path / "its")}) as job:
         train(job, 1)
         until(lambda: job.found().name == str(tmp_path / "its"))
-        assert registry.find(tmp_path / "its").folder == job.folder
+        assert job_registry.find(tmp_path / "its").folder == job.folder
 
 
 def test_workers_that_are_killed_or_stopped_are_replaced() -> None:
@@ -149,7 +149,7 @@ def test_workers_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     with fake_job(2, checkpoint=tmp_path) as job:
         pids = [w["pid"] for w in train(job, 2)]
         os.kill(job.pid, signal.SIGKILL)
-        until(lambda: all(registry.started(pid) is None for pid in pids))
+        until(lambda: all(job_registry.started(pid) is None for pid in pids))
         assert "the supervisor is gone" in (job.folder / "worker-0.err").read_text()
         with pytest.raises(WorkerError, match="has ended with exit code -9"):
             job.wait()
@@ -179,7 +179,7 @@ def test_the_run_stops_when_whoever_launched_it_ends() -> None:
 def test_jobs_that_fail_say_why(workers: int, options: Any, more: Any, message: str) -> None:
     with fake_job(workers, options=options, **more) as job, pytest.raises(WorkerError, match=message) as error:
         job.wait(SECONDS)
-    assert error.value.code == 1 and registry.load(job.folder).facts["code"] == 1
+    assert error.value.code == 1 and job_registry.load(job.folder).facts["code"] == 1
 
 
 def test_what_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_what_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(WorkerError, match="cannot have 0 workers"):
         launch(FAKE, 0)
     with fake_job(1) as job:
-        port = int(registry.load(job.folder).facts["address"].rpartition(":")[2])
+        port = int(job_registry.load(job.folder).facts["address"].rpartition(":")[2])
         with pytest.raises(WorkerError, match=rf"cannot listen at 127.0.0.1:{port}"):
             launch(FAKE, 1, port=port)
     (tmp_path / "run" / "vnode").chmod(0o755)
@@ -245,7 +245,7 @@ def test_signals_of_the_command() -> None:
     command = [sys.executable, "-m", "vnode", "run", str(FAKE), "--workers", "1", "--", "{}"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         try:
-            found = until(lambda: next((job for job in registry.jobs() if "address" in job.facts), None))
+            found = until(lambda: next((job for job in job_registry.jobs() if "address" in job.facts), None))
 
             def trains(count: int) -> bool:
                 return len(ask(found, "status")["workers"]) == count

@@ -17,7 +17,7 @@ from tests.budget import examples
 from vnode.errors import WorkerError
 from vnode.workers.actions import End, Kill, Record, Send, Spawn
 from vnode.workers.restarts import Restarts
-from vnode.workers.worker import Limits
+from vnode.workers.worker_process import Limits
 
 LIMITS = Limits(start=30, restarts=20)
 STEPS = 60

@@ -25,12 +25,12 @@ from tests import worlds
 from tests.budget import examples
 from vnode.data.prefetch import Prefetch
 from vnode.errors import ProcessError
-from vnode.placement.board import Notice
+from vnode.placement.failure_board import Notice
 from vnode.placement.placement import Placement, device_list
+from vnode.placement.process_barrier import failure_error, meet, process_names, watched
 from vnode.placement.rendezvous import Rendezvous
-from vnode.placement.waiting import failure_error, meet, process_names, watched
 from vnode.placement.world import World, in_world, is_local, is_shared, own_index, world, world_of
-from vnode.step.ahead import Worker
+from vnode.step.compile_ahead import Worker
 from vnode.threads import background
 
 

@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program, inline, where
 from vnode.analysis.tracing import trace
-from vnode.operators.control import Region, region_of
+from vnode.operators.control_flow import Region, region_of
 
 SHOWN = 1000
 """Different operations that are kept for naming differences; the digest is of all."""

@@ -23,8 +23,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from vnode.operators.control import Loop, region_of, scan_like
-from vnode.operators.known import tabulated
+from vnode.operators.constant_folding import tabulated
+from vnode.operators.control_flow import Loop, region_of, scan_like
 
 if TYPE_CHECKING:
     from vnode.analysis.program import Atom, Program

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Var
 
 from vnode.analysis.forms import Slice, Whole
-from vnode.analysis.narrow import itemsize
+from vnode.analysis.low_precision_sums import itemsize
 from vnode.analysis.recipe import Evaluation, Recipe
 from vnode.analysis.states import Flow, Step
 from vnode.operators import Monoid

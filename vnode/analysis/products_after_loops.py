@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from vnode.analysis.again import scan_of, stacked
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice, locate, project
 from vnode.analysis.meshless import NO_MESH
 from vnode.analysis.program import bind, inline
+from vnode.analysis.residual_remat import scan_of, stacked
 from vnode.analysis.states import ZERO, Flow, State, Step
 from vnode.operators import Algebra, Monoid
-from vnode.operators.control import Loop, region_of
+from vnode.operators.control_flow import Loop, region_of
 
 
 class NotAfter(Exception):

@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from vnode.analysis.indexed_loops import counted_loop, over_rows
 from vnode.errors import layout_message
 from vnode.operators import OperatorDescription, describe
-from vnode.operators.control import Body, call_of, implementation_of, region_of
+from vnode.operators.control_flow import Body, call_of, implementation_of, region_of
 from vnode.operators.indexing import with_batching_dims
 
 Atom = Var | Literal

@@ -20,7 +20,7 @@ from vnode.analysis.forms import VARYING, WHOLE, Batch, Form, Location, Partial,
 from vnode.analysis.program import Atom
 from vnode.analysis.states import Flow, Step
 from vnode.operators import Algebra, OperatorDescription
-from vnode.operators.control import Region
+from vnode.operators.control_flow import Region
 
 Key = tuple[Var, Form]
 

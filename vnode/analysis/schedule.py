@@ -17,11 +17,11 @@ from typing import Any
 
 from jax.extend.core import Var
 
-from vnode.analysis.choice import FOR_BUDGET, KEEPING, Choice, Keeping, known_values
-from vnode.analysis.decisions import decisions, first_reads, living
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice, Varying, Whole
-from vnode.analysis.host import answered, answers, check_calls
-from vnode.analysis.narrow import after_sums, rounded_results
+from vnode.analysis.frozen_values import decisions, first_reads, living
+from vnode.analysis.host_calls import answered, answers, check_calls
+from vnode.analysis.low_precision_sums import after_sums, rounded_results
+from vnode.analysis.pass_cut import FOR_BUDGET, KEEPING, Choice, Keeping, known_values
 from vnode.analysis.passes import Accumulator, Pass, Schedule, Stage, accumulator_dtype, size_of
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Evaluation, evaluated, evaluation, recipe

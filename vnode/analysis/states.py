@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from vnode.analysis.forms import WHOLE, Batch, Form, Location, Partial, Slice, Whole
 from vnode.analysis.program import Atom, Program
 from vnode.operators import OperatorDescription
-from vnode.operators.control import Region
+from vnode.operators.control_flow import Region
 from vnode.operators.program_cost import equation_cost
 
 

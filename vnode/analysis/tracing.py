@@ -16,10 +16,10 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType
 
-from vnode.analysis.bounds import sliced_in_bounds
+from vnode.analysis.clamp_slice_starts import sliced_in_bounds
+from vnode.analysis.discharge_references import without_references
 from vnode.analysis.meshless import NoMeaning, Replicated, meshless
 from vnode.analysis.program import Program, inline, message_about, where_raised
-from vnode.analysis.references import without_references
 from vnode.errors import UnsupportedPrimitiveError, VnodeError, layout_message
 
 

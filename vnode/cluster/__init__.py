@@ -13,16 +13,16 @@ import typing as _typing
 
 if _typing.TYPE_CHECKING:
     from vnode.cluster import policies as policies
-    from vnode.cluster.costs import FREE, VIRTUALFLOW, VNODE, Costs
+    from vnode.cluster.job_figures import Result
     from vnode.cluster.jobs import Job, Jobs
-    from vnode.cluster.live.run import Run, run, submit
+    from vnode.cluster.live.run_jobs import Run, run, submit
     from vnode.cluster.live.submission import Submission
-    from vnode.cluster.result import Result
+    from vnode.cluster.resize_costs import FREE, VIRTUALFLOW, VNODE, Costs
     from vnode.cluster.simulation import simulate
     from vnode.cluster.simulator import Decision
     from vnode.cluster.speeds import Speeds
     from vnode.cluster.traces import read
-    from vnode.cluster.traces.trace import Trace
+    from vnode.cluster.traces.job_trace import Trace
 
 __all__ = [
     "FREE",

@@ -63,8 +63,8 @@ def execute(chosen: argparse.Namespace) -> int:
       0; 2 if it cannot be done.
     """
     from vnode.cluster import read, simulate
-    from vnode.cluster.report import write
-    from vnode.cluster.traces.draw import draw
+    from vnode.cluster.result_page import write
+    from vnode.cluster.traces.draw_traces import draw
 
     try:
         kinds = chosen.devices if isinstance(chosen.devices, dict) else {}

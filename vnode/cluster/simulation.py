@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from vnode.cluster.costs import FREE, Costs
+from vnode.cluster.gavel_rounds import simulate_rounds
+from vnode.cluster.job_figures import Result
 from vnode.cluster.jobs import Job
 from vnode.cluster.policies import POLICIES, gavel, named
-from vnode.cluster.result import Result
-from vnode.cluster.rounds import simulate_rounds
+from vnode.cluster.resize_costs import FREE, Costs
 from vnode.cluster.simulator import Policy, Simulator
 from vnode.errors import ClusterError, layout_message
 

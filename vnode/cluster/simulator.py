@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from vnode.cluster.costs import FREE, Costs
 from vnode.cluster.events import Event
 from vnode.cluster.jobs import ENDED, PENDING, RESIZING, RUNNING, STARTING, Job, Jobs
+from vnode.cluster.resize_costs import FREE, Costs
 from vnode.errors import ClusterError, layout_message
 
 Policy = Callable[[float, Jobs, Any], Any]

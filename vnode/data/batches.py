@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from vnode.data.batch_order import Order
 from vnode.data.examples import Arrays, Records, examples_of
 from vnode.data.loading import loaded
-from vnode.data.order import Order
 from vnode.data.source import SAMPLE, check_rows, checksum, owned
 from vnode.placement.placement import Placement
 

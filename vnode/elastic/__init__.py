@@ -3,11 +3,11 @@
 import importlib as _importlib
 import typing as _typing
 
-from vnode.elastic.devices import Devices, responds
 from vnode.elastic.evaluation import Evaluation
 from vnode.elastic.restore import restore
-from vnode.elastic.result import Resize, Result
 from vnode.elastic.run import run
+from vnode.elastic.run_devices import Devices, responds
+from vnode.elastic.run_result import Resize, Result
 from vnode.elastic.writers import JsonLines, TensorBoard
 from vnode.errors import CheckpointError, DeviceLost, WorkerError
 

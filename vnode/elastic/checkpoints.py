@@ -23,7 +23,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.errors import JaxRuntimeError
 
-from vnode.elastic.contents import Entry, filled, named, stored
+from vnode.elastic.checkpoint_contents import Entry, filled, named, stored
 from vnode.elastic.integrity import checksums
 from vnode.elastic.lock import NAME as LOCK
 from vnode.elastic.lock import FolderLock, prepare
@@ -31,10 +31,9 @@ from vnode.elastic.logs import Quiet
 from vnode.elastic.reader import NAME, Header, located
 from vnode.elastic.shared_reader import SharedReader, seen_soon
 from vnode.errors import CheckpointError, ProcessError, VnodeError, layout_message
-from vnode.placement.board import NOTICE_DELAY
+from vnode.placement.failure_board import NOTICE_DELAY
 from vnode.placement.placement import Placement
-from vnode.placement.transfer import fitting, partition
-from vnode.placement.waiting import (
+from vnode.placement.process_barrier import (
     check_failed,
     exchange_words,
     failure_error,
@@ -43,6 +42,7 @@ from vnode.placement.waiting import (
     process_names,
     timeout,
 )
+from vnode.placement.transfer import fitting, partition
 from vnode.placement.world import in_world, world
 
 SHOWN = 4

@@ -22,31 +22,31 @@ import jax
 import numpy as np
 
 from vnode.data.prefetch import Prefetch
-from vnode.elastic.checks import check_kept, check_results, check_start
-from vnode.elastic.devices import Request, requests
 from vnode.elastic.evaluation import Evaluation
-from vnode.elastic.identity import compare, identity, shape_of
 from vnode.elastic.integrity import OwnCopy, total
 from vnode.elastic.metrics import by_name, finished, not_finite, scalars, words
 from vnode.elastic.options import RunOptions, takes
-from vnode.elastic.processes import Agreement, Checked, check_copies, check_present
+from vnode.elastic.process_agreement import Agreement, Checked, check_copies, check_present
 from vnode.elastic.recovery import Recovery, has_nan, may_be_a_device
-from vnode.elastic.result import History, Resize, Result
+from vnode.elastic.run_checks import check_kept, check_results, check_start
+from vnode.elastic.run_devices import Request, requests
+from vnode.elastic.run_identity import compare, identity, shape_of
+from vnode.elastic.run_result import History, Resize, Result
 from vnode.elastic.signals import SecondInterrupt, Stop
-from vnode.elastic.speed import Speed
+from vnode.elastic.throughput import Speed
 from vnode.errors import CheckpointError, DeviceLost, ProcessError, VnodeError, layout_message
-from vnode.placement.board import Notice
-from vnode.placement.exchange import everywhere, whole_everywhere
-from vnode.placement.host import abstract, on_host
+from vnode.placement.agreement import check_same
+from vnode.placement.failure_board import Notice
+from vnode.placement.host_copy import abstract, on_host
 from vnode.placement.leaves import shapes_of
 from vnode.placement.placement import Placement
-from vnode.placement.records import check_same
-from vnode.placement.statics import map_arrays
-from vnode.placement.waiting import check_failed, check_others, interruptible, ready, tell, watched
+from vnode.placement.process_arrays import everywhere, whole_everywhere
+from vnode.placement.process_barrier import check_failed, check_others, interruptible, ready, tell, watched
+from vnode.placement.static_scalars import map_arrays
 from vnode.placement.world import world
 from vnode.show.progress import Display
-from vnode.step.ahead import Preparation
-from vnode.step.identity import differences
+from vnode.step.compile_ahead import Preparation
+from vnode.step.step_identity import differences
 
 if TYPE_CHECKING:
     from vnode.elastic.checkpoints import Checkpoints

@@ -14,13 +14,13 @@ import jax
 import numpy as np
 
 from vnode.data.source import loader
-from vnode.elastic.checks import check_step, form, name_of
 from vnode.elastic.options import whole
+from vnode.elastic.run_checks import check_step, form, name_of
 from vnode.errors import BatchError, VnodeError, layout_message
-from vnode.placement.host import on_host
+from vnode.placement.host_copy import on_host
 from vnode.placement.placement import Placement
+from vnode.placement.process_barrier import ready
 from vnode.placement.sharded import is_sharded_batch
-from vnode.placement.waiting import ready
 from vnode.step.protocol import Step
 from vnode.tracebacks import api_boundary
 

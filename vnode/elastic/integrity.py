@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from vnode.placement.device_cache import device_cache
-from vnode.placement.exchange import everywhere
 from vnode.placement.leaves import is_key, shape_of
-from vnode.placement.waiting import ready
+from vnode.placement.process_arrays import everywhere
+from vnode.placement.process_barrier import ready
 from vnode.placement.world import world
 from vnode.threads import background
 

@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from vnode.errors import CheckpointError, ProcessError, layout_message
-from vnode.placement.board import Notice
-from vnode.placement.records import flat, short
+from vnode.placement.agreement import flat, short
+from vnode.placement.failure_board import Notice
 from vnode.placement.world import World
 from vnode.threads import background
 from vnode.workers import INTERFACE, NUMBER, PROTOCOL, SUPERVISOR, TOKEN_FILE
-from vnode.workers.registry import real_path
+from vnode.workers.job_registry import real_path
 from vnode.workers.wire import Channel, WireError
 
 logger = logging.getLogger("vnode")

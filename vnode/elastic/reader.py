@@ -25,10 +25,10 @@ from etils import epath
 from jax.errors import JaxRuntimeError
 from jax.sharding import Sharding
 
-from vnode.elastic.contents import Entry, Leaf, Path, check, check_width, text, type_of
+from vnode.elastic.checkpoint_contents import Entry, Leaf, Path, check, check_width, text, type_of
 from vnode.elastic.integrity import checksums, digest
 from vnode.errors import CheckpointError, DamagedCheckpointError, VnodeError, layout_message
-from vnode.placement.host import with_weak_type
+from vnode.placement.host_copy import with_weak_type
 
 FORMAT = 1
 """The version of what vnode adds to a checkpoint."""

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from vnode.elastic.devices import Request, none_left, without
+from vnode.elastic.run_devices import Request, none_left, without
 from vnode.errors import DeviceLost, VnodeError, layout_message
-from vnode.placement.gone import given_away
-from vnode.placement.host import HostCopy
+from vnode.placement.donated import given_away
+from vnode.placement.host_copy import HostCopy
 from vnode.placement.placement import Placement
-from vnode.placement.waiting import ready
+from vnode.placement.process_barrier import ready
 
 if TYPE_CHECKING:
     from vnode.elastic.checkpoints import Checkpoints

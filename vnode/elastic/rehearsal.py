@@ -21,13 +21,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from vnode.elastic.coming import FLAGS, MAKING, abstract_state, copy_groups
-from vnode.elastic.held import Leaf
 from vnode.elastic.integrity import unchecked
-from vnode.elastic.processes import counting
+from vnode.elastic.next_generation import FLAGS, MAKING, abstract_state, copy_groups
+from vnode.elastic.process_agreement import counting
+from vnode.elastic.state_boxes import Leaf
 from vnode.placement.clients import Stage
-from vnode.placement.exchange import meeting
 from vnode.placement.placement import Placement
+from vnode.placement.process_arrays import meeting
 from vnode.placement.world import World, in_world
 from vnode.threads import background
 from vnode.workers import JOB

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from vnode.errors import VnodeError, layout_message
-from vnode.placement.statics import array_leaves
+from vnode.placement.static_scalars import array_leaves
 from vnode.tracebacks import api_boundary
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def restore(folder: str | os.PathLike[str] | ocp.CheckpointManager, like: Any = 
       3
     """
     try:
-        from vnode.elastic.contents import filled, named, nested
+        from vnode.elastic.checkpoint_contents import filled, named, nested
         from vnode.elastic.logs import Quiet
         from vnode.elastic.reader import Reader
         from vnode.elastic.shared_reader import SharedReader

@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vnode.data.prefetch import Prefetch
 from vnode.data.source import Cycle, loader
-from vnode.elastic.checks import check_step, check_takes
-from vnode.elastic.devices import responds
 from vnode.elastic.driver import Driver
 from vnode.elastic.evaluation import check_evaluation
-from vnode.elastic.identity import differing_lines, facts_of_run
 from vnode.elastic.options import CHECKPOINTS_KEPT, RunOptions
-from vnode.elastic.result import Result
+from vnode.elastic.run_checks import check_step, check_takes
+from vnode.elastic.run_devices import responds
+from vnode.elastic.run_identity import differing_lines, facts_of_run
+from vnode.elastic.run_result import Result
 from vnode.elastic.signals import SecondInterrupt, Stop
 from vnode.errors import CheckpointError, VnodeError, layout_message
-from vnode.placement.gone import check_there
-from vnode.placement.records import check_same
+from vnode.placement.agreement import check_same
+from vnode.placement.donated import check_there
 from vnode.placement.world import world
-from vnode.plan.nodes.auto import AutoStep
+from vnode.plan.nodes.auto_step import AutoStep
 from vnode.show.progress import display
 from vnode.tracebacks import api_boundary
 from vnode.workers import CHECKPOINT, SUPERVISOR
@@ -254,7 +254,7 @@ def run_step(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
     load, make = loader(data, options.steps), Driver
     if SUPERVISOR in os.environ:
         from vnode.elastic.membership import Membership  # a run without workers needs none of this
-        from vnode.elastic.replaced import ReplacedDriver
+        from vnode.elastic.replaced_worker import ReplacedDriver
 
         check_for_worker(step, options)
         member = Membership.from_environment()
@@ -305,8 +305,8 @@ def check_for_worker(step: Any, options: RunOptions) -> None:
 
 def run_as_worker(member: Any, step: Any, state: Any, data: Any, load: Any, options: RunOptions) -> Result:
     """`run` in a process that a supervisor has started, as one of several that come and go."""
-    from vnode.elastic.replaced import Replaced
-    from vnode.elastic.worker import WorkerDriver
+    from vnode.elastic.replaced_worker import Replaced
+    from vnode.elastic.worker_loop import WorkerDriver
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(plain_interrupt())

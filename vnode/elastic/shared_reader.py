@@ -21,11 +21,11 @@ import jax
 from jax.errors import JaxRuntimeError
 from jax.sharding import Sharding
 
-from vnode.elastic.contents import Path
-from vnode.elastic.processes import errors_anywhere
+from vnode.elastic.checkpoint_contents import Path
+from vnode.elastic.process_agreement import errors_anywhere
 from vnode.elastic.reader import METADATA, Header, Reader
 from vnode.errors import CheckpointError, DamagedCheckpointError, ProcessError, VnodeError, layout_message
-from vnode.placement.waiting import exchange_words, watched
+from vnode.placement.process_barrier import exchange_words, watched
 from vnode.placement.world import world
 
 T = TypeVar("T")

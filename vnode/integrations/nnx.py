@@ -12,7 +12,7 @@ from typing import Any, overload
 
 from vnode.errors import VnodeError, layout_message
 from vnode.placement.placement import Placement
-from vnode.step.ahead import Preparation, warm_ups
+from vnode.step.compile_ahead import Preparation, warm_ups
 from vnode.step.executor import Executor
 from vnode.step.protocol import P, R, Resolved, Step
 from vnode.step.virtual import VirtualStep, prepared

@@ -4,18 +4,18 @@ Knows jax only. Importing this package fills the registry from the families besi
 """
 
 from vnode.operators import (  # noqa: F401
-    aside,
     contraction,
     elementwise,
-    host,
+    foreign_calls,
+    host_transfer,
     indexing,
     linalg,
-    order,
-    postponed,
+    ordering_barrier,
     random,
     reduce,
     shape,
     sharding,
+    sorting,
     structure,
     windows,
 )
@@ -27,7 +27,7 @@ from vnode.operators.description import (
     Role,
     Work,
 )
-from vnode.operators.evaluate import cast, evaluate, evaluate_wide
+from vnode.operators.equation_copies import cast, evaluate, evaluate_wide
 from vnode.operators.monoid import Monoid
 from vnode.operators.registry import advice, describe, import_when_met, kind, kind_to_keep, register
 from vnode.operators.splits import Free, LookedUp, Move, Prefix, Reduced, Shifted, Whole, Windowed

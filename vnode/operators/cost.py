@@ -14,7 +14,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Literal
 
 from vnode.operators.description import Algebra, Dims, OperatorDescription, Role, Sizes
-from vnode.operators.spaces import on_host
+from vnode.operators.memory_spaces import on_host
 from vnode.operators.splits import LookedUp
 
 

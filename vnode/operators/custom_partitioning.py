@@ -9,7 +9,7 @@ over an axis of a mesh that is not there; a factor over which it wants operands 
 sends something, is whole. So are factors that the rule says to be reduced (the user's function adds up the shards
 itself), to need replication or to be permuted.
 
-A call without a rule, or whose rule says nothing of use, is its body (`vnode.operators.control.call_of`).
+A call without a rule, or whose rule says nothing of use, is its body (`vnode.operators.control_flow.call_of`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jax.experimental.custom_partitioning import BATCHING, SdyShardingRule, cust
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from vnode.operators.control import body_of
+from vnode.operators.control_flow import body_of
 from vnode.operators.description import (
     Dims,
     Emit,

@@ -24,8 +24,8 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn
 
+from vnode.operators.memo import Remembered
 from vnode.operators.monoid import Monoid
-from vnode.operators.remembered import Remembered
 from vnode.operators.splits import FREE, Free, Interval, Lead, Reduced, Shifted, Split, Windowed
 
 Dim = tuple[int, ...]

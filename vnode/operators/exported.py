@@ -24,8 +24,8 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
 from vnode.operators.description import Factors, OperatorDescription
+from vnode.operators.memo import Remembered
 from vnode.operators.registry import rule
-from vnode.operators.remembered import Remembered
 from vnode.operators.splits import FREE, WHOLE
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
-from vnode.operators.control import Loop, Run, bind_while
+from vnode.operators.control_flow import Loop, Run, bind_while
 
 
 def as_array(value: Any, like: Any) -> Any:

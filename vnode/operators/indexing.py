@@ -23,6 +23,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.lax import GatherScatterMode
 
+from vnode.operators.constant_folding import Atom, known_value
 from vnode.operators.description import (
     NOTHING,
     Algebra,
@@ -33,7 +34,6 @@ from vnode.operators.description import (
     Role,
     Sizes,
 )
-from vnode.operators.known import Atom, known_value
 from vnode.operators.monoid import Monoid
 from vnode.operators.registry import rule
 from vnode.operators.splits import WHOLE, LookedUp, Reduced, Split

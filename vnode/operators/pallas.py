@@ -26,14 +26,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from vnode.operators.control import body_of
+from vnode.operators.control_flow import body_of
 from vnode.operators.description import Dim, Dims, Factors, OperatorDescription, Positions, Sizes, Work
+from vnode.operators.memo import Remembered
 from vnode.operators.monoid import Monoid
 from vnode.operators.pallas_axes import Axis, Call, Plan, split_axes
 from vnode.operators.pallas_sums import with_size
 from vnode.operators.program_cost import body_cost
 from vnode.operators.registry import kind, rule
-from vnode.operators.remembered import Remembered
 from vnode.operators.splits import FREE, WHOLE, Reduced
 
 ADVICE = (

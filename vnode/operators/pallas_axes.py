@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from vnode.operators.control import body_of
+from vnode.operators.control_flow import body_of
 from vnode.operators.pallas_index_maps import Component, Digit, Read, components, digits_of, divisors, numbering
 from vnode.operators.pallas_kernel import overwrites, uses, written
 from vnode.operators.pallas_rows import rows_are_independent

@@ -24,8 +24,8 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from vnode.operators.control import Body, body_of, call_of
-from vnode.operators.known import OF_INTEGERS, tabulated
+from vnode.operators.constant_folding import OF_INTEGERS, tabulated
+from vnode.operators.control_flow import Body, body_of, call_of
 
 MOST = 1 << 16
 """Block indices that are looked at; a map of more axes together counts as unknown."""

@@ -23,8 +23,8 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from vnode.operators.control import Body, Branches, Loop, Region, call_of, region_of
-from vnode.operators.known import OF_INTEGERS
+from vnode.operators.constant_folding import OF_INTEGERS
+from vnode.operators.control_flow import Body, Branches, Loop, Region, call_of, region_of
 from vnode.operators.pallas_index_maps import Read, read_indices
 
 PROGRAM_ID = "program_id"

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from vnode.operators.control import Body, call_of, region_of
+from vnode.operators.control_flow import Body, call_of, region_of
 from vnode.operators.pallas_kernel import PROGRAM_ID, has_program_id, takes_all
 
 

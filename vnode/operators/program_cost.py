@@ -9,7 +9,7 @@ import math
 
 from jax.extend.core import JaxprEqn, Var
 
-from vnode.operators.control import Body, call_of, region_of
+from vnode.operators.control_flow import Body, call_of, region_of
 from vnode.operators.cost import Cost, described_cost, nbytes
 from vnode.operators.registry import describe
 

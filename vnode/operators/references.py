@@ -1,7 +1,7 @@
 """Arrays that are mutated in place (`jax.new_ref`): what each access means as a function of values.
 
 Knows the primitives that make, read and write a reference, and how they index. Must not know where a reference is made
-or passed on: `vnode.analysis.references` does.
+or passed on: `vnode.analysis.discharge_references` does.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 
 from vnode.operators.description import OperatorDescription
-from vnode.operators.remembered import Remembered
+from vnode.operators.memo import Remembered
 
 Rule = Callable[[JaxprEqn], OperatorDescription | None]
 _rules: dict[str, Rule] = {}

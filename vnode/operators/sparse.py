@@ -2,7 +2,7 @@
 
 Knows the layout of BCOO and BCSR arrays: batch dimensions, then stored elements by their places, then dense
 dimensions. Must not know how the product is computed: on some platforms a library does it. All other primitives of
-sparse arrays are what they are written in (`vnode.operators.control.implementation_of`).
+sparse arrays are what they are written in (`vnode.operators.control_flow.implementation_of`).
 
 ``data [b, nse, d]``, ``indices [b, nse, 2]`` and a dense ``[j, k]`` give ``[b, i, d, k]``, with ``i`` and ``j`` among
 the places. Batch and dense dimensions are free, and so are those that only the dense array has. Terms are divided along

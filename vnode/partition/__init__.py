@@ -1,11 +1,11 @@
 """Splitting a step over a machine: the machine, the search for a plan, and what a plan would take."""
 
 from vnode.partition.accept import Acceptance, accept
-from vnode.partition.blocks import Blocked, blocked
 from vnode.partition.cost import Cache, Measured, Memory, ProgramCost, Roofline, Times, program_cost
 from vnode.partition.machine import Axis, Device, Kind, Link, Machine, MachineMesh, Pairs, Switch, Torus
 from vnode.partition.plan import Figures, Plan, search
-from vnode.partition.uneven import uneven
+from vnode.partition.uneven_shares.blocked import Blocked, blocked
+from vnode.partition.uneven_shares.uneven_leaves import uneven
 
 __all__ = [
     "Acceptance",

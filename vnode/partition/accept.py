@@ -17,13 +17,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from vnode.errors import ProfileError, layout_message
-from vnode.partition.cost.collectives import NAMES
-from vnode.partition.cost.memory import Memory
-from vnode.partition.cost.program import Planned, ProgramCost
+from vnode.partition.bipartite_pairing import most_paired
+from vnode.partition.cost.collective_cost import NAMES
+from vnode.partition.cost.program_memory import Memory
+from vnode.partition.cost.split_cost import Planned, ProgramCost
 from vnode.partition.hlo import Found, found_collectives, found_fetches, parse
-from vnode.partition.pairing import most_paired
 from vnode.placement.temporary import temporary_of
-from vnode.show.drawn import Drawn
+from vnode.show.drawable import Drawn
 from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
 from vnode.show.units import several, size
 
@@ -254,9 +254,9 @@ def accept(compiled: Any, cost: ProgramCost, *, tolerance: float = TOLERANCE) ->
       >>> from vnode.analysis.program import inline
       >>> from vnode.partition import Machine
       >>> from vnode.partition.cost import program_cost
-      >>> from vnode.spmd.flow import follow
+      >>> from vnode.spmd.sharding_flow import follow
       >>> from vnode.spmd.layout import from_spec
-      >>> from vnode.spmd.program import over_mesh
+      >>> from vnode.spmd.sharded_program import over_mesh
       >>> traced = jax.make_jaxpr(lambda a, b: a @ b)(jnp.ones((64, 512)), jnp.ones((512, 64)))
       >>> program, axes = inline(traced.jaxpr, traced.consts), {"x": 4}
       >>> layouts = [from_spec(P(None, "x"), (64, 512), axes), from_spec(P("x"), (512, 64), axes)]

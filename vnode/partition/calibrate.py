@@ -28,16 +28,16 @@ from vnode.analysis.program import inline
 from vnode.partition.cost.cache import Cache
 from vnode.partition.cost.calibration import FILE, Calibration, Quantiles, entries
 from vnode.partition.cost.compiler import CLOCKS, tpu_topology
-from vnode.partition.cost.measured import Measured
-from vnode.partition.cost.pieces import Piece, traced_piece
-from vnode.partition.cost.program import program_cost
+from vnode.partition.cost.measured_times import Measured
+from vnode.partition.cost.split_cost import program_cost
+from vnode.partition.cost.timed_pieces import Piece, traced_piece
 from vnode.partition.hlo import cycles, parse
 from vnode.partition.machine import Kind, Machine
-from vnode.partition.machine.table import KINDS, kind_named
+from vnode.partition.machine.known_kinds import KINDS, kind_named
 from vnode.placement.temporary import temporary_of
-from vnode.spmd.flow import follow
 from vnode.spmd.layout import from_spec
-from vnode.spmd.program import at_the_border, over_mesh, spec_of
+from vnode.spmd.sharded_program import at_the_border, over_mesh, spec_of
+from vnode.spmd.sharding_flow import follow
 
 TOPOLOGIES = {"v4": "v4:2x2x2", "v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4"}
 """Eight devices of each kind."""

@@ -258,7 +258,7 @@ class Found:
 
 
 OVER_NODES = {"nodes", "run", "lane"}
-"""What loops over the nodes of a device are called, one within the other (`vnode.runtime.loops`)."""
+"""What loops over the nodes of a device are called, one within the other (`vnode.runtime.node_loops`)."""
 
 
 def scope_of(loop: Instruction) -> str:

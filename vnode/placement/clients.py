@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from vnode.errors import ProcessError, layout_message
-from vnode.placement.board import Board
+from vnode.placement.failure_board import Board
 from vnode.placement.rendezvous import Rendezvous
 from vnode.placement.world import World
 

@@ -21,7 +21,7 @@ import time
 import weakref
 from typing import Any
 
-from vnode.placement.board import SERVICE_GONE, Board, Notice
+from vnode.placement.failure_board import SERVICE_GONE, Board, Notice
 from vnode.stopped import Resident
 from vnode.threads import background
 

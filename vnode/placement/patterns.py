@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from vnode.errors import PlacementError, layout_message
 from vnode.placement.placement import Placement
 from vnode.placement.transfer import lies_on, named_so, resharding, to_placement
-from vnode.placement.uneven import UnevenSpec
+from vnode.placement.uneven_dimension import UnevenSpec
 from vnode.show.units import several
 
 

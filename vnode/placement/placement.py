@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vnode.errors import Bound, PlacementError, layout_message
 from vnode.placement.world import is_local, world
-from vnode.show.drawn import Drawn
+from vnode.show.drawable import Drawn
 from vnode.show.grid import Grid
 from vnode.show.page import Page, Picture
 from vnode.show.units import several, spread

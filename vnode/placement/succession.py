@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from vnode.placement.leaves import is_key
-from vnode.placement.waiting import ready
+from vnode.placement.process_barrier import ready
 from vnode.placement.world import world
 
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from vnode.errors import ProcessError, layout_message
-from vnode.placement.board import Board, Notice
+from vnode.placement.failure_board import Board, Notice
 
 if TYPE_CHECKING:
     from vnode.placement.lifeline import Lifeline

@@ -16,14 +16,14 @@ from vnode.analysis.passes import Pass, Schedule, nbytes
 from vnode.analysis.program import signature, where
 from vnode.analysis.recipe import Conversion, Evaluation
 from vnode.analysis.states import Coupling, Flow, Why
-from vnode.operators.control import Loop, region_of
-from vnode.placement.layout import Layout
+from vnode.operators.control_flow import Loop, region_of
+from vnode.placement.node_layout import Layout
 from vnode.placement.placement import Placement
-from vnode.report.couplings import coupling_line
+from vnode.report.coupling_text import coupling_line
 from vnode.report.lines import Line, PassReport
 from vnode.report.names import Names
 from vnode.report.reduction import Reduction
-from vnode.report.report import Report
+from vnode.report.step_report import Report
 
 
 def report(

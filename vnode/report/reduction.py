@@ -16,9 +16,9 @@ from jax.extend.core import Var
 
 from vnode.analysis.passes import Accumulator, Pass, Schedule
 from vnode.operators import Monoid
-from vnode.placement.layout import Layout
+from vnode.placement.node_layout import Layout
 from vnode.placement.placement import Placement, even_counts
-from vnode.runtime.collectives import ReductionPlan
+from vnode.runtime.device_reductions import ReductionPlan
 from vnode.show.units import in_groups, several
 
 

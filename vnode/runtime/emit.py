@@ -22,23 +22,23 @@ from vnode.analysis.passes import Schedule, Stage
 from vnode.analysis.program import Atom, Program
 from vnode.analysis.recipe import Evaluation
 from vnode.analysis.states import Flow
-from vnode.operators.control import Region
+from vnode.operators.control_flow import Region
 from vnode.operators.in_program import InProgram, as_array
-from vnode.operators.rounding import Rounding
+from vnode.operators.separate_rounding import Rounding
 from vnode.placement.placement import Placement
 from vnode.placement.world import uses_gloo
-from vnode.runtime.away import Work, brought, by_output, can_be_waited_for, can_wait, element
-from vnode.runtime.divided import Divided, Division
-from vnode.runtime.evaluate import Known, evaluate_once
+from vnode.runtime.evaluate_recipe import Known, evaluate_once
+from vnode.runtime.host_prefetch import Work, brought, by_output, can_be_waited_for, can_wait, element
+from vnode.runtime.mesh_function import Divided, Division
 from vnode.runtime.mode import Mode
 from vnode.runtime.node import Once
-from vnode.runtime.once import Together, constants_late, divided_once, read_by, stands_apart
 from vnode.runtime.one_pass import PassEmission
-from vnode.spmd.exchange import carried_out
+from vnode.runtime.replicated_region import Together, constants_late, divided_once, read_by, stands_apart
+from vnode.spmd.device_program import Alike, Later
 from vnode.spmd.layout import Layout
-from vnode.spmd.program import on_devices, spec_of
-from vnode.spmd.run import Alike, Later
-from vnode.spmd.shares import stored
+from vnode.spmd.resharding_collectives import carried_out
+from vnode.spmd.sharded_program import on_devices, spec_of
+from vnode.spmd.uneven_blocks import stored
 
 
 def emit(

@@ -22,7 +22,7 @@ from jax import lax
 
 from vnode.analysis.forms import Batch, Form, Location, Partial, Slice, Varying, Whole
 from vnode.operators import Monoid
-from vnode.operators.rounding import Rounding
+from vnode.operators.separate_rounding import Rounding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,23 +19,23 @@ from jax.sharding import PartitionSpec
 from vnode.analysis.forms import WHOLE, Slice, Whole
 from vnode.analysis.passes import Pass, Schedule
 from vnode.errors import UnsupportedPrimitiveError
-from vnode.operators.postponed import can_be_awaited
+from vnode.operators.ordering_barrier import can_be_awaited
 from vnode.placement.placement import Placement
-from vnode.runtime import collectives, loops, small_sums
-from vnode.runtime.away import can_be_waited_for
-from vnode.runtime.divided import Divided, Division, refuse_windows, sharded
-from vnode.runtime.evaluate import Env, evaluate_recipe
-from vnode.runtime.handed import Among, handed_on
+from vnode.runtime import device_reductions, node_loops, small_sums
+from vnode.runtime.evaluate_recipe import Env, evaluate_recipe
+from vnode.runtime.host_prefetch import can_be_waited_for
+from vnode.runtime.input_packing import Packing
+from vnode.runtime.mesh_function import Divided, Division, refuse_windows, sharded
 from vnode.runtime.mode import Mode
 from vnode.runtime.node import Node, Once
-from vnode.runtime.once import Together, stands_apart
-from vnode.runtime.packed import Packing
+from vnode.runtime.offloaded_accumulators import stacked_far
+from vnode.runtime.output_sharding import Among, handed_on
+from vnode.runtime.replicated_region import Together, stands_apart
 from vnode.runtime.tree import Tree
 from vnode.runtime.values import Values, inner_axes
-from vnode.runtime.waiting import stacked_far
-from vnode.spmd.exchange import convert, convert_after, grows, in_step, placed
 from vnode.spmd.layout import Layout, replicated
-from vnode.spmd.program import long_axes, spec_of
+from vnode.spmd.resharding_collectives import convert, convert_after, grows, in_step, placed
+from vnode.spmd.sharded_program import long_axes, spec_of
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 """What a plan may have been made for, whatever it is carried out on."""
@@ -99,7 +99,7 @@ class PassEmission(Values):
             found = zip(made_so, divided.dims, strict=True)
             self.dims.update((var, dim) for var, dim in found if dim is not None)
         sums = sums_of(nodes, divided)
-        plan = collectives.ReductionPlan.of(
+        plan = device_reductions.ReductionPlan.of(
             placement.counts, self.lane, self.one_axis, placement.first, placement.virtual_nodes
         )
         made = divided.results[: len(sums)] if divided else [replicated(len(s.shape)) for s in sums]
@@ -107,7 +107,7 @@ class PassEmission(Values):
         ends = self.handed_on(nodes, lies) if self.alone else lies
         among = Among(axis, self.once_axes, bool(self.exact))
         parts = [among.part(*each) for each in zip(sums, made, ends, strict=True)]
-        barriers = self.mode is Mode.INVARIANT and self.platform in loops.KEEP_BARRIERS
+        barriers = self.mode is Mode.INVARIANT and self.platform in node_loops.KEEP_BARRIERS
         awaited = self.awaited(nodes, given, wanted)
         if nodes.follows:
             awaited += self.unawaited[-1:]
@@ -121,7 +121,7 @@ class PassEmission(Values):
             shard: list[Any],
             latest: list[Any],
         ) -> tuple[Any, list[Any]]:
-            origin = loops.opaque(first[0])  # or one device, that knows it, would take a node's number for a count
+            origin = node_loops.opaque(first[0])  # or one device, that knows it, would take a node's number for a count
             packed = packing.packed(lambda i: self.by_node(shard[i], nodes.sliced[i], shards[i], slots[i]))
             whole = [
                 convert_after(value, start, end, self.shape(var), mesh_axes, latest)
@@ -140,10 +140,10 @@ class PassEmission(Values):
                     values = divided([*taken, *whole]) if divided else self.as_node(nodes, [*taken, *whole])
                 return values[: len(sums)], values[len(sums) :]
 
-            program = loops.NodeProgram(take, compute, placement.waves == 1, barriers)
+            program = node_loops.NodeProgram(take, compute, placement.waves == 1, barriers)
             late = self.late(nodes, whole)
             buffers = [] if self.scans else self.buffers(nodes, divided, [value for _, value in late])
-            after = [value for level, value in late if level] if self.platform in loops.ROOM_EARLY else []
+            after = [value for level, value in late if level] if self.platform in node_loops.ROOM_EARLY else []
             after = [*after, *(latest if nodes.follows else [])]
             totals, kept = self.summed(program, sums, parts, plan, count, runs, buffers, after)
             if not self.divides or not self.alone:
@@ -193,7 +193,7 @@ class PassEmission(Values):
         if kept_in is not None:
             self.layouts.update((var, layout) for (var, _), layout in zip(nodes.collected, kept_in, strict=True))
         if self.alone and self.waits:
-            totals = list(map(loops.by_rows, totals))
+            totals = list(map(node_loops.by_rows, totals))
         return totals
 
     @property
@@ -204,7 +204,7 @@ class PassEmission(Values):
     @property
     def waits(self) -> bool:
         """Whether compilers are kept from taking memory for a pass long before it begins."""
-        return self.mode is not Mode.DIFFERENTIABLE and self.platform in loops.ROOM_EARLY
+        return self.mode is not Mode.DIFFERENTIABLE and self.platform in node_loops.ROOM_EARLY
 
     @property
     def scans(self) -> bool:
@@ -219,10 +219,10 @@ class PassEmission(Values):
 
     def summed(
         self,
-        program: loops.NodeProgram,
-        sums: Sequence[loops.Sum],
+        program: node_loops.NodeProgram,
+        sums: Sequence[node_loops.Sum],
         parts: Sequence[int | None],
-        plan: collectives.ReductionPlan,
+        plan: device_reductions.ReductionPlan,
         count: jax.Array,
         runs: Sequence[jax.Array],
         buffers: list[Any],
@@ -246,31 +246,37 @@ class PassEmission(Values):
         axis, waves = self.placement.axis, self.placement.waves
         if self.mode is Mode.INVARIANT:
             number, starts, merges = (table[0] for table in runs)
-            held = loops.Runs(loops.opaque(number), starts, merges)
+            held = node_loops.Runs(node_loops.opaque(number), starts, merges)
             if self.stores_pieces(sums, parts):
                 tree, nodes = Tree.over(self.placement.virtual_nodes, self.lane), held.starts[held.count]
                 return small_sums.summed(program, sums, nodes, self.placement.counts, tree, buffers, axis)
-            fold = loops.stacked
-            if self.platform in loops.KEEP_BARRIERS:
+            fold = node_loops.stacked
+            if self.platform in node_loops.KEEP_BARRIERS:
                 from vnode.runtime.stack_on_chip import stacked_on_chip  # only TPUs need it
 
                 fold = stacked_on_chip
             if self.far:
                 fold = functools.partial(stacked_far, far=self.far, left=plan.left)
-            rest, exact, kept = loops.in_tree_order(program, sums, held, plan.depth, plan.most, buffers, fold, after)
-            combine = functools.partial(collectives.totals, parts=parts) if self.alone else collectives.partial_blocks
+            rest, exact, kept = node_loops.in_tree_order(
+                program, sums, held, plan.depth, plan.most, buffers, fold, after
+            )
+            combine = (
+                functools.partial(device_reductions.totals, parts=parts)
+                if self.alone
+                else device_reductions.partial_blocks
+            )
             return combine(sums, rest, exact, plan, axis), kept
         if self.scans:
-            totals, kept = loops.scanned(program, sums, waves)
+            totals, kept = node_loops.scanned(program, sums, waves)
         elif self.mode is Mode.DIFFERENTIABLE:
-            totals, kept = loops.skipping(program, sums, count[0], waves, buffers)
+            totals, kept = node_loops.skipping(program, sums, count[0], waves, buffers)
         else:
-            totals, kept = loops.counted(program, sums, count[0], buffers)
-        return collectives.combined(sums, totals, axis, parts), kept
+            totals, kept = node_loops.counted(program, sums, count[0], buffers)
+        return device_reductions.combined(sums, totals, axis, parts), kept
 
-    def stores_pieces(self, sums: Sequence[loops.Sum], parts: Sequence[int | None]) -> bool:
+    def stores_pieces(self, sums: Sequence[node_loops.Sum], parts: Sequence[int | None]) -> bool:
         """Whether nodes store their pieces of sums side by side: small ones that all devices are given whole."""
-        alone = self.alone and self.one_axis and not self.far and self.platform not in loops.KEEP_BARRIERS
+        alone = self.alone and self.one_axis and not self.far and self.platform not in node_loops.KEEP_BARRIERS
         alone = alone and not self.division.planned
         whole = all(part is None for part in parts)
         return alone and whole and small_sums.are_small(sums, self.placement.virtual_nodes)
@@ -310,9 +316,9 @@ class PassEmission(Values):
         for i, (var, form) in enumerate(nodes.collected):
             shape = divided.local(len(nodes.accumulators) + i) if divided else self.shape_in_node(var, form)
             shapes.append(((self.placement.waves, *shape), var.aval.dtype))
-        if self.placement.even and self.platform in loops.ROOM_EARLY:  # otherwise there are places without a node
-            return loops.room(shapes, after)
-        return [loops.unwritten(*each, after) for each in shapes]
+        if self.placement.even and self.platform in node_loops.ROOM_EARLY:  # otherwise there are places without a node
+            return node_loops.room(shapes, after)
+        return [node_loops.unwritten(*each, after) for each in shapes]
 
     def there_at(self, var: Var) -> int:
         """The level at which a whole value can be there: one later than its pieces if it is completed or gathered."""
@@ -395,7 +401,7 @@ class PassEmission(Values):
         """Takes up the totals of a pass."""
         for accumulator, total in zip(nodes.accumulators, totals, strict=True):
             if self.mode is Mode.FAST and self.placement.size > 1:
-                total = collectives.all_bits(total)
+                total = device_reductions.all_bits(total)
             if accumulator.rounded is not None:
                 total = total.astype(accumulator.rounded)
             total = total.astype(accumulator.var.aval.dtype)
@@ -427,7 +433,7 @@ def once_axes(placement: Placement, over_nodes: bool) -> dict[str, int]:
     return long_axes(placement.mesh) if over_nodes else inner_axes(placement)
 
 
-def sums_of(nodes: Pass, divided: Divided | None = None) -> list[loops.Sum]:
+def sums_of(nodes: Pass, divided: Divided | None = None) -> list[node_loops.Sum]:
     """What the nodes of a pass contribute to, each device its own part of it if it is divided."""
     shapes = [divided.local(i) if divided else a.var.aval.shape for i, a in enumerate(nodes.accumulators)]
-    return [loops.Sum(a.monoid, shape, a.dtype) for a, shape in zip(nodes.accumulators, shapes, strict=True)]
+    return [node_loops.Sum(a.monoid, shape, a.dtype) for a, shape in zip(nodes.accumulators, shapes, strict=True)]

@@ -31,8 +31,8 @@ import numpy as np
 from jax import lax
 
 from vnode.operators import Monoid
-from vnode.runtime.collectives import ROUNDED_EACH, combined, merged
-from vnode.runtime.loops import (
+from vnode.runtime.device_reductions import ROUNDED_EACH, combined, merged
+from vnode.runtime.node_loops import (
     COMBINE,
     BufferPart,
     NodeProgram,

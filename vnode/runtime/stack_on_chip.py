@@ -17,7 +17,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from vnode.runtime.loops import PartialBlocks, Pieces, Sum, add_all, element_of, loop_of_nodes, named_loop, put, room
+from vnode.runtime.node_loops import (
+    PartialBlocks,
+    Pieces,
+    Sum,
+    add_all,
+    element_of,
+    loop_of_nodes,
+    named_loop,
+    put,
+    room,
+)
 
 
 def stacked_on_chip(

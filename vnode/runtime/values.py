@@ -22,16 +22,16 @@ from vnode.analysis.program import Atom
 from vnode.operators.in_program import as_array
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
-from vnode.runtime import loops
-from vnode.runtime.away import fetched, is_away
-from vnode.runtime.divided import Division, Rooms, shape_of, sharded
+from vnode.runtime import node_loops
+from vnode.runtime.host_prefetch import fetched, is_away
+from vnode.runtime.mesh_function import Division, Rooms, shape_of, sharded
 from vnode.runtime.mode import Mode
 from vnode.runtime.node import arrange
-from vnode.runtime.once import read_by
-from vnode.spmd.exchange import convert, placed
+from vnode.runtime.replicated_region import read_by
 from vnode.spmd.layout import Layout, over, replicated
-from vnode.spmd.program import long_axes, spec_of
-from vnode.spmd.shares import Share, restored
+from vnode.spmd.resharding_collectives import convert, placed
+from vnode.spmd.sharded_program import long_axes, spec_of
+from vnode.spmd.uneven_blocks import Share, restored
 
 
 class Values:
@@ -279,8 +279,8 @@ class Values:
         return self.in_one_piece(value, self.dims[var] + 1, rooms.share)
 
     def in_memory(self, value: Any) -> Any:
-        """A value that what reads it finds in memory; see `vnode.runtime.loops.in_memory`."""
-        return loops.in_memory(value, self.platform in loops.KEEP_BARRIERS)
+        """A value that what reads it finds in memory; see `vnode.runtime.node_loops.in_memory`."""
+        return node_loops.in_memory(value, self.platform in node_loops.KEEP_BARRIERS)
 
     def everywhere(self, value: Any) -> Any:
         """A value whole on each device: the partitioner picks elements of a sharded one by adding zeros to them, which

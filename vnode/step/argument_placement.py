@@ -21,10 +21,10 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
-from vnode.placement.exchange import exchanged
-from vnode.placement.gone import given_away, is_held
+from vnode.placement.donated import given_away, is_held
 from vnode.placement.leaves import is_number
 from vnode.placement.placement import Placement
+from vnode.placement.process_arrays import exchanged
 from vnode.placement.sharded import ShardedBatch, is_sharded_batch
 from vnode.placement.transfer import (
     committed_to,
@@ -36,10 +36,10 @@ from vnode.placement.transfer import (
     typed_sharding,
 )
 from vnode.placement.world import is_shared, world_of
+from vnode.step.argument_checks import check_arguments, check_donated_once, repeated
 from vnode.step.call import is_static, wrap
-from vnode.step.given import check_arguments, check_donated_once, repeated
-from vnode.step.rooms import check_known, put_by_name
 from vnode.step.spec import StepSpec
+from vnode.step.uneven_state import check_known, put_by_name
 
 
 class ArgumentPlacer:

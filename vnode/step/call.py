@@ -19,7 +19,7 @@ from vnode.analysis.tracing import with_trees
 from vnode.errors import BatchError, VnodeError, layout_message
 from vnode.placement.leaves import is_array
 from vnode.placement.sharded import is_sharded_batch
-from vnode.placement.statics import are_arrays
+from vnode.placement.static_scalars import are_arrays
 from vnode.step.mutation import Watch
 
 

@@ -22,13 +22,22 @@ from jax.sharding import Mesh, PartitionSpec
 from vnode.analysis.fingerprint import Fingerprint, fingerprint_of
 from vnode.analysis.program import Program
 from vnode.errors import PlacementError, ProcessError, layout_message
-from vnode.placement.context import NO_MESH, check_context, current_mesh, in_mesh, typed_mesh, with_jit, without_mesh
-from vnode.placement.gone import given_away
+from vnode.placement.agreement import check_same
+from vnode.placement.donated import given_away
 from vnode.placement.leaves import is_number, shape_of, shapes_of
 from vnode.placement.patterns import check_found
 from vnode.placement.placement import Placement
-from vnode.placement.records import check_same
+from vnode.placement.process_barrier import check_failed, interruptible, tell_failure, upcoming_meeting, watched
 from vnode.placement.sharded import ShardedBatch, abstract_batch, is_sharded_batch, whole_batches
+from vnode.placement.trace_context import (
+    NO_MESH,
+    check_context,
+    current_mesh,
+    in_mesh,
+    typed_mesh,
+    with_jit,
+    without_mesh,
+)
 from vnode.placement.transfer import (
     arriving,
     partition,
@@ -36,17 +45,16 @@ from vnode.placement.transfer import (
     target_sharding,
     tracing,
 )
-from vnode.placement.waiting import check_failed, interruptible, tell_failure, upcoming_meeting, watched
 from vnode.placement.world import in_world, is_local, world, world_of
-from vnode.runtime.groups import GroupProgram
-from vnode.step.argument_placement import ArgumentPlacer
-from vnode.step.call import Call, OutputTree, has_static, unwrap, wrap
-from vnode.step.given import (
+from vnode.runtime.device_groups import GroupProgram
+from vnode.step.argument_checks import (
     check_arguments,
     check_donated_once,
 )
-from vnode.step.identity import differences, form_of, identity_of
-from vnode.step.layouts import (
+from vnode.step.argument_placement import ArgumentPlacer
+from vnode.step.call import Call, OutputTree, has_static, unwrap, wrap
+from vnode.step.pipeline import SEEN, evaluate, program_of_groups
+from vnode.step.result_layouts import (
     Restored,
     Surroundings,
     laid_out,
@@ -54,9 +62,9 @@ from vnode.step.layouts import (
     specs_of,
     types_of,
 )
-from vnode.step.pipeline import SEEN, evaluate, program_of_groups
-from vnode.step.rooms import leaving, put_by_name
 from vnode.step.spec import StepSpec
+from vnode.step.step_identity import differences, form_of, identity_of
+from vnode.step.uneven_state import leaving, put_by_name
 
 
 def compiler_options(placement: Placement) -> dict[str, Any]:

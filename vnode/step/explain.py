@@ -15,14 +15,14 @@ from jax.sharding import NamedSharding
 
 from vnode.analysis.forms import Slice
 from vnode.analysis.passes import Schedule
-from vnode.placement.layout import Layout
 from vnode.placement.leaves import shapes_of
+from vnode.placement.node_layout import Layout
 from vnode.placement.placement import Placement, even_counts
 from vnode.placement.temporary import temporary_of
 from vnode.report.describe import report
 from vnode.report.names import Names, argument_paths, paths_of
 from vnode.report.reduction import Reduction
-from vnode.report.report import Report
+from vnode.report.step_report import Report
 from vnode.step.call import OutputTree, positional_name
 from vnode.step.pipeline import Analysis, analyse, emitted_schedule
 from vnode.step.protocol import Resolved

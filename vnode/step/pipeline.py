@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from vnode.analysis.flow import Follower
+from vnode.analysis.batch_flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Slice
 from vnode.analysis.passes import Schedule
 from vnode.analysis.program import Made, Program, message_about
@@ -33,25 +33,25 @@ from vnode.analysis.separate_sums import separate_sums
 from vnode.analysis.states import Coupling, State
 from vnode.analysis.tracing import Traced, trace
 from vnode.errors import CouplingError, PlacementError, VnodeError, layout_message
-from vnode.placement.context import NO_MESH, typed_mesh, untyped, with_jit
 from vnode.placement.leaves import shape_of
 from vnode.placement.patterns import Pattern, Patterns
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, whole_batches
+from vnode.placement.trace_context import NO_MESH, typed_mesh, untyped, with_jit
 from vnode.placement.transfer import partition
-from vnode.runtime.divided import Division, Records, Rooms
+from vnode.runtime.device_groups import GroupProgram
 from vnode.runtime.emit import emit
-from vnode.runtime.evaluate import typed
-from vnode.runtime.groups import GroupProgram
+from vnode.runtime.evaluate_recipe import typed
+from vnode.runtime.mesh_function import Division, Records, Rooms
 from vnode.runtime.mode import Mode
 from vnode.runtime.one_pass import once_axes
 from vnode.runtime.tree import Tree
 from vnode.runtime.values import inner_axes
 from vnode.spmd.layout import Axes, Layout, from_spec
 from vnode.step.collector import collector_paused
-from vnode.step.couplings import Option, check_couplings, mode_of, of_step
-from vnode.step.layouts import Specs
-from vnode.step.rooms import InRooms
+from vnode.step.coupling_policy import Option, check_couplings, mode_of, of_step
+from vnode.step.result_layouts import Specs
+from vnode.step.uneven_state import InRooms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +186,7 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
     if (seen := SEEN.get()) is not None:
         seen.append(program)
     if options.again or options.away:  # a plan's: other steps need none of what follows
-        from vnode.analysis.less import keeping_less
+        from vnode.analysis.apply_memory_plan import keeping_less
 
         program = keeping_less(program, options.again, batched, options.away)
 

@@ -16,8 +16,8 @@ from vnode.placement.placement import Placement
 from vnode.tracebacks import api_boundary
 
 if TYPE_CHECKING:
-    from vnode.report.report import Report
-    from vnode.step.ahead import Preparation
+    from vnode.report.step_report import Report
+    from vnode.step.compile_ahead import Preparation
     from vnode.step.virtual import VirtualStep
 
 P = ParamSpec("P")

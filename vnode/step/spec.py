@@ -17,11 +17,11 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from vnode.step.argument_checks import check_signature, positional_names, takes_any
 from vnode.step.call import Call, OutputTree, with_static
-from vnode.step.given import check_signature, positional_names, takes_any
-from vnode.step.layouts import Specs, specs_after
 from vnode.step.pipeline import FlatStep, Options
-from vnode.step.rooms import in_rooms
+from vnode.step.result_layouts import Specs, specs_after
+from vnode.step.uneven_state import in_rooms
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

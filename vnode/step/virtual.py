@@ -16,22 +16,22 @@ from typing import Any
 import jax
 
 from vnode.errors import BatchError, PlacementError, layout_message
-from vnode.placement.context import current_mesh, under, with_jit, without_mesh
-from vnode.placement.exchange import put
 from vnode.placement.leaves import shapes_of
 from vnode.placement.patterns import Exactly, Patterns, axes_of, check_axes, check_found
 from vnode.placement.placement import Placement, even_counts
+from vnode.placement.process_arrays import put
 from vnode.placement.sharded import whole_batches
+from vnode.placement.trace_context import current_mesh, under, with_jit, without_mesh
 from vnode.placement.transfer import tracing
 from vnode.placement.world import world
-from vnode.step.ahead import Preparation, warm_ups
+from vnode.step.argument_checks import check_placed, check_values
+from vnode.step.compile_ahead import Preparation, warm_ups
 from vnode.step.executor import Executor
-from vnode.step.given import check_placed, check_values
-from vnode.step.mistakes import explain_failure, warn_of_waste
+from vnode.step.likely_mistakes import explain_failure, warn_of_waste
 from vnode.step.pipeline import Options, outer_devices
 from vnode.step.protocol import P, R, Resolved, Step
-from vnode.step.rooms import leaving, put_by_name, taken_back
 from vnode.step.spec import StepSpec
+from vnode.step.uneven_state import leaving, put_by_name, taken_back
 from vnode.tracebacks import api_boundary, remove_frames
 
 REMEMBERED = 16

@@ -15,7 +15,7 @@ import time
 
 from vnode.errors import WorkerError
 from vnode.workers.command_run import handle_signals
-from vnode.workers.start import Spec
+from vnode.workers.start_job import Spec
 from vnode.workers.supervisor import Supervisor
 
 STOP_SECONDS = 60

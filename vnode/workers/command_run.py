@@ -13,7 +13,7 @@ from typing import Any
 
 from vnode.errors import WorkerError
 from vnode.workers.messages import one_line
-from vnode.workers.start import BACKENDS, Spec, script_command
+from vnode.workers.start_job import BACKENDS, Spec, script_command
 from vnode.workers.supervisor import Supervisor
 
 SAID = ("trains", "resize", "lost", "error", "refused", "stop", "left", "leaving", "gave up", "unprepared")
@@ -113,7 +113,7 @@ def execute(chosen: argparse.Namespace) -> int:
         )
         spec.check()
         if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
-            from vnode.workers.table import Table
+            from vnode.workers.live_table import Table
 
             with Table(chosen.script) as table:
                 supervisor = spec.supervisor(out=table.out, err=table.err, observe=table.observe)

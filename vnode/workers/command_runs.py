@@ -16,8 +16,8 @@ from typing import Any
 
 from vnode.errors import WorkerError
 from vnode.workers.command_run import line
-from vnode.workers.control import ask
-from vnode.workers.registry import Found, jobs
+from vnode.workers.job_registry import Found, jobs
+from vnode.workers.supervisor_client import ask
 
 HEADS = ("PID", "WORKERS", "STEP", "SINCE", "FOLDER")
 

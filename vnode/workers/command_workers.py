@@ -10,8 +10,8 @@ import sys
 from typing import Any
 
 from vnode.errors import WorkerError
-from vnode.workers.control import ask
-from vnode.workers.registry import find
+from vnode.workers.job_registry import find
+from vnode.workers.supervisor_client import ask
 
 
 def add_parser(commands: Any) -> None:

@@ -18,7 +18,7 @@ from vnode import files
 from vnode.errors import WorkerError
 from vnode.files import is_no_room
 from vnode.workers.command_run import handle_signals
-from vnode.workers.start import Spec
+from vnode.workers.start_job import Spec
 
 SPEC = "spec.json"
 """The job to run: fields of `Spec` (`spec`), the job's variables (`env`) and its folder (`directory`)."""

@@ -18,7 +18,6 @@ from typing import Any
 
 from vnode.errors import WorkerError, layout_message
 from vnode.workers.actions import Action, EndService, Kill, Spawn, StartService
-from vnode.workers.decisions import Decisions, exit_code
 from vnode.workers.messages import (
     RUN_ENDED,
     SAME,
@@ -30,7 +29,8 @@ from vnode.workers.messages import (
     not_come,
     one_line,
 )
-from vnode.workers.worker import ENDING, FINISHED, LOST, READY, STARTING, Limits, Worker
+from vnode.workers.supervision import Decisions, exit_code
+from vnode.workers.worker_process import ENDING, FINISHED, LOST, READY, STARTING, Limits, Worker
 
 
 @dataclasses.dataclass(eq=False)

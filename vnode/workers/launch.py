@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from vnode.errors import WorkerError
-from vnode.workers import registry
-from vnode.workers.control import ask
-from vnode.workers.start import Spec, target_command
+from vnode.workers import job_registry
+from vnode.workers.start_job import Spec, target_command
 from vnode.workers.supervisor import search_path
+from vnode.workers.supervisor_client import ask
 
 KILL_SECONDS = 30
 """How long a supervisor may take to end a job that is killed."""
@@ -40,9 +40,9 @@ class Job:
         self.process, self.folder, self.pid = process, folder, process.pid
         self.ended: dict[str, Any] | None = None
 
-    def found(self) -> registry.Found:
+    def found(self) -> job_registry.Found:
         """The job as its folder tells."""
-        found = registry.load(self.folder)
+        found = job_registry.load(self.folder)
         if found is None:
             raise WorkerError(f"the folder of the job, {self.folder}, is gone.")
         return found

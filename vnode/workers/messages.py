@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vnode.errors import WorkerError, layout_message
 
 if TYPE_CHECKING:
-    from vnode.workers.worker import Worker
+    from vnode.workers.worker_process import Worker
 
 SAME = (
     "have all workers use the same script, data and versions, and ask for workers again (vnode workers JOB N); "

@@ -6,8 +6,8 @@ Knows Ray. Must not know which workers train.
     spawn(2, environment)  ->  an actor; while it is pending, Ray's autoscaler sees what it needs
     handle.poll()          ->  None; the exit code; -9 if the actor or its node is gone
 
-The process is the actor's child, so that JAX and signals work in it as they do under `vnode.workers.processes`. The
-actor yields what the process prints; `poll` takes what has arrived, and waits for nothing.
+The process is the actor's child, so that JAX and signals work in it as they do under `vnode.workers.child_processes`.
+The actor yields what the process prints; `poll` takes what has arrived, and waits for nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import Any
 from vnode.errors import WorkerError, layout_message
 from vnode.stopped import Resident
 from vnode.workers import INTERFACE, JOB, TOKEN_FILE
-from vnode.workers.processes import Processes, of_worker
-from vnode.workers.registry import write_privately
+from vnode.workers.child_processes import Processes, of_worker
+from vnode.workers.job_registry import write_privately
 
 LOOK = 0.03
 """Seconds between two looks of an actor at its process."""

@@ -19,9 +19,9 @@ from typing import Any
 
 from vnode.errors import WorkerError, layout_message
 from vnode.workers.actions import Action, EndService, Kill, Spawn
-from vnode.workers.decisions import Decisions, exit_code
 from vnode.workers.messages import RUN_ENDED, ended_early, ending, never_ran, not_come, one_line
-from vnode.workers.worker import ENDING, FINISHED, LOST, READY, STARTING, Limits, Worker
+from vnode.workers.supervision import Decisions, exit_code
+from vnode.workers.worker_process import ENDING, FINISHED, LOST, READY, STARTING, Limits, Worker
 
 PASSING = ("ProcessError", "CheckpointError")
 """How errors begin that another worker, or a full disk, may be the cause of: it is tried again."""

@@ -23,10 +23,10 @@ from typing import Any, TextIO
 from vnode.errors import WorkerError, layout_message
 from vnode.workers import CHECKPOINT, DEVICE, JOB, NUMBER, PROTOCOL, RUN, SUPERVISOR, TOKEN_FILE
 from vnode.workers.actions import Action, End, EndService, Kill, Record, Send, Spawn, StartService, Terminate
-from vnode.workers.decisions import Decisions
-from vnode.workers.devices import Devices
-from vnode.workers.processes import Backend, Handle
-from vnode.workers.registry import STOPPED_SECONDS, Entry, marked, started
+from vnode.workers.child_processes import Backend, Handle
+from vnode.workers.granted_devices import Devices
+from vnode.workers.job_registry import STOPPED_SECONDS, Entry, marked, started
+from vnode.workers.supervision import Decisions
 from vnode.workers.wire import LARGEST, Channel, Message, WireError, connections
 
 ALIVE_SECONDS = 1
@@ -524,7 +524,12 @@ class Supervisor:
         """Starts the process that keeps the services."""
         with open(self.entry.folder / "keeper.err", "ab") as err:
             keeper = subprocess.Popen(
-                [sys.executable, "-P", "-m", "vnode.workers.keeper"],  # -P: without modules of the user's folder
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "vnode.workers.coordination_keeper",
+                ],  # -P: without modules of the user's folder
                 env={**OWN_VARIABLES, **QUIET, "PYTHONPATH": search_path()},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -15,11 +15,11 @@ from tests.spmd.reference import mesh_of
 from tests.unit.test_unequal_searches import twice_the_speed
 from vnode.analysis.program import inline
 from vnode.errors import SearchError
-from vnode.partition.machine.table import kind_named
-from vnode.partition.searches.carried import CarriedOut, carried_out
-from vnode.partition.searches.groups import Group, between
-from vnode.partition.searches.unequal import Shared, shared
-from vnode.spmd.program import over_mesh
+from vnode.partition.machine.known_kinds import kind_named
+from vnode.partition.uneven_shares.accpar import Shared, shared
+from vnode.partition.uneven_shares.carried_shares import CarriedOut, carried_out
+from vnode.partition.uneven_shares.unequal_groups import Group, between
+from vnode.spmd.sharded_program import over_mesh
 
 pytestmark = pytest.mark.quickly
 

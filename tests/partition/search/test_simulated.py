@@ -11,7 +11,7 @@ from tests.partition.search.test_steps import once, possible
 from vnode.analysis.program import inline
 from vnode.partition.machine import Machine
 from vnode.partition.searches import as_problem, exact, exhaustive, metropolis, of_machine
-from vnode.partition.searches.simulated import Simulated
+from vnode.partition.searches.simulated_cost import Simulated
 
 pytest.importorskip("numba")
 

@@ -27,12 +27,12 @@ from vnode.partition.cost import device_program
 from vnode.partition.searches import exact
 from vnode.partition.searches.experts import experts
 from vnode.partition.searches.flows import seconds_of
-from vnode.partition.searches.steps import Search, as_problem
-from vnode.spmd.choice import Choice, Way
-from vnode.spmd.flow import Flow, Step
+from vnode.partition.searches.ilp_formulation import Search, as_problem
 from vnode.spmd.layout import Axes, Layout
-from vnode.spmd.program import over_mesh
-from vnode.spmd.route import route
+from vnode.spmd.op_sharding import Choice, Way
+from vnode.spmd.resharding import route
+from vnode.spmd.sharded_program import over_mesh
+from vnode.spmd.sharding_flow import Flow, Step
 
 pytestmark = pytest.mark.quickly
 

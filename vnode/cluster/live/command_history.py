@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vnode.cluster.live.door import VARIABLE, find
+from vnode.cluster.live.socket_server import VARIABLE, find
 from vnode.errors import ClusterError
 
 
@@ -37,9 +37,9 @@ def path_of(state: str | None) -> Path:
 def execute_report(chosen: argparse.Namespace) -> int:
     """Runs `report`: 0, or 1 if it cannot be."""
     from vnode.cluster.command_simulate import table
+    from vnode.cluster.live.event_store import read
     from vnode.cluster.live.history import result_of
-    from vnode.cluster.live.state import read
-    from vnode.cluster.report import write
+    from vnode.cluster.result_page import write
 
     try:
         result = result_of(read(path_of(chosen.state)))
@@ -61,8 +61,8 @@ def execute_report(chosen: argparse.Namespace) -> int:
 
 def execute_replay(chosen: argparse.Namespace) -> int:
     """Runs `replay`: 0; 1 if a decision differs, or it cannot be."""
-    from vnode.cluster.live.deciding import replay
-    from vnode.cluster.live.state import read
+    from vnode.cluster.live.event_store import read
+    from vnode.cluster.live.policy_shares import replay
 
     count = differing = 0
     try:

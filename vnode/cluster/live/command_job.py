@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from vnode.cluster.live.arguments import add_state
-from vnode.cluster.live.door import VARIABLE, ask, find
-from vnode.cluster.live.view import look_at
+from vnode.cluster.live.cluster_view import look_at
+from vnode.cluster.live.socket_server import VARIABLE, ask, find
 from vnode.errors import ClusterError
 
 LOOK = 0.3

@@ -110,7 +110,7 @@ def page_of(scheduler: Any, port: int) -> Any:
     if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
         print("vnode: no status page: it needs pip install 'vnode[cluster]'", file=sys.stderr)
         return None
-    from vnode.cluster.live.page import Page
+    from vnode.cluster.live.status_page import Page
 
     state = scheduler.state.path
     return Page(lambda: scheduler.shown, port=port, token_file=state.with_name(f"{state.name}.token"))

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from vnode.cluster.live.arguments import add_state, plans, times, workers
-from vnode.cluster.live.door import ask, find
+from vnode.cluster.live.cluster_view import look_at
+from vnode.cluster.live.socket_server import ask, find
 from vnode.cluster.live.submission import Submission
-from vnode.cluster.live.view import look_at
 from vnode.errors import ClusterError
 
 LOOK = 0.3
@@ -89,7 +89,7 @@ def planned(files: Mapping[int, str]) -> dict[int, float]:
       ValueError: one is no plan, or is for another number of devices.
     """
     from vnode.cluster.speeds import Speeds
-    from vnode.cluster.traces.measured import plan_seconds
+    from vnode.cluster.traces.measured_speeds import plan_seconds
 
     speeds = Speeds.from_plans({count: plan_seconds(Path(path), count) for count, path in files.items()})
     return {count: 1 / speed for count, speed in enumerate(speeds.per_second) if speed}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vnode.cluster.live.book import LiveJob
+from vnode.cluster.live.job_book import LiveJob
 from vnode.cluster.speeds import Speeds
 
 FIXED = 0.1

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from vnode.cluster.costs import VNODE
 from vnode.cluster.events import Event
+from vnode.cluster.job_figures import Result
 from vnode.cluster.jobs import Job
-from vnode.cluster.live.book import Book, LiveJob
 from vnode.cluster.live.estimates import speeds_of
-from vnode.cluster.live.records import Record
-from vnode.cluster.live.state import read
-from vnode.cluster.result import Result
+from vnode.cluster.live.event_log import Record
+from vnode.cluster.live.event_store import read
+from vnode.cluster.live.job_book import Book, LiveJob
+from vnode.cluster.resize_costs import VNODE
 from vnode.cluster.speeds import Speeds
-from vnode.cluster.traces.trace import Trace
+from vnode.cluster.traces.job_trace import Trace
 
 
 def result_of(records: Sequence[Record]) -> Result:

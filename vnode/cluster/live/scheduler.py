@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from vnode.cluster.live.admission import check_runs
-from vnode.cluster.live.book import Book, LiveJob, rows
-from vnode.cluster.live.deciding import decide, policy_of, reasons
-from vnode.cluster.live.door import Door, Reply
-from vnode.cluster.live.outcome import outcome
-from vnode.cluster.live.pace import Pace
-from vnode.cluster.live.records import Record
-from vnode.cluster.live.shown import job_in, shown, snapshot
-from vnode.cluster.live.state import State
+from vnode.cluster.live.event_log import Record
+from vnode.cluster.live.event_store import State
+from vnode.cluster.live.job_book import Book, LiveJob, rows
+from vnode.cluster.live.job_outcome import outcome
+from vnode.cluster.live.policy_shares import decide, policy_of, reasons
+from vnode.cluster.live.socket_server import Door, Reply
+from vnode.cluster.live.status_data import job_in, shown, snapshot
+from vnode.cluster.live.step_times import Pace
 from vnode.cluster.live.submission import Submission, check_priority
-from vnode.cluster.live.supervised import Report, Supervised, start
+from vnode.cluster.live.supervised_job import Report, Supervised, start
 from vnode.cluster.simulator import Policy
 from vnode.errors import ClusterError, layout_message
 from vnode.files import is_no_room

@@ -10,7 +10,6 @@ rows, or arrays with an entry for each job. It returns devices as an array, or b
 
 from __future__ import annotations
 
-from vnode.cluster.costs import FREE, Costs
 from vnode.cluster.policies import gavel
 from vnode.cluster.policies.goodput import goodput
 from vnode.cluster.policies.guarantee import guarantee
@@ -20,6 +19,7 @@ from vnode.cluster.policies.shortest_remaining import shortest_remaining
 from vnode.cluster.policies.static import fifo, static, static_backfill
 from vnode.cluster.policies.wfs import wfs
 from vnode.cluster.policies.wfs_any import wfs_any
+from vnode.cluster.resize_costs import FREE, Costs
 from vnode.cluster.simulator import Policy
 from vnode.errors import ClusterError, layout_message
 

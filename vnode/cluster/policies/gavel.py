@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from vnode.cluster.mixed import MixedJobs
+from vnode.cluster.kind_jobs import MixedJobs
 from vnode.cluster.policies.time_shares import largest_least_level
 
 Allocation = Callable[[MixedJobs], np.ndarray]

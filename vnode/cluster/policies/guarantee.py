@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from vnode.cluster.costs import FREE, Costs
 from vnode.cluster.jobs import PENDING, STARTING, Jobs
 from vnode.cluster.policies.virtual_static import VirtualStatic
+from vnode.cluster.resize_costs import FREE, Costs
 from vnode.cluster.simulator import Decision, Policy, as_array
 
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vnode.cluster.traces import gavel, own, pollux, virtualflow
-from vnode.cluster.traces.trace import Trace, text_of
+from vnode.cluster.traces import gavel_traces, pollux, virtualflow, vnode_trace
+from vnode.cluster.traces.job_trace import Trace, text_of
 from vnode.errors import ClusterError, layout_message
 
 
@@ -45,7 +45,7 @@ def read(
     text = text_of(path)
     if throughputs is not None:
         source = Path(throughputs)
-        trace = gavel.read(text, str(path), parsed(text_of(source), source), str(source), list(kinds))
+        trace = gavel_traces.read(text, str(path), parsed(text_of(source), source), str(source), list(kinds))
     elif pollux.is_workload(text):
         trace = pollux.read(text, path)
     elif not text.lstrip().startswith(("{", "[")) and "\t" in text:
@@ -79,7 +79,7 @@ def of_json(found: Any, path: Path, run: str | None) -> Trace:
     if isinstance(found, dict) and "gpus" in found and ("jobs" in found or "runs" in found):
         return virtualflow.read(found, str(path), run)
     if isinstance(found, dict) and "jobs" in found:
-        return own.read(found, path)
+        return vnode_trace.read(found, path)
     example = '{"devices": 8, "jobs": [{"id": "a", "arrival": 0, "steps": 100, "step_seconds": {"1": 4.0, "8": 0.7}}]}'
     raise ClusterError(layout_message(f"{path} is no trace of jobs that vnode knows.", remedies=[f"write {example}"]))
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from vnode.cluster.costs import Costs
 from vnode.cluster.jobs import Job
+from vnode.cluster.resize_costs import Costs
 from vnode.cluster.speeds import Speeds
-from vnode.cluster.traces.trace import Trace, at, number_in, text_of
+from vnode.cluster.traces.job_trace import Trace, at, number_in, text_of
 from vnode.errors import ClusterError
 
 WORKLOAD = ("name", "time", "application", "num_replicas", "batch_size")

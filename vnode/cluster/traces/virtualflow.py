@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vnode.cluster.costs import VIRTUALFLOW
 from vnode.cluster.jobs import Job
+from vnode.cluster.resize_costs import VIRTUALFLOW
 from vnode.cluster.speeds import Speeds
-from vnode.cluster.traces.trace import Trace, array, at, checked_number, mapping, number
+from vnode.cluster.traces.job_trace import Trace, array, at, checked_number, mapping, number
 from vnode.errors import ClusterError
 
 

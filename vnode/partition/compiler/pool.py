@@ -34,7 +34,7 @@ from vnode.errors import ProfileError
 from vnode.partition.compiler.stats import CompiledStats, compiled_stats
 from vnode.partition.compiler.target import CompileTarget
 from vnode.partition.cost.cache import Cache
-from vnode.plan.nodes.memory import refusal
+from vnode.plan.nodes.device_memory import refusal
 from vnode.show.units import size
 
 AT_ONCE = 2
@@ -82,7 +82,7 @@ class CompileJob:
         return f"failed: {self.failure}" if self.failure else "not compiled: time was over"
 
     def answer(self, content: Any) -> None:
-        """Takes in what `vnode.partition.compiler.worker` wrote.
+        """Takes in what `vnode.partition.compiler.compile_worker` wrote.
 
         Raises:
           ValueError, KeyError or TypeError: it is nothing of the kind.
@@ -216,7 +216,7 @@ class CompilePool:
         each.errors = each.folder / "stderr"
         with each.errors.open("wb") as errors:
             each.process = subprocess.Popen(
-                [sys.executable, "-m", "vnode.partition.compiler.worker", str(each.folder)],
+                [sys.executable, "-m", "vnode.partition.compiler.compile_worker", str(each.folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,

@@ -22,7 +22,7 @@ import jax
 
 from vnode.partition.cost.compiler import NO_METADATA_SERVER, tpu_topology
 from vnode.partition.machine import Machine
-from vnode.partition.machine.table import JAX_NAMES
+from vnode.partition.machine.known_kinds import JAX_NAMES
 from vnode.placement.world import is_local
 
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")

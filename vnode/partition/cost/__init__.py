@@ -2,14 +2,14 @@
 
 from vnode.partition.cost.cache import Cache
 from vnode.partition.cost.calibration import Calibration
-from vnode.partition.cost.collectives import Transfer, transfer_of, transfers_of_route
-from vnode.partition.cost.device import DeviceProgram, device_program
-from vnode.partition.cost.measured import Measured
-from vnode.partition.cost.memory import Memory, memory_of
-from vnode.partition.cost.pieces import Piece, copy_of, piece_of
-from vnode.partition.cost.program import ProgramCost, program_cost
-from vnode.partition.cost.time import Roofline, Source, Time
-from vnode.partition.cost.times import Times
+from vnode.partition.cost.collective_cost import Transfer, transfer_of, transfers_of_route
+from vnode.partition.cost.lower_to_device import DeviceProgram, device_program
+from vnode.partition.cost.measured_times import Measured
+from vnode.partition.cost.program_memory import Memory, memory_of
+from vnode.partition.cost.roofline import Roofline, Source, Time
+from vnode.partition.cost.split_cost import ProgramCost, program_cost
+from vnode.partition.cost.time_sources import Times
+from vnode.partition.cost.timed_pieces import Piece, copy_of, piece_of
 
 __all__ = [
     "Cache",

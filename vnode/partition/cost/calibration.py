@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vnode.partition.machine import Kind
-from vnode.partition.machine.table import KINDS
+from vnode.partition.machine.known_kinds import KINDS
 
 FILE = Path(__file__).with_name("calibration.json")
 """Entries by kind of device, and by platform for kinds without one."""
@@ -34,7 +34,7 @@ class Calibration:
       passes: the part of the bandwidth of memory that other fused operations reach.
       launch: seconds that a fused operation takes besides.
       recomputes: whether arithmetic is cheaper than memory: products take in element-wise operations, and what is made
-        of one array is evaluated again where it is read (`vnode.partition.cost.kernels`).
+        of one array is evaluated again where it is read (`vnode.partition.cost.fusion`).
       on_chip: bytes of temporary arrays that are not in the device's memory, but on its chip.
       memory: compiled / estimated bytes of a device: quantiles 10%, 50% and 90% of the programs of the calibration.
       time: the same of seconds of computation.

@@ -1,9 +1,9 @@
 """Machines: what their devices can do, and how bytes get from one to another."""
 
-from vnode.partition.machine.build import Link
-from vnode.partition.machine.kinds import Kind
+from vnode.partition.machine.device_kind import Kind
 from vnode.partition.machine.machine import Device, Machine
-from vnode.partition.machine.mesh import MachineMesh
+from vnode.partition.machine.machine_builders import Link
+from vnode.partition.machine.machine_mesh import MachineMesh
 from vnode.partition.machine.networks import Pairs, Switch
 from vnode.partition.machine.torus import Axis, Torus
 

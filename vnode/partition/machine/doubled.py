@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from vnode.partition.machine.build import Device, Link, hosts_of
 from vnode.partition.machine.machine import Machine
+from vnode.partition.machine.machine_builders import Device, Link, hosts_of
 from vnode.partition.machine.networks import Network, Pairs, Switch
 from vnode.partition.machine.torus import Torus
 

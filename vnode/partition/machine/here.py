@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from vnode.errors import MachineError
-from vnode.partition.machine.build import DCN, HOP, LINKS, SLICES, Device, Link, Parts, hosts_of, wraps
-from vnode.partition.machine.kinds import Kind
-from vnode.partition.machine.measure import Measured, host_memory, measured
+from vnode.partition.machine.device_kind import Kind
+from vnode.partition.machine.known_kinds import JAX_NAMES, KINDS
+from vnode.partition.machine.machine_builders import DCN, HOP, LINKS, SLICES, Device, Link, Parts, hosts_of, wraps
+from vnode.partition.machine.measure_machine import Measured, host_memory, measured
 from vnode.partition.machine.networks import Network
-from vnode.partition.machine.table import JAX_NAMES, KINDS
 from vnode.partition.machine.torus import Axis, Torus
 from vnode.placement.placement import device_list
 from vnode.placement.world import is_local
-from vnode.plan.nodes.memory import reported
+from vnode.plan.nodes.device_memory import reported
 
 
 def here(devices: Sequence[Any] | None, measure: bool) -> Parts:

@@ -14,16 +14,16 @@ from typing import Any, Literal
 
 from vnode import files
 from vnode.errors import MachineError
-from vnode.partition.machine import build
-from vnode.partition.machine.build import Device, Link
-from vnode.partition.machine.checks import MOST_DEVICES, inside, text, whole, wrong
-from vnode.partition.machine.checks import several as some
-from vnode.partition.machine.collectives import COLLECTIVES, Cost, Fabric, checked_groups, checked_pairs, shifted
-from vnode.partition.machine.kinds import Kind
-from vnode.partition.machine.mesh import MachineMesh, laid_out
+from vnode.partition.machine import machine_builders
+from vnode.partition.machine.collective_times import COLLECTIVES, Cost, Fabric, checked_groups, checked_pairs, shifted
+from vnode.partition.machine.description_checks import MOST_DEVICES, inside, text, whole, wrong
+from vnode.partition.machine.description_checks import several as some
+from vnode.partition.machine.device_kind import Kind
+from vnode.partition.machine.machine_builders import Device, Link
+from vnode.partition.machine.machine_mesh import MachineMesh, laid_out
 from vnode.partition.machine.networks import Network, Pairs, Resource, Switch
 from vnode.partition.machine.torus import Torus
-from vnode.show.drawn import Drawn
+from vnode.show.drawable import Drawn
 from vnode.show.page import Cell, Column, Page, Table
 from vnode.show.units import number, several, size
 
@@ -91,11 +91,11 @@ class Machine(Drawn):
     def here(devices: Sequence[Any] | None = None, *, measure: bool = False) -> Machine:
         """The machine that this program runs on.
 
-        Known kinds (`vnode.partition.machine.table`) have the figures of their data sheets, and the memory that the
-        device itself reports. Others are measured: rates of matrix products by dtype and of element-wise operations,
-        bandwidth of memory, all devices of a kind working at once (so CPU devices that share cores share their rate);
-        bandwidth and latency from host to device, and between devices, each as the median of interleaved repetitions.
-        That takes some seconds.
+        Known kinds (`vnode.partition.machine.known_kinds`) have the figures of their data sheets, and the memory that
+        the device itself reports. Others are measured: rates of matrix products by dtype and of element-wise
+        operations, bandwidth of memory, all devices of a kind working at once (so CPU devices that share cores share
+        their rate); bandwidth and latency from host to device, and between devices, each as the median of interleaved
+        repetitions. That takes some seconds.
 
         Args:
           devices: of this machine, all of `jax.devices()` by default.
@@ -124,7 +124,7 @@ class Machine(Drawn):
 
         A v4 or v5p chip has two cores, which jax shows as one device. Hosts have 2x2 chips, and devices are in the
         order in which `jax.experimental.topologies` has them. Axes of 16 chips wrap around on v5e and v6e; on v4 and
-        v5p all axes do if each is a multiple of 4. (Sources: `vnode.partition.machine.build`.)
+        v5p all axes do if each is a multiple of 4. (Sources: `vnode.partition.machine.machine_builders`.)
 
         Args:
           topology: the generation and the chips along each axis: ``"v5e:4x4"``, ``"v5p:2x2x2"``, ``"v4:..."``,
@@ -141,7 +141,7 @@ class Machine(Drawn):
           >>> Machine.tpu("v4:4x4x8").networks[0].axes[2]
           Axis(size=8, wrap=True)
         """
-        return Machine(*build.tpu(topology, slices))
+        return Machine(*machine_builders.tpu(topology, slices))
 
     @staticmethod
     def gpus(
@@ -154,9 +154,10 @@ class Machine(Drawn):
     ) -> Machine:
         """Hosts with GPUs.
 
-        By default they are joined as in NVIDIA's own hosts of that kind (sources: `vnode.partition.machine.build`).
-        NVLink without a switch (P100, V100) counts as if it had one: right for rings, which use all links of a GPU at
-        once, too fast for one pair of GPUs; ``Link(..., of="pair")`` says it exactly.
+        By default they are joined as in NVIDIA's own hosts of that kind (sources:
+        `vnode.partition.machine.machine_builders`). NVLink without a switch (P100, V100) counts as if it had one: right
+        for rings, which use all links of a GPU at once, too fast for one pair of GPUs; ``Link(..., of="pair")`` says it
+        exactly.
 
         Args:
           kind: a kind, or the name of a known one.
@@ -175,7 +176,7 @@ class Machine(Drawn):
           >>> Machine.gpus("a100-80gb", hosts=2).networks[-1].name
           'InfiniBand'
         """
-        return Machine(*build.gpus(kind, hosts, per_host, within, between))
+        return Machine(*machine_builders.gpus(kind, hosts, per_host, within, between))
 
     @staticmethod
     def flexflow(cluster: Literal["p100", "k80"]) -> Machine:
@@ -196,7 +197,7 @@ class Machine(Drawn):
           >>> Machine.flexflow("k80")
           Machine(FlexFlow's K80 cluster: 64 devices in 16 hosts)
         """
-        return Machine(*build.flexflow(cluster))
+        return Machine(*machine_builders.flexflow(cluster))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a JSON file that people can read and change; `load` describes what it may hold.
@@ -207,7 +208,7 @@ class Machine(Drawn):
         Raises:
           MachineError: it cannot be written there.
         """
-        from vnode.partition.machine.store import written
+        from vnode.partition.machine.machine_file import written
 
         files.write(path, written(self.name, self.devices, self.networks), MachineError)
 
@@ -217,7 +218,7 @@ class Machine(Drawn):
 
         Bandwidths are in bytes a second and direction, latencies in seconds, rates in operations a second. A row of
         ``devices`` stands for ``count`` of them (1 by default), in order; networks name them by number, from 0.
-        `vnode.partition.machine.store` shows an example.
+        `vnode.partition.machine.machine_file` shows an example.
 
         Args:
           path: of the file.
@@ -225,7 +226,7 @@ class Machine(Drawn):
         Raises:
           MachineError: the file is not there, damaged, of another version, or describes no machine; it says where.
         """
-        from vnode.partition.machine.store import read
+        from vnode.partition.machine.machine_file import read
 
         said = files.read(path, MachineError, ["machines are written by machine.save(path), or by hand"])
         try:
@@ -244,7 +245,7 @@ class Machine(Drawn):
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
         """The numbers of the devices of each host."""
-        return tuple(map(tuple, build.hosts_of(self.devices)))
+        return tuple(map(tuple, machine_builders.hosts_of(self.devices)))
 
     @functools.cached_property
     def _fabric(self) -> Fabric:
@@ -320,8 +321,8 @@ class Machine(Drawn):
     ) -> Cost:
         """The cost of a collective that groups of devices run at the same time.
 
-        `vnode.partition.machine.collectives` has the formulas and their sources. All bytes are those of one device:
-        of the result of an all-gather, of the operand of the others.
+        `vnode.partition.machine.collective_times` has the formulas and their sources. All bytes are those of one
+        device: of the result of an all-gather, of the operand of the others.
 
         Args:
           name: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"`` or ``"permute"``.

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vnode.errors import MachineError
-from vnode.partition.machine.checks import SLOWEST, devices, inside, real, several, text
+from vnode.partition.machine.description_checks import SLOWEST, devices, inside, real, several, text
 from vnode.show.units import through
 
 MOST_IN_PAIRS = 256

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vnode.errors import MachineError
-from vnode.partition.machine.checks import MOST_DEVICES, devices, inside, several, truth, whole, wrong
+from vnode.partition.machine.description_checks import MOST_DEVICES, devices, inside, several, truth, whole, wrong
 from vnode.partition.machine.networks import Network, Phase, Resource, settle
 
 Point = tuple[int, ...]

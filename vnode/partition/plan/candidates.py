@@ -16,36 +16,36 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 from jax.sharding import PartitionSpec
 
-from vnode.analysis.branches import Branches
+from vnode.analysis.parallel_branches import Branches
 from vnode.errors import MemoryLimitError
-from vnode.partition.cost.pieces import piece_of
-from vnode.partition.cost.time import Roofline
-from vnode.partition.cost.times import Times
+from vnode.partition.cost.roofline import Roofline
+from vnode.partition.cost.time_sources import Times
+from vnode.partition.cost.timed_pieces import piece_of
 from vnode.partition.machine import Device, Machine
-from vnode.partition.plan.across import Across
-from vnode.partition.plan.blocks import block_numbers, divided_over, specs_in_blocks, tied_to
-from vnode.partition.plan.branches import groups_along, stages_of
-from vnode.partition.plan.carried import in_pieces
+from vnode.partition.plan.carry_sharding import in_pieces
 from vnode.partition.plan.divisions import DividedOperation, divisions_of
-from vnode.partition.plan.host import Slots
-from vnode.partition.plan.layouts import over_rows_too, records_of, specs_of
+from vnode.partition.plan.node_spread import Spread
 from vnode.partition.plan.predict import NODES, Figures, Prediction, RowCost, dividing, far_sums, predicted
-from vnode.partition.plan.row import NodeFlow, RowProgram, row_program
-from vnode.partition.plan.rows import of_one_kind, shares
-from vnode.partition.plan.spread import Spread
-from vnode.partition.plan.subject import Subject
-from vnode.partition.plan.unequal import Shared, Unequal
+from vnode.partition.plan.replica import NodeFlow, RowProgram, row_program
+from vnode.partition.plan.replica_reduction import Across
+from vnode.partition.plan.replica_shares import of_one_kind, shares
+from vnode.partition.plan.search_subject import Subject
+from vnode.partition.plan.state_offload import Slots
+from vnode.partition.plan.step_layouts import over_rows_too, records_of, specs_of
 from vnode.partition.searches.exact import exact
 from vnode.partition.searches.experts import CONTEXT, EXPERT, SEQUENCE, experts
+from vnode.partition.searches.ilp_formulation import Search, as_problem
+from vnode.partition.searches.integer_program import least_memory
 from vnode.partition.searches.problem import Array
-from vnode.partition.searches.programme import least_memory
 from vnode.partition.searches.solution import Solution
-from vnode.partition.searches.steps import Search, as_problem
-from vnode.placement.uneven import UnevenSpec
-from vnode.spmd.flow import Flow, follow
+from vnode.partition.side_by_side.branch_plans import groups_along, stages_of
+from vnode.partition.uneven_shares.state_blocks import block_numbers, divided_over, specs_in_blocks, tied_to
+from vnode.partition.uneven_shares.uneven_plans import Shared, Unequal
+from vnode.placement.uneven_dimension import UnevenSpec
+from vnode.spmd.flow_record import RecordedFlow
 from vnode.spmd.layout import replicated
-from vnode.spmd.program import at_the_border, spec_of
-from vnode.spmd.record import RecordedFlow
+from vnode.spmd.sharded_program import at_the_border, spec_of
+from vnode.spmd.sharding_flow import Flow, follow
 from vnode.step.collector import collector_paused
 
 UNEQUAL = "unequal shares"

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 
 from vnode.analysis.program import where
 from vnode.operators import Algebra, Free, Reduced, Windowed
-from vnode.partition.plan.row import NodeFlow
-from vnode.spmd.choice import Choice, Way
-from vnode.spmd.flow import Flow, Step
+from vnode.partition.plan.replica import NodeFlow
+from vnode.spmd.op_sharding import Choice, Way
+from vnode.spmd.sharding_flow import Flow, Step
 
 
 @dataclasses.dataclass(frozen=True)

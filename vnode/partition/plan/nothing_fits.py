@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from vnode.errors import MemoryLimitError, layout_message
 from vnode.partition.plan.candidates import Candidate, OnMesh
-from vnode.partition.plan.over_meshes import OverMeshes
+from vnode.partition.plan.mesh_search import OverMeshes
 from vnode.partition.plan.remedies import Remedies, placed
-from vnode.partition.plan.subject import Subject
+from vnode.partition.plan.search_subject import Subject
 from vnode.show.units import several, size
 
 

@@ -24,31 +24,31 @@ from vnode.analysis.program import Made
 from vnode.errors import Bound, MemoryLimitError, PartitionError, PlacementError, layout_message
 from vnode.partition.accept import TOLERANCE, Acceptance, compared, counted_exchanges
 from vnode.partition.cost.calibration import Calibration
-from vnode.partition.cost.memory import Memory
+from vnode.partition.cost.program_memory import Memory
 from vnode.partition.machine import Machine
-from vnode.partition.plan.blocks import dims_of, rooms_of
 from vnode.partition.plan.divisions import PARTS, DividedOperation
-from vnode.partition.plan.layouts import parts_in_blocks, parts_of_sums, patterns, unknown
-from vnode.partition.plan.levels import draw as draw_levels
+from vnode.partition.plan.memory_chart import draw as draw_levels
+from vnode.partition.plan.node_spread import Spread
 from vnode.partition.plan.predict import NODES, Figures, Prediction, dividing, platform_of
-from vnode.partition.plan.row import RowProgram, row_program
-from vnode.partition.plan.spread import Spread
-from vnode.partition.plan.subject import subject_of
+from vnode.partition.plan.replica import RowProgram, row_program
+from vnode.partition.plan.search_subject import subject_of
+from vnode.partition.plan.step_layouts import parts_in_blocks, parts_of_sums, patterns, unknown
 from vnode.partition.simulator import Timeline
-from vnode.placement.context import with_jit
-from vnode.placement.layout import Layout as Grouped
+from vnode.partition.uneven_shares.state_blocks import dims_of, rooms_of
+from vnode.placement.node_layout import Layout as Grouped
 from vnode.placement.patterns import Exactly
 from vnode.placement.placement import Placement, device_list, neighbours_of_one_kind
-from vnode.placement.uneven import UnevenSpec
-from vnode.plan.nodes.memory import refusal
-from vnode.report.report import Report
+from vnode.placement.trace_context import with_jit
+from vnode.placement.uneven_dimension import UnevenSpec
+from vnode.plan.nodes.device_memory import refusal
 from vnode.report.sources import short
-from vnode.show.drawn import Drawn
+from vnode.report.step_report import Report
+from vnode.show.drawable import Drawn
 from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
 from vnode.show.units import seconds, several, size
-from vnode.spmd.record import RecordedFlow
+from vnode.spmd.flow_record import RecordedFlow
 from vnode.step.explain import reports
-from vnode.step.rooms import share_of
+from vnode.step.uneven_state import share_of
 from vnode.step.virtual import VirtualStep
 
 HUES = {
@@ -318,7 +318,7 @@ class Plan(Drawn, Bound):
         Raises:
           PartitionError: it cannot be written there.
         """
-        from vnode.partition.plan.store import write
+        from vnode.partition.plan.plan_file import write
 
         write(self, path)
 
@@ -338,7 +338,7 @@ class Plan(Drawn, Bound):
         Raises:
           PartitionError: the file is not there, or damaged, or the step is another.
         """
-        from vnode.partition.plan.store import read
+        from vnode.partition.plan.plan_file import read
 
         return read(path, step, args, options)
 

@@ -21,24 +21,24 @@ from jax.sharding import PartitionSpec
 from vnode.errors import Bound
 from vnode.partition.accept import Exchange, counted_plan, exchanges
 from vnode.partition.cost.calibration import Calibration
-from vnode.partition.cost.collectives import Transfer
-from vnode.partition.cost.device import DeviceProgram, device_program
-from vnode.partition.cost.memory import Level, levels_over_time
-from vnode.partition.cost.program import program_cost
-from vnode.partition.cost.times import Times
+from vnode.partition.cost.collective_cost import Transfer
+from vnode.partition.cost.lower_to_device import DeviceProgram, device_program
+from vnode.partition.cost.program_memory import Level, levels_over_time
+from vnode.partition.cost.split_cost import program_cost
+from vnode.partition.cost.time_sources import Times
 from vnode.partition.machine import Machine, MachineMesh
-from vnode.partition.plan.across import Across, added
-from vnode.partition.plan.carried import once_followed
-from vnode.partition.plan.other_rows import OF_ROWS, OVER_ROWS
-from vnode.partition.plan.row import loop_bodies
-from vnode.partition.searches.costs import Estimate
+from vnode.partition.plan.carry_sharding import once_followed
+from vnode.partition.plan.other_replicas import OF_ROWS, OVER_ROWS
+from vnode.partition.plan.replica import loop_bodies
+from vnode.partition.plan.replica_reduction import Across, added
+from vnode.partition.searches.search_costs import Estimate
 from vnode.partition.simulator import Timeline
-from vnode.runtime.loops import ROOM_EARLY
-from vnode.runtime.waiting import PIECE, can_be_far
+from vnode.runtime.node_loops import ROOM_EARLY
+from vnode.runtime.offloaded_accumulators import PIECE, can_be_far
 from vnode.show.units import size
-from vnode.spmd.choice import Choice, itemsize
-from vnode.spmd.flow import Flow
 from vnode.spmd.layout import Axes, Layout
+from vnode.spmd.op_sharding import Choice, itemsize
+from vnode.spmd.sharding_flow import Flow
 
 NODES = "vnode"
 """The mesh axis that nodes are spread over."""

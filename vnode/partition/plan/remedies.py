@@ -17,14 +17,14 @@ from typing import Any
 import jax
 
 from vnode.errors import VnodeError
-from vnode.partition.cost.times import Times
+from vnode.partition.cost.time_sources import Times
 from vnode.partition.machine import Machine
 from vnode.partition.machine.doubled import doubled
 from vnode.partition.plan.candidates import Candidate, OnMesh, pace_of
-from vnode.partition.plan.keep import SOLVING, Keeping, Less
+from vnode.partition.plan.memory_plan import SOLVING, Keeping, Less
 from vnode.partition.plan.meshes import INNER
 from vnode.partition.plan.predict import NODES, Figures
-from vnode.partition.plan.subject import Subject, computing_again, subject_of
+from vnode.partition.plan.search_subject import Subject, computing_again, subject_of
 from vnode.show.units import size
 from vnode.step.call import wrap
 from vnode.step.virtual import VirtualStep

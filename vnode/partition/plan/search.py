@@ -18,7 +18,7 @@ from typing import Any, SupportsFloat, TypeVar
 from vnode.errors import MemoryLimitError, PartitionError, PlacementError, layout_message
 from vnode.partition.compiler.pool import CompilePool
 from vnode.partition.compiler.target import compile_target
-from vnode.partition.cost.times import Times
+from vnode.partition.cost.time_sources import Times
 from vnode.partition.machine import Machine
 from vnode.partition.plan.budget import Budget
 from vnode.partition.plan.candidates import (
@@ -30,16 +30,16 @@ from vnode.partition.plan.candidates import (
     Candidate,
     fitting,
 )
-from vnode.partition.plan.compiled import CompiledRanking, Entry
-from vnode.partition.plan.keep import SOLVING, Keeping, Less
+from vnode.partition.plan.compiled_ranking import CompiledRanking, Entry
+from vnode.partition.plan.memory_plan import SOLVING, Keeping, Less
+from vnode.partition.plan.mesh_search import OverMeshes
 from vnode.partition.plan.nothing_fits import nothing_fits
-from vnode.partition.plan.over_meshes import OverMeshes
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import Figures, platform_of
-from vnode.partition.plan.subject import Subject, check_args, computing_again, on_nodes, subject_of
-from vnode.placement.context import with_jit
+from vnode.partition.plan.search_subject import Subject, check_args, computing_again, on_nodes, subject_of
 from vnode.placement.placement import MOST_NODES, device_list
-from vnode.plan.nodes.memory import byte_count
+from vnode.placement.trace_context import with_jit
+from vnode.plan.nodes.device_memory import byte_count
 from vnode.show.progress import display
 from vnode.show.units import several, size
 from vnode.step.virtual import VirtualStep

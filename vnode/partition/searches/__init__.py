@@ -1,19 +1,19 @@
 """Searches for the best strategies, all with one interface and one cost; and programs as what is searched."""
 
-from vnode.partition.searches.bisection import bisection
-from vnode.partition.searches.carried import CarriedOut, carried_out
-from vnode.partition.searches.costs import CostModel, Estimate, of_machine
 from vnode.partition.searches.exact import exact
 from vnode.partition.searches.exhaustive import exhaustive
 from vnode.partition.searches.experts import experts
+from vnode.partition.searches.flexflow_walk import Walk, metropolis
 from vnode.partition.searches.flows import seconds_of
-from vnode.partition.searches.groups import Group, between
-from vnode.partition.searches.metropolis import Walk, metropolis
+from vnode.partition.searches.ilp_formulation import Search, as_problem
 from vnode.partition.searches.problem import Edge, Problem
-from vnode.partition.searches.simulated import Simulated
+from vnode.partition.searches.search_costs import CostModel, Estimate, of_machine
+from vnode.partition.searches.simulated_cost import Simulated
 from vnode.partition.searches.solution import Solution
-from vnode.partition.searches.steps import Search, as_problem
-from vnode.partition.searches.unequal import Cut, SharedEdge, recursively, shared
+from vnode.partition.searches.tofu_bisection import bisection
+from vnode.partition.uneven_shares.accpar import Cut, SharedEdge, recursively, shared
+from vnode.partition.uneven_shares.carried_shares import CarriedOut, carried_out
+from vnode.partition.uneven_shares.unequal_groups import Group, between
 
 __all__ = [
     "CarriedOut",

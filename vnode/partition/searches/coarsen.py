@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping
 
 from jax.extend.core import Var
 
-from vnode.partition.searches.flat import Flat, Names, decides, size_of, variables
+from vnode.partition.searches.flattened_program import Flat, Names, decides, size_of, variables
 
 SMALL = 0.5
 """A value is small if it has less than this share of the largest on either side."""

@@ -19,8 +19,8 @@ import scipy.optimize
 from vnode.partition.searches.descent import descended, fitted
 from vnode.partition.searches.diffusion import least_more, tightened
 from vnode.partition.searches.elimination import ENTRIES, Elimination
+from vnode.partition.searches.integer_program import least_memory, least_time, variables
 from vnode.partition.searches.problem import SLACK, Array, Problem
-from vnode.partition.searches.programme import least_memory, least_time, variables
 from vnode.partition.searches.solution import Solution, Watch, search
 
 PROVEN = 1e-9

@@ -24,8 +24,8 @@ import numpy as np
 
 from vnode.operators import Algebra, Windowed
 from vnode.partition.searches.elimination import Elimination
+from vnode.partition.searches.ilp_formulation import Search
 from vnode.partition.searches.problem import Array
-from vnode.partition.searches.steps import Search
 from vnode.partition.searches.strategies import PIECES, Cluster
 from vnode.spmd.layout import Layout
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from jax.extend.core import Literal, Var
 
 from vnode.analysis.program import Atom
-from vnode.partition.searches.costs import CostModel
-from vnode.spmd.flow import Flow, Step
+from vnode.partition.searches.search_costs import CostModel
 from vnode.spmd.layout import Layout
+from vnode.spmd.sharding_flow import Flow, Step
 
 
 def seconds_of(flow: Flow, model: CostModel) -> float:
@@ -20,7 +20,7 @@ def seconds_of(flow: Flow, model: CostModel) -> float:
 
     Args:
       flow: layouts through a program; a value stays in each layout into which it was brought, and is brought into
-        another from the one from which that takes least, as `vnode.spmd.run` does.
+        another from the one from which that takes least, as `vnode.spmd.device_program` does.
       model: what equations and moves take.
     """
     held: dict[Var, dict[Layout, None]] = {

@@ -19,11 +19,11 @@ from jax.extend.core import Literal, Var
 
 from vnode.operators import Free, Monoid, Shifted, kind
 from vnode.operators.splits import Lead, Split
-from vnode.partition.searches.costs import CostModel
-from vnode.partition.searches.flat import Flat, Node, size_of, variables
-from vnode.spmd.choice import Choice, Given, Way, chosen, reached
-from vnode.spmd.flow import Asked, Path
+from vnode.partition.searches.flattened_program import Flat, Node, size_of, variables
+from vnode.partition.searches.search_costs import CostModel
 from vnode.spmd.layout import Axes, Cut, Layout, cut_along, replicated
+from vnode.spmd.op_sharding import Choice, Given, Way, chosen, reached
+from vnode.spmd.sharding_flow import Asked, Path
 
 MOST = 130
 """Strategies of one cluster at most: beyond it fewer dimensions are looked at."""
@@ -417,6 +417,6 @@ def grouped(several: Sequence[tuple[str, tuple[Lead, Split]]]) -> tuple[Way, ...
 
 
 def asked_by_path(program: Flat, cluster: Cluster, strategy: int) -> dict[Path, Asked]:
-    """What `vnode.spmd.flow.follow` is asked for of a cluster."""
+    """What `vnode.spmd.sharding_flow.follow` is asked for of a cluster."""
     asked = cluster.strategies[strategy].asked
     return {program.nodes[n].path: each for n, each in zip(cluster.nodes, asked, strict=True) if each is not None}

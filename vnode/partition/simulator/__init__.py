@@ -1,8 +1,8 @@
 """How long a plan would take: task graphs, their timelines, and those of changed graphs in less time."""
 
-from vnode.partition.simulator.build import Builder, Change, Edit
 from vnode.partition.simulator.delta import resimulate
 from vnode.partition.simulator.graph import SECOND, TaskGraph, picoseconds
+from vnode.partition.simulator.graph_builder import Builder, Change, Edit
 from vnode.partition.simulator.simulate import simulate
 from vnode.partition.simulator.timeline import Memory, Timeline
 

@@ -18,7 +18,7 @@ the first doubtful task is kept, and the rest simulated in full.
 from __future__ import annotations
 
 from vnode.errors import TaskGraphError
-from vnode.partition.simulator.build import Change
+from vnode.partition.simulator.graph_builder import Change
 from vnode.partition.simulator.simulate import circle
 from vnode.partition.simulator.timeline import Timeline
 
@@ -51,7 +51,7 @@ def resimulate(timeline: Timeline, change: Change) -> Timeline:
       >>> timeline.makespan, resimulate(timeline, edit.build()).makespan
       (17, 15)
     """
-    from vnode.partition.simulator.kernels import events, replay
+    from vnode.partition.simulator.event_loops import events, replay
 
     if timeline.graph is not change.before:
         raise TaskGraphError("the change is one of another graph than the timeline's; edit timeline.graph")

@@ -51,7 +51,7 @@ def simulate(graph: TaskGraph) -> Timeline:
       >>> timeline.start, timeline.makespan
       (array([ 0,  0, 14, 19, 19]), 21)
     """
-    from vnode.partition.simulator.kernels import events
+    from vnode.partition.simulator.event_loops import events
 
     n = len(graph)
     found = np.empty(n, np.int64), np.full(n, -1, np.int64), np.empty(n, np.int32)

@@ -155,7 +155,7 @@ class Timeline:
         Args:
           path: of the JSON file.
         """
-        from vnode.partition.simulator.trace import write
+        from vnode.partition.simulator.chrome_trace import write
 
         write(self, path)
 

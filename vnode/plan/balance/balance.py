@@ -26,10 +26,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vnode.errors import PlacementError, ProfileError, layout_message
-from vnode.placement.kinds import by_kind
+from vnode.placement.devices_by_kind import by_kind
 from vnode.placement.placement import Placement, even_counts, node_count
 from vnode.plan.balance.profiles import Profile, Profiles
-from vnode.plan.nodes.memory import byte_count
+from vnode.plan.nodes.device_memory import byte_count
 from vnode.show.units import several
 from vnode.tracebacks import api_boundary
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from vnode.plan.check.arrays import DIFFERENT, EQUAL, MULTIPLE, ROUNDING, UNKNOWN, Leaf
 from vnode.plan.check.plain import SAMPLES
-from vnode.show.drawn import Drawn
+from vnode.show.drawable import Drawn
 from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
 from vnode.show.units import several
 

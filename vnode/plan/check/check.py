@@ -15,13 +15,13 @@ import numpy as np
 
 from vnode.errors import PlacementError, layout_message
 from vnode.placement.placement import Placement
+from vnode.placement.process_barrier import check_own
 from vnode.placement.sharded import whole_batches
-from vnode.placement.waiting import check_own
 from vnode.plan.check.answer import Check
 from vnode.plan.check.arrays import DIFFERENT, EQUAL, ROUNDING, UNKNOWN, compared, host, same
 from vnode.plan.check.plain import Reference
 from vnode.show.units import several
-from vnode.step.given import check_arguments, check_values
+from vnode.step.argument_checks import check_arguments, check_values
 from vnode.step.protocol import step_and_arguments
 from vnode.tracebacks import api_boundary
 

@@ -3,7 +3,7 @@
 Knows steps and what fits in a device's memory. Must not know virtual nodes, nor what is said of a difference.
 
 What counts as equal is not a number somebody chose: the plain step is run again with its roundings changed
-(`vnode.runtime.rounding`), and each element may differ by a small multiple of what it then moved by.
+(`vnode.runtime.rounding_noise`), and each element may differ by a small multiple of what it then moved by.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from vnode.analysis.tracing import outside_of_meshes
-from vnode.placement.context import current_mesh, in_mesh, under
 from vnode.placement.sharded import is_sharded_batch
+from vnode.placement.trace_context import current_mesh, in_mesh, under
 from vnode.plan.check.arrays import distance, host
-from vnode.plan.nodes.memory import planned, program_memory, refusal, reported
-from vnode.runtime.rounding import rounded_otherwise
+from vnode.plan.nodes.device_memory import planned, program_memory, refusal, reported
+from vnode.runtime.rounding_noise import rounded_otherwise
 from vnode.show.units import size
 from vnode.step.call import OutputTree
 from vnode.step.protocol import Resolved

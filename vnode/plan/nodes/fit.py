@@ -17,8 +17,8 @@ import jax
 
 from vnode.errors import PlacementError, VnodeError, layout_message
 from vnode.placement.placement import Placement, device_list
-from vnode.plan.nodes.memory import byte_count, device_memory
-from vnode.plan.nodes.search import NodeSearch, Trial, search, trial
+from vnode.plan.nodes.device_memory import byte_count, device_memory
+from vnode.plan.nodes.node_search import NodeSearch, Trial, search, trial
 from vnode.step.protocol import Step
 from vnode.step.virtual import with_nodes
 from vnode.tracebacks import api_boundary

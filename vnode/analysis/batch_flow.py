@@ -1,0 +1,466 @@
+"""Batch flow: follows the examples through a program and finds, for every value, the form in which nodes hold it.
+
+Knows operator descriptions and what they say about the batch's factor. Must not know devices, how many nodes there are
+beyond what a grain needs, or how anything is evaluated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Var
+
+from vnode.analysis.control_flow_passes import nested_step
+from vnode.analysis.dispatch_sums import picked_sums
+from vnode.analysis.equation_view import View
+from vnode.analysis.forms import (
+    VARYING,
+    WHOLE,
+    Batch,
+    Form,
+    Location,
+    Partial,
+    Slice,
+    Varying,
+    Whole,
+    locate,
+    project,
+    stands_in,
+)
+from vnode.analysis.low_precision_sums import is_narrow
+from vnode.analysis.node_control_flow import region_step
+from vnode.analysis.program import Program, message_about
+from vnode.analysis.states import NONZERO, Coupled, Coupling, Flow, Mode, State, Step, Why
+from vnode.errors import CouplingError, UnsupportedPrimitiveError
+from vnode.operators import Algebra, Monoid, OperatorDescription, advice
+from vnode.operators.control_flow import Region, region_of
+
+SUM = Partial(Monoid.SUM)
+IDEMPOTENT = {Monoid.MAX, Monoid.MIN, Monoid.AND, Monoid.OR}
+
+
+@dataclasses.dataclass(eq=False)
+class Precedent:
+    """A decision that holds for every equation of the same description whose operands have the same states.
+
+    Only what splits the batch and keeps it is one: what is completed, gathered or reduced has a history of its own.
+
+    Attributes:
+      step: what was decided.
+      operands: states of the operands.
+      results: states of the results.
+    """
+
+    step: Step
+    operands: list[State]
+    results: list[State]
+
+    @staticmethod
+    def fits(step: Step) -> bool:
+        """Whether a step that met no coupling is a precedent."""
+        return step.description is not None and all(isinstance(form, Slice) for form in step.results)
+
+    @property
+    def key(self) -> Hashable:
+        """What tells equations that it holds for; a flow holds equal states once."""
+        return (id(self.step.description), *map(id, self.operands))
+
+
+@dataclasses.dataclass(eq=False)
+class Follower:
+    """Follows batches through programs; holds what is common to a program and its bodies.
+
+    Attributes:
+      batch: the examples; of several batches, those of the largest.
+      nodes: how many nodes there will be; decides which grains are acceptable.
+      mode: the coupling mode (``"exact"``, ``"local"``, ``"error"``) of a reducing or materializing equation.
+      couplings: found so far.
+      grains: for each batch the number of its examples that a node must hold a multiple of, so far.
+      sums: values that a loop over the examples adds up in a carry.
+      picked: sums that no node can estimate, because examples pick their place in them.
+    """
+
+    batch: Batch
+    nodes: int
+    mode: Mode
+    couplings: list[Coupling] = dataclasses.field(default_factory=list)
+    grains: dict[Batch, int] = dataclasses.field(default_factory=dict)
+    sums: set[Var] = dataclasses.field(default_factory=set)
+    picked: set[Var] = dataclasses.field(default_factory=set)
+
+    def anew(self, batch: Batch | None) -> Follower:
+        """Another follower, for a program with passes of its own; with `batch` if that has examples of its own."""
+        if batch is not None:
+            return Follower(batch, self.nodes, self.mode, self.couplings)
+        return dataclasses.replace(self, couplings=self.couplings, grains=dict(self.grains))
+
+    @property
+    def batches(self) -> set[Batch]:
+        """All that are divided: where there are several, nodes have a share of each."""
+        return {self.batch, *self.grains}
+
+    def accept(self, form: Slice | Location) -> bool:
+        """Whether nodes may hold multiples of the form's grain without leaving most of them empty."""
+        grain = math.lcm(self.grains.get(form.batch, 1), form.ratio.denominator)
+        node = -(-form.batch.size // self.nodes)
+        if grain > max(2 * node, 1) and node % grain:
+            return False
+        self.grains[form.batch] = grain
+        return True
+
+    def follow(self, program: Program, inputs: Sequence[State], *, body: bool = False) -> Flow:
+        """Runs batch flow over `program`.
+
+        Args:
+          program: what to follow.
+          inputs: states of its inputs.
+          body: the program is a loop's body or a branch: nothing can be completed or materialized inside it.
+
+        Returns:
+          The flow.
+
+        Raises:
+          Coupled: in a body, where something would have to be.
+          UnsupportedPrimitiveError: a batched value meets a primitive that has an effect and no description.
+        """
+        met = len(self.couplings)
+        while True:
+            flow = self.followed(program, inputs, body)
+            if body or not any(coupling.mode == "local" for coupling in self.couplings[met:]):
+                return flow
+            found = picked_sums(flow) - self.picked
+            if not found:
+                return flow
+            self.picked |= found
+            del self.couplings[met:]
+
+    def followed(self, program: Program, inputs: Sequence[State], body: bool) -> Flow:
+        """One run over `program`."""
+        flow = Flow(program, {}, [])
+        flow.states.update(zip(program.inputs, map(flow.one, inputs), strict=True))
+        flow.states.update((var, NONZERO) for var in program.constants)
+        for state in inputs:
+            if isinstance(state.form, Slice):
+                self.grains.setdefault(state.form.batch, 1)
+        reducers: dict[Var, JaxprEqn] = {}
+        precedents: dict[Any, Precedent] = {}
+        for eqn in program.equations:
+            step = None
+            if not eqn.effects and self.sums.isdisjoint(eqn.outvars):
+                step = self.plain(flow, eqn, reducers) or self.alike(flow, eqn, precedents)
+            if step is None:
+                view = View(self, flow, eqn, body, reducers)
+                met = len(self.couplings)
+                step = self.step(view)
+                view.record(step)
+                if eqn.effects:
+                    keep_order(flow, step)
+                elif len(self.couplings) == met and Precedent.fits(step):
+                    precedent = Precedent(step, view.states, [flow.states[var] for var in eqn.outvars])
+                    precedents[precedent.key] = precedent
+            flow.steps.append(step)
+        flow.output_forms = [flow.state(atom).form for atom in program.outputs]
+        flow.batch = self.batch
+        flow.node_sizes = {
+            batch: math.ceil(batch.size / (self.nodes * grain)) * grain
+            for batch, grain in {self.batch: 1, **self.grains}.items()
+        }
+        flow.node_size = flow.node_sizes[self.batch]
+        return flow
+
+    @staticmethod
+    def plain(flow: Flow, eqn: JaxprEqn, reducers: dict[Var, JaxprEqn]) -> Step | None:
+        """The quick way for what most equations of an optimizer are: whole values that nodes have no part in."""
+        level = local = 0
+        ghost = model = False
+        source = None
+        for atom in eqn.invars:
+            state = flow.state(atom)
+            if state.form is not WHOLE or state.zero or state.examples or state.crosses:
+                return None
+            level, local = max(level, state.level), max(local, state.local)
+            ghost, model = ghost or state.ghost, model or state.model
+            if source is None and isinstance(atom, Var):
+                source = reducers.get(atom)
+        state = flow.whole(level, local, ghost, model)
+        for var in eqn.outvars:
+            flow.states[var] = state
+            if source is not None:
+                reducers[var] = source
+        return Step(eqn, False, level, wholes(len(eqn.invars)), wholes(len(eqn.outvars)))
+
+    @staticmethod
+    def alike(flow: Flow, eqn: JaxprEqn, precedents: Mapping[Any, Precedent]) -> Step | None:
+        """The quick way for what most equations of a deep model are: as in an earlier layer."""
+        description = flow.program.describe(eqn)
+        precedent = precedents.get((id(description), *[id(flow.state(atom)) for atom in eqn.invars]))
+        if precedent is None:
+            return None
+        flow.states.update(zip(eqn.outvars, precedent.results, strict=True))
+        step = precedent.step
+        return Step(eqn, True, step.level, step.operands, step.results, description, step.location)
+
+    def step(self, view: View) -> Step:
+        """Decides how one equation is evaluated."""
+        eqn = view.eqn
+        forms = view.forms
+        if not self.sums.isdisjoint(eqn.outvars):
+            return view.per_node((Partial(Monoid.SUM),), None)
+        region = region_of(eqn)
+        if all(isinstance(form, Whole) for form in forms):
+            if not any(state.examples for state in view.states):
+                return view.once()
+            if region is not None:
+                return nested_step(self, view, region)
+            description = view.flow.program.describe(eqn)
+            return view.once() if description is None else self.described_step(view, description)
+        if region is not None:
+            return self.region_step(view, region)
+        if eqn.effects and not eqn.outvars:
+            return self.effect_step(view)
+        description = view.flow.program.describe(eqn)
+        return self.undescribed_step(view) if description is None else self.described_step(view, description)
+
+    def undescribed_step(self, view: View) -> Step:
+        """An equation of which no description says how it splits: evaluated once, on the whole batch.
+
+        Raises:
+          UnsupportedPrimitiveError: it has an effect, of which nothing says how often the user wants it.
+        """
+        eqn, forms = view.eqn, view.forms
+        whole = all(isinstance(form, Whole | Partial) for form in forms)
+        if not whole and not is_ordered(eqn) and not any(isinstance(form, Slice | Partial) for form in forms):
+            return view.per_node((VARYING,) * len(eqn.outvars), None)  # of a single example, or a node's estimate
+        if eqn.effects and not whole:
+            raise UnsupportedPrimitiveError(
+                message_about(
+                    eqn,
+                    f"{eqn.primitive.name!r} is applied to a batched value and has an effect; no description of it "
+                    "says how often that happens if each virtual node has a part of the batch.",
+                    facts=[f"effects: {', '.join(sorted(map(str, eqn.effects)))}"],
+                    remedies=[*advice(eqn), "or apply it to values that are reduced over the batch"],
+                )
+            )
+        view.complete([i for i, form in enumerate(forms) if isinstance(form, Partial)])
+        view.materialize([i for i, form in enumerate(forms) if isinstance(form, Slice | Varying)], Why.UNDESCRIBED)
+        return view.once()
+
+    def described_step(self, view: View, description: OperatorDescription) -> Step:
+        partial = [i for i, form in enumerate(view.forms) if isinstance(form, Partial)]
+        if partial:
+            monoid = self.stays_partial(view, description, partial)
+            if monoid is not None:
+                return view.per_node((Partial(monoid),) * len(view.eqn.outvars), description)
+            view.complete(partial)
+        location = self.agree(view, description) or self.divide_again(view, description)
+        if location is None:
+            if any(isinstance(form, Varying) for form in view.forms):
+                return view.per_node((VARYING,) * len(view.eqn.outvars), description)
+            return view.once()
+        for i, dims in enumerate(description.operands):
+            if isinstance(view.forms[i], Whole) and stands_in(location.factor, dims):
+                view.forms[i] = project(location, dims, description.sizes) or WHOLE
+        results: list[Form] = []
+        for k, dims in enumerate(description.results):
+            form = project(location, dims, description.sizes)
+            if form is not None:
+                results.append(form)
+            elif location.factor in description.reduced:
+                results.append(Partial(description.reduced[location.factor]))
+            else:
+                results.append(SUM if k in description.summed else VARYING)  # which nobody reads
+        return view.per_node(tuple(results), description, location)
+
+    @staticmethod
+    def stays_partial(view: View, description: OperatorDescription, partial: Sequence[int]) -> Monoid | None:
+        """The monoid under which an equation of partial operands gives a partial result, or None."""
+        monoids = {form.monoid for form in view.forms if isinstance(form, Partial)}
+        if len(monoids) != 1:
+            return None
+        (monoid,) = monoids
+        if any(not isinstance(form, Whole | Partial) for form in view.forms):
+            return None
+        made = max(view.states[i].level for i in partial)
+        wholes = [state for state, form in zip(view.states, view.forms, strict=True) if isinstance(form, Whole)]
+        if any(state.ready > made for state in wholes):
+            return None  # it would be computed in a later pass for the sake of one whole operand (gradient clipping)
+        if any(view.states[i].ghost for i in partial) and (
+            any(state.estimable and not state.ghost for state in wholes)
+            or not all(view.states[i].estimable for i in partial)
+        ):
+            return None  # an estimate is made of estimates of both, or of one that is and one that is not
+        if not all(view.states[i].estimates for i in partial) and any(
+            state.estimated and isinstance(form, Whole) for state, form in zip(view.states, view.forms, strict=True)
+        ):
+            return None  # an exact sum that leaves the step must not take up estimates
+        if len(view.forms) == 1 and description.reduced and set(description.reduced.values()) == {monoid}:
+            return monoid
+        if monoid is not Monoid.SUM and not description.has(Algebra.MOVES):
+            return None
+        for group in description.linear:
+            if not group.issuperset(partial):
+                continue
+            if all(
+                i in partial or view.states[i].zero or (monoid in IDEMPOTENT and description.has(Algebra.MOVES))
+                for i in group
+            ) and (monoid in (Monoid.SUM, *IDEMPOTENT) or len(group) == 1):
+                return monoid
+        return None
+
+    def agree(self, view: View, description: OperatorDescription) -> Location | None:
+        """Finds the one factor that holds the batch, materializing operands that stand in the way."""
+        locations: dict[int, Location] = {}
+        for i, form in enumerate(view.forms):
+            if not isinstance(form, Slice):
+                continue
+            location = locate(form, description.operands[i], description.sizes)
+            if location is None or location.factor in description.whole or not self.accept(location):
+                view.materialize([i], Why.WHOLE)
+            elif location.factor not in description.reduced and not self.keeps(view, description, location.factor):
+                view.materialize([i], Why.RESULTS)
+            else:
+                locations[i] = location
+        if not locations:
+            return None
+        free = {loc.factor for loc in locations.values() if loc.factor not in description.reduced}
+        if len(free) > 1:
+            view.materialize(locations, Why.PAIRS)
+            return None
+
+        def weight(i: int) -> tuple[bool, int]:
+            return locations[i].factor in free, math.prod(view.eqn.invars[i].aval.shape)
+
+        location = locations[max(locations, key=weight)]
+        if self.contracts_gathered(view, description, locations, location):
+            view.materialize(locations, Why.GATHERED)
+            return None
+        view.materialize([i for i, other in locations.items() if other != location], Why.REORDERS)
+        for dims in description.results:
+            form = project(location, dims, description.sizes)
+            if form is not None:
+                self.accept(form)
+        for i, dims in enumerate(description.operands):
+            form = project(location, dims, description.sizes)
+            if form is not None and not isinstance(view.forms[i], Slice) and not self.accept(form):
+                raise AssertionError("a projection is never finer than its factor")
+        return location
+
+    @staticmethod
+    def keeps(view: View, description: OperatorDescription, factor: int) -> bool:
+        """Whether nodes' copies on parts of a free factor give all results that somebody reads, or terms of them."""
+        program = view.flow.program
+        for k, var in enumerate(view.eqn.outvars):
+            if k in description.summed and not is_narrow(var, SUM):
+                continue
+            stands = stands_in(factor, description.results[k])
+            if not stands and (var in program.readers or any(var is atom for atom in program.outputs)):
+                return False
+        return True
+
+    @staticmethod
+    def contracts_gathered(
+        view: View, description: OperatorDescription, locations: Iterable[int], location: Location
+    ) -> bool:
+        """Whether gathered values meet, over the batch, a whole value that was made from gathered values.
+
+        The backward pass of an all-pairs loss does this. The sum is then formed once, rather than over nodes in another
+        pass.
+        """
+        if location.factor not in description.reduced or view.body:
+            return False
+        gathered = all(view.eqn.invars[i] in view.flow.gathered for i in locations)
+        return gathered and any(
+            isinstance(form, Whole) and view.states[i].examples and stands_in(location.factor, description.operands[i])
+            for i, form in enumerate(view.forms)
+        )
+
+    def divide_again(self, view: View, description: OperatorDescription) -> Location | None:
+        """Divides the examples of a whole value among the nodes again, where the model is applied to them.
+
+        After a shuffle of the batch, say: the shuffle needs the whole batch, the network behind it does not.
+        """
+        if (
+            not description.has(Algebra.CONTRACTS)
+            or view.body
+            or not all(isinstance(form, Whole) for form in view.forms)
+        ):
+            return None
+        having = [i for i, state in enumerate(view.states) if state.examples]
+        if len(having) != 1:
+            return None
+        (i,) = having
+        shape = view.eqn.invars[i].aval.shape
+        for dim in sorted(view.states[i].examples, key=lambda d: -shape[d]):
+            # Batches that were concatenated without a common number of parts are a batch of their own from here on.
+            own = [Batch(shape[dim])] if len(self.batches) > 1 else []
+            for batch in (self.batch, *own):
+                form = Slice(batch, dim, 1, Fraction(shape[dim], batch.size))
+                location = locate(form, description.operands[i], description.sizes)
+                if location is None or location.factor in description.whole or location.factor in description.reduced:
+                    continue
+                if shape[dim] > 1 and self.accept(location):
+                    return location
+        return None
+
+    def effect_step(self, view: View) -> Step:
+        """An equation that is run for its effect: once per node if a node's examples reach it, else once."""
+        view.complete([i for i, form in enumerate(view.forms) if isinstance(form, Partial)])
+        if all(isinstance(form, Whole) for form in view.forms):
+            return view.once()
+        if is_ordered(view.eqn):
+            raise CouplingError(
+                message_about(
+                    view.eqn,
+                    f"the ordered effect of {view.eqn.primitive.name!r} cannot be kept: nodes run in parallel.",
+                    remedies=["use ordered=False", "or pass values that are reduced over the batch"],
+                )
+            )
+        return view.per_node((), None)
+
+    def region_step(self, view: View, region: Region) -> Step:
+        kept = list(view.forms), view.level
+        try:
+            return region_step(self, view, region)
+        except Coupled as coupled:
+            if view.body:
+                raise
+            view.forms[:], view.level = kept
+            view.coupled = coupled
+            return nested_step(self, view, region)
+
+
+def is_ordered(eqn: JaxprEqn) -> bool:
+    """Whether an equation's effect must come in order."""
+    return any("Ordered" in type(effect).__name__ for effect in eqn.effects)
+
+
+@functools.cache
+def wholes(count: int) -> tuple[Whole, ...]:
+    return (WHOLE,) * count
+
+
+def keep_order(flow: Flow, step: Step) -> None:
+    """After an equation that reads or writes an array in place (`jax.new_ref`), others do so at its level or later.
+
+    Raises:
+      UnsupportedPrimitiveError: nodes would do so.
+    """
+    references = [atom for atom in step.eqn.invars if isinstance(atom, Var) and hasattr(atom.aval, "inner_aval")]
+    if references and (step.per_node or step.nested):
+        raise UnsupportedPrimitiveError(
+            message_about(
+                step.eqn,
+                f"{step.eqn.primitive.name!r} mutates an array in place with what depends on single examples.",
+                remedies=[
+                    "use x.at[...].set(...) or a carry of the loop",
+                    "or write only what is reduced over the batch",
+                ],
+            )
+        )
+    for var in references:
+        flow.states[var] = flow.one(dataclasses.replace(flow.states[var], level=step.level, local=step.level))

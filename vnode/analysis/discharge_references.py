@@ -1,0 +1,197 @@
+"""A program without references: arrays mutated in place become values that are passed on.
+
+Knows how references get into calls, loops and branches. Must not know batches, nor which primitives read and write.
+
+What jax does to such a program before it compiles it, done before the batch is followed through it: a reference that a
+loop writes is one more carry of the loop. So whatever can be said of values (which node has which part of them, which
+are sums over the nodes) holds of references too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from vnode.analysis.program import bind, context_of, message_about
+from vnode.errors import UnsupportedPrimitiveError
+from vnode.operators.control_flow import Body, Branches, Loop, While, call_of, region_of
+from vnode.operators.references import access_of, is_reference, made_by
+
+
+class Reference:
+    """An array that is mutated in place, while a program is evaluated."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def without_references(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A program that does the same with values only.
+
+    Args:
+      closed: any closed jaxpr.
+
+    Returns:
+      Itself, if there are no references in it, or some come from outside: whoever holds these is to see what is
+      written. Otherwise constants that jax is tracing are arguments, the last.
+
+    Raises:
+      UnsupportedPrimitiveError: a reference is returned, or used as only jax can.
+    """
+    outside = any(map(is_reference, (*closed.jaxpr.invars, *closed.jaxpr.constvars)))
+    if outside or not has_references(closed.jaxpr, {}):
+        return closed
+
+    def run(*values: Any) -> list[Any]:
+        return evaluate(Body(closed.jaxpr, tuple(closed.consts)), values)
+
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in closed.jaxpr.invars]
+    return jax.make_jaxpr(run)(*avals)
+
+
+def has_references(jaxpr: Jaxpr, known: dict[int, bool]) -> bool:
+    """Whether a jaxpr or a body in it makes or takes a reference; `known` of those that were looked at."""
+    key = id(jaxpr)
+    if key not in known:
+        known[key] = any(map(is_reference, (*jaxpr.invars, *jaxpr.constvars))) or any(
+            any(map(is_reference, eqn.outvars)) or any(has_references(body.jaxpr, known) for body in bodies_of(eqn))
+            for eqn in jaxpr.eqns
+        )
+    return known[key]
+
+
+def bodies_of(eqn: JaxprEqn) -> list[Body]:
+    call, region = call_of(eqn), region_of(eqn)
+    if call is not None:
+        return [call.body]
+    return [] if region is None else list(region.bodies)
+
+
+def evaluate(body: Body, values: Sequence[Any]) -> list[Any]:
+    """Evaluates a body whose operands may be `Reference`s, which it may write."""
+    env: dict[Var, Any] = dict(zip(body.jaxpr.constvars, body.constants, strict=True))
+    env.update(zip(body.jaxpr.invars, values, strict=True))
+    for eqn in body.jaxpr.eqns:
+        operands = [a.val if isinstance(a, Literal) else env[a] for a in eqn.invars]
+        for atom, value in zip(eqn.invars, operands, strict=True):
+            if is_reference(atom) and not isinstance(value, Reference):
+                raise refused(eqn, "it was made outside of the step")
+        with context_of(eqn):
+            results = evaluate_equation(eqn, operands)
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [a.val if isinstance(a, Literal) else env[a] for a in body.jaxpr.outvars]
+
+
+def evaluate_equation(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    held = made_by(eqn, operands)
+    if held is not None:
+        return [Reference(jnp.asarray(held))]
+    access = access_of(eqn)
+    if access is not None:
+        reference, *others = operands
+        try:
+            reference.held, results = access(eqn, reference.held, others)
+        except NotImplementedError as error:
+            raise refused(eqn, str(error)) from error
+        return results
+    passed = [value for value in operands if isinstance(value, Reference)]
+    known: dict[int, bool] = {}
+    if not passed and not any(has_references(body.jaxpr, known) for body in bodies_of(eqn)):
+        return bind(eqn, operands)
+    call = call_of(eqn)
+    if call is not None:
+        return evaluate(call.body, [operands[i] for i in call.operands])
+    match region_of(eqn):
+        case Loop() as loop:
+            return evaluate_loop(loop, operands, passed)
+        case While() as loop if not loop.bodies[0].jaxpr.outvars[0].aval.shape:
+            return evaluate_while(loop, operands, passed)
+        case Branches() as branches:
+            return evaluate_branches(branches, operands, passed)
+    raise refused(eqn, f"{eqn.primitive.name!r} takes it")
+
+
+def refused(eqn: JaxprEqn, why: str) -> UnsupportedPrimitiveError:
+    return UnsupportedPrimitiveError(
+        message_about(
+            eqn,
+            f"vnode cannot follow an array that is mutated in place: {why}.",
+            remedies=["use x.at[...].set(...) or a carry of the loop", "or make the array in the step: jax.new_ref(x)"],
+        )
+    )
+
+
+def hold(passed: Sequence[Reference], values: Sequence[Any]) -> None:
+    for reference, value in zip(passed, values, strict=True):
+        reference.held = value
+
+
+def apart(operands: Sequence[Any], passed: Sequence[Reference], values: Sequence[Any]) -> list[Any]:
+    """Operands with new references, which hold `values`, in place of those of `passed`; the new ones come first."""
+    new = {id(old): Reference(value) for old, value in zip(passed, values, strict=True)}
+    return [*new.values(), *(new.get(id(value), value) for value in operands)]
+
+
+def evaluate_loop(loop: Loop, operands: list[Any], passed: list[Reference]) -> list[Any]:
+    first, split = loop.constants, loop.constants + loop.carries
+    count = len(passed)
+
+    def turn(carry: Any, xs: Any) -> Any:
+        inside = apart(operands[:first], passed, carry[0])
+        out = evaluate(loop.bodies[0], [*inside[count:], *carry[1], *xs])
+        return ([r.held for r in inside[:count]], out[: loop.carries]), out[loop.carries :]
+
+    init = [r.held for r in passed], [jnp.asarray(value) for value in operands[first:split]]
+    (held, carries), ys = lax.scan(turn, init, operands[split:], loop.length, loop.reverse, loop.unroll)
+    hold(passed, held)
+    return [*carries, *ys]
+
+
+def evaluate_while(loop: While, operands: list[Any], passed: list[Reference]) -> list[Any]:
+    split = loop.condition_constants
+    first = split + loop.body_constants
+    count = len(passed)
+
+    def test(carry: Any) -> Any:
+        inside = apart(operands[:split], passed, carry[0])
+        return evaluate(loop.bodies[0], [*inside[count:], *carry[1]])[0]
+
+    def turn(carry: Any) -> Any:
+        inside = apart(operands[split:first], passed, carry[0])
+        out = evaluate(loop.bodies[1], [*inside[count:], *carry[1]])
+        return [r.held for r in inside[:count]], out
+
+    init = [r.held for r in passed], [jnp.asarray(value) for value in operands[first:]]
+    held, carries = lax.while_loop(test, turn, init)
+    hold(passed, held)
+    return carries
+
+
+def evaluate_branches(branches: Branches, operands: list[Any], passed: list[Reference]) -> list[Any]:
+    count = len(passed)
+    given = [i for i, value in enumerate(operands[1:]) if not isinstance(value, Reference)]
+
+    def branch(body: Body) -> Any:
+        def run(held: list[Any], values: list[Any]) -> Any:
+            all_operands = list(operands[1:])
+            for i, value in zip(given, values, strict=True):
+                all_operands[i] = value
+            inside = apart(all_operands, passed, held)
+            out = evaluate(body, inside[count:])
+            return [r.held for r in inside[:count]], out
+
+        return run
+
+    held, out = lax.switch(
+        operands[0],
+        [branch(body) for body in branches.bodies],
+        [r.held for r in passed],
+        [operands[1 + i] for i in given],
+    )
+    hold(passed, held)
+    return out

@@ -1,0 +1,178 @@
+"""Sums over the batch that no node can estimate, because examples pick their place in them and find it again.
+
+Knows batch flow's states and descriptions. Must not know any primitive by name, nor what an estimate is used for.
+
+With ``coupling="local"`` a node takes V times the sum over its own examples for the sum over all. That estimates a
+statistic, to which every example contributes alike. It does not estimate what examples *put* somewhere: the buffer of
+an expert (of a mixture of experts) is a sum, too, but each place in it has a single term, all others being zero, and
+each example reads its own term again, which an estimate would multiply by V. Such sums are known by two things:
+
+- Places. An example picks some along a dimension: by comparing its number with others (``one_hot``), by an index
+  (``x.at[i].add``), or by its position in the batch (a permutation matrix).
+- Readers. What was made of the sum is multiplied by something by which examples pick places, or looked up in.
+
+What is summed over places but not read by place is a statistic all the same: the load of every expert, say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax.numpy as jnp
+from jax.extend.core import Var
+
+from vnode.analysis.forms import Form, Partial, Slice, Whole
+from vnode.analysis.program import Atom
+from vnode.analysis.states import Flow, Step
+from vnode.operators import Monoid, OperatorDescription, Role
+from vnode.operators.control_flow import Region
+from vnode.operators.description import Dim
+
+Dimensions = frozenset[int]
+NONE: Dimensions = frozenset()
+
+Places = dict[Var, Dimensions]
+"""Dimensions of a batched value along which examples pick places; of a whole value, those along which its elements are
+given one by one (an iota's, an argument's)."""
+
+
+def picked_sums(flow: Flow) -> set[Var]:
+    """Of the sums over the batch that nodes would estimate, those that they cannot."""
+    places = places_of(flow)
+    made_of: dict[Atom, set[Var]] = {}
+    found: set[Var] = set()
+    for step in flow.steps:
+        read = {i: made_of[atom] for i, atom in enumerate(step.eqn.invars) if isinstance(atom, Var) and atom in made_of}
+        batched = any(isinstance(form, Slice) for form in step.operands)
+        if batched:
+            found.update(*(sums for i, sums in read.items() if reads_by_place(places, step, i)))
+        for var, form in zip(step.eqn.outvars, step.results, strict=True):
+            if read and not batched:
+                made_of[var] = set().union(*read.values())
+            elif batched and form == Partial(Monoid.SUM) and flow.states[var].ghost and places.get(var):
+                made_of[var] = {var}
+    return found
+
+
+def reads_by_place(places: Places, step: Step, operand: int) -> bool:
+    """Whether examples find in a whole operand what they picked: they multiply it by places, or look up in it."""
+    atoms, description, form = step.eqn.invars, step.description, step.operands[operand]
+    if isinstance(form, Slice) and isinstance(atom := atoms[operand], Var) and form.dim in places.get(atom, NONE):
+        return True  # multiplied by places before, for all examples at once
+    others = {i for i, form in enumerate(step.operands) if isinstance(form, Slice) and i != operand}
+    picking = {i for i in others if isinstance(atom := atoms[i], Var) and places.get(atom)}
+    if description is None:
+        return bool(picking)
+    added = {i for group in description.linear if operand in group for i in group}
+    if picking - added:
+        return True
+    looked_up = factors(description.operands[operand]) - factors(*description.results) - set(description.reduced)
+    return bool(looked_up) and not description.role(Role.INDEX).isdisjoint(others)
+
+
+def factors(*arrays: Sequence[Dim]) -> set[int]:
+    return {factor for dims in arrays for dim in dims for factor in dim}
+
+
+def places_of(flow: Flow, given: Mapping[Var, Dimensions] | None = None) -> Places:
+    """The places of every value of a program, as far as there are any.
+
+    Args:
+      flow: batch flow of the program.
+      given: those of its inputs, where it is a body; by default an argument's elements are given one by one, and
+        examples of whole numbers pick by them.
+    """
+    places: Places = {}
+    for var in [*flow.program.inputs, *flow.program.constants]:
+        state = flow.states[var]
+        if given is not None and var in given:
+            put(places, var, given[var], state.form)
+        else:
+            by_element = isinstance(state.form, Whole) or discrete(var)
+            put(places, var, everywhere(var) if by_element else state.places, state.form)
+    for step in flow.steps:
+        if step.region is not None:
+            around(places, step, step.region)
+            continue
+        description = step.description or flow.program.describe(step.eqn)
+        if description is None:
+            continue
+        picked = picked_factors(flow, places, step, description)
+        for var, dims, form in zip(step.eqn.outvars, description.results, step.results, strict=True):
+            put(places, var, (d for d, dim in enumerate(dims) if not picked.isdisjoint(dim)), form)
+    return places
+
+
+def put(places: Places, var: Var, dims: Iterable[int], form: Form | None = None) -> None:
+    """Notes the places of a value; there is nothing to pick along the batch, nor in a dimension of size one."""
+    shape = getattr(var.aval, "shape", ())
+    batch = form.dim if isinstance(form, Slice) else None
+    found = frozenset(d for d in dims if shape[d] > 1 and d != batch)
+    if found:
+        places[var] = found
+
+
+def everywhere(atom: Atom) -> Dimensions:
+    return frozenset(range(len(getattr(atom.aval, "shape", ()))))
+
+
+def picked_factors(flow: Flow, places: Places, step: Step, description: OperatorDescription) -> set[int]:
+    """The factors of an equation along which examples pick places, or whose elements are given one by one."""
+    atoms = step.eqn.invars
+    if not any(isinstance(form, Slice) for form in step.operands):  # of whole values only
+        found = {f for f, factor in enumerate(description.factors) if factor.positional and not atoms}
+        for atom, dims in zip(atoms, description.operands, strict=True):
+            found |= factors([dims[d] for d in places.get(atom, NONE)]) if isinstance(atom, Var) else set()
+        return found | moved(description, found)
+    found = set()
+    compares = all(map(discrete, atoms)) and not any(map(truth, atoms)) and all(map(truth, step.eqn.outvars))
+    for atom, dims, form in zip(atoms, description.operands, step.operands, strict=True):
+        if not isinstance(atom, Var) or atom not in places:
+            continue
+        along = isinstance(form, Slice) and form.dim in places[atom]
+        if isinstance(flow.states[atom].form, Slice) or compares or along:
+            found |= factors([dims[d] for d in places[atom] if not (along and d == form.dim)])
+    indexed = [i for i in description.role(Role.INDEX) if isinstance(step.operands[i], Slice)]
+    if indexed:  # what is written by index stands in the result, and is not gone through
+        found |= {f for f in factors(*description.results) if not description.factors[f].counted}
+    return found | moved(description, found)
+
+
+def moved(description: OperatorDescription, found: set[int]) -> set[int]:
+    """The factors of the results for those that stand in operands only, but are not reduced (a flip, a window)."""
+    kept = factors(*description.results)
+    left = found - kept - set(description.reduced)
+    return kept - factors(*description.operands) if left else set()
+
+
+def discrete(atom: Atom) -> bool:
+    """Whether an array holds whole numbers or truth values."""
+    dtype = getattr(atom.aval, "dtype", jnp.float32)
+    return truth(atom) or jnp.issubdtype(dtype, jnp.integer)
+
+
+def truth(atom: Atom) -> bool:
+    return getattr(atom.aval, "dtype", None) == jnp.bool_
+
+
+def around(places: Places, step: Step, region: Region) -> None:
+    """Notes the places of a loop's or branch's results, from those inside."""
+    operands = [places.get(atom, NONE) if isinstance(atom, Var) else NONE for atom in step.eqn.invars]
+    first = region.carried.start
+    while True:
+        results: list[set[int]] = [set() for _ in step.eqn.outvars]
+        for k, (flow, inputs) in enumerate(zip(step.bodies, region.inputs, strict=True)):
+            given = {
+                var: frozenset(d - 1 for d in operands[i] if d) if i in region.scanned else operands[i]
+                for var, i in zip(flow.program.inputs, inputs, strict=True)
+            }
+            inner = places_of(flow, given)
+            for result, atom in zip(results, flow.program.outputs if k >= region.tests else (), strict=False):
+                result |= inner.get(atom, NONE) if isinstance(atom, Var) else NONE
+        grown = [operands[i] | results[i - first] for i in region.carried]
+        if grown == [operands[i] for i in region.carried]:
+            break
+        operands[first : first + len(grown)] = grown
+    for k, (var, form) in enumerate(zip(step.eqn.outvars, step.results, strict=True)):
+        stacked = region.stacks and k >= len(region.carried)
+        put(places, var, (d + 1 if stacked else d for d in results[k]), form)

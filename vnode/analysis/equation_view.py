@@ -1,0 +1,245 @@
+"""One equation while batch flow decides about it: the forms in which it reads its operands so far, and the verdict.
+
+Knows states, levels and couplings. Must not know which verdict is right: batch flow does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from jax.extend.core import JaxprEqn, Var
+
+from vnode.analysis.forms import VARYING, WHOLE, Form, Location, Partial, Slice, Varying, Whole
+from vnode.analysis.program import message_about
+from vnode.analysis.states import Coupled, Coupling, Flow, Follows, State, Step, Why
+from vnode.errors import CouplingError
+from vnode.operators import Monoid, OperatorDescription
+from vnode.operators.control_flow import Region, region_of
+
+
+@dataclasses.dataclass(eq=False)
+class View:
+    """An equation while batch flow decides about it: the forms in which it reads its operands so far."""
+
+    follower: Follows
+    flow: Flow
+    eqn: JaxprEqn
+    body: bool
+    reducers: dict[Var, JaxprEqn]
+
+    def __post_init__(self) -> None:
+        self.states = [self.flow.state(atom) for atom in self.eqn.invars]
+        self.forms: list[Form] = [state.form for state in self.states]
+        self.gathered: dict[int, Why] = {}
+        self.coupled: Coupled | None = None
+        self.level = 0
+
+    def complete(self, positions: Iterable[int]) -> None:
+        """Reads partial operands as completed reductions, one level up."""
+        for i in positions:
+            if self.body:
+                raise Coupled(self.eqn, Why.SUM)
+            self.forms[i] = WHOLE
+
+    def materialize(self, positions: Iterable[int], why: Why) -> None:
+        """Reads batched operands whole, one level up."""
+        for i in positions:
+            if self.body:
+                raise Coupled(self.eqn, why)
+            if isinstance(self.forms[i], Slice | Varying):
+                self.gathered[i] = why
+                atom = self.eqn.invars[i]
+                if isinstance(atom, Var):
+                    self.flow.gathered.add(atom)
+            self.forms[i] = WHOLE
+
+    def nested(self, region: Region, bodies: tuple[Flow, ...], results: Sequence[State]) -> Step:
+        """The equation is evaluated once, around passes of its own; a batch of their own is not known outside."""
+        level = max((state.whole_level for state in self.states), default=0)
+        self.results = [self.known_outside(state) for state in results]
+        return Step(
+            self.eqn,
+            False,
+            level,
+            tuple(self.forms),
+            tuple(state.form for state in self.results),
+            region=region,
+            bodies=bodies,
+            nested=True,
+        )
+
+    def known_outside(self, state: State) -> State:
+        form = state.form
+        if not isinstance(form, Slice) or form.batch in self.follower.batches:
+            return state
+        return State(WHOLE, model=state.model, examples=frozenset({form.dim}))
+
+    def once(self) -> Step:
+        """The equation is evaluated once, on whole values."""
+        level = max((state.whole_level for state in self.states), default=0)
+        return Step(self.eqn, False, level, (WHOLE,) * len(self.forms), (WHOLE,) * len(self.eqn.outvars), region=None)
+
+    def per_node(
+        self,
+        results: tuple[Form, ...],
+        description: OperatorDescription | None,
+        location: Location | None = None,
+        region: Region | None = None,
+        bodies: tuple[Flow, ...] = (),
+        over_batch: bool = False,
+    ) -> Step:
+        """The equation is evaluated by every node."""
+        level = 0
+        for i, form in enumerate(self.forms):
+            state = self.states[i]
+            if form == state.form and not isinstance(form, Whole):
+                level = max(level, state.level)
+            elif state.estimated:
+                if isinstance(form, Whole):
+                    self.forms[i] = VARYING
+                level = max(level, state.local)
+            else:
+                level = max(level, state.whole_level)
+        return Step(
+            self.eqn, True, level, tuple(self.forms), results, description, location, region, bodies, over_batch
+        )
+
+    def record(self, step: Step) -> None:
+        """Writes the states of the results, and the couplings met."""
+        model = any(state.model for state in self.states)
+        if step.nested:
+            for var, state in zip(self.eqn.outvars, self.results, strict=True):
+                state = dataclasses.replace(state, level=step.level, local=step.level, zero=False)
+                self.flow.states[var] = self.flow.one(state)
+            if self.coupled is not None:
+                self.follower.couplings.append(
+                    Coupling(self.flow, self.eqn, "loop", step.level, source=self.coupled.eqn, why=self.coupled.why)
+                )
+            return
+        if step.per_node:
+            self.check_borders(step)
+        zero = self.results_zero(step)
+        estimates = step.per_node and any(
+            isinstance(form, Varying) or (state.estimates and not isinstance(form, Whole))
+            for form, state in zip(step.operands, self.states, strict=True)
+        )
+        crossing = [state for state in self.states if state.crosses]
+        states = [
+            dataclasses.replace(state, examples=state.examples | {state.form.dim})
+            if isinstance(state.form, Slice) and isinstance(form, Whole)
+            else state
+            for state, form in zip(self.states, step.operands, strict=True)
+        ]
+        descends = any(state.examples for state in states)
+        description = step.description
+        if descends and description is None and region_of(self.eqn) is None:
+            description = self.flow.program.describe(self.eqn)
+        inherited = [self.reducers[a] for a in self.eqn.invars if isinstance(a, Var) and a in self.reducers]
+        adds = {state for state, form in zip(self.states, step.operands, strict=True) if isinstance(form, Partial)}
+        if any(isinstance(form, Slice | Varying) for form in step.operands):
+            adds.clear()  # the sum is formed here
+        for k, (var, form) in enumerate(zip(self.eqn.outvars, step.results, strict=True)):
+            local, ghost = step.level, False
+            examples: set[int] = set()
+            match form:
+                case Whole():
+                    if descends and not step.per_node:
+                        examples = examples_of(self.eqn, k, states, description)
+                    local = min(local, max((state.local for state in self.states), default=0))
+                    # What needs the whole batch is not made of a node's own estimates: it would be, node by node.
+                    ghost = any(state.estimated for state in self.states) and not self.gathered
+                case Partial():
+                    self.reducers[var] = inherited[0] if inherited else self.eqn
+                    if adds:
+                        ghost = any(state.ghost for state in adds)
+                        local += not all(state.estimable for state in adds)
+                    elif form.monoid is not Monoid.SUM or var in self.follower.picked:
+                        local += 1  # a node's own maximum estimates nothing
+                    elif model:
+                        ghost = self.follower.mode(self.reducers[var]) == "local"
+                        local += not ghost
+                case _:
+                    local += 1
+            state = State(form, step.level, local, ghost, zero, model, estimates, False, frozenset(examples))
+            if crossing:
+                state = dataclasses.replace(
+                    state,
+                    handed_on=any(other.handed_on for other in crossing),
+                    counted=any(other.counted for other in crossing) and not isinstance(form, Slice),
+                )
+            self.flow.states[var] = self.flow.one(state)
+            if isinstance(form, Whole) and inherited:
+                self.reducers[var] = inherited[0]
+        if self.gathered:
+            why = next(iter(self.gathered.values()))
+            self.follower.couplings.append(Coupling(self.flow, self.eqn, "materialize", step.level, why=why))
+        elif step.per_node:
+            for i, form in enumerate(step.operands):
+                atom = self.eqn.invars[i]
+                reads_reduction = isinstance(form, Whole | Varying | Slice) and isinstance(
+                    self.states[i].form, Whole | Partial
+                )
+                if not reads_reduction or self.states[i].whole_level == 0:
+                    continue
+                mode = "local" if self.states[i].estimated else "exact"
+                source = self.reducers.get(atom) if isinstance(atom, Var) else None
+                self.follower.couplings.append(Coupling(self.flow, self.eqn, "reduction", step.level, mode, source))
+
+    def check_borders(self, step: Step) -> None:
+        """Refuses estimates on one side of a loop's or branch's border where the other has the sum itself.
+
+        Raises:
+          CouplingError: examples read both.
+        """
+        for state, form in zip(self.states, step.operands, strict=True):
+            if state.handed_on:
+                what = "a loop or branch has made of a sum over the batch that is estimated inside of it only"
+                remedy = "compute it again where it is read: jax.checkpoint around the body of the loop or branch"
+            elif state.counted and state.estimated and not isinstance(form, Partial):
+                what = "is made of an estimate in a loop or branch, and of a count that comes from outside"
+                remedy = "keep the count out of it: normalize by what does not depend on the batch"
+            else:
+                continue
+            raise CouplingError(
+                message_about(
+                    self.eqn,
+                    f"coupling='local' cannot be kept: {self.eqn.primitive.name!r} applies to single examples "
+                    f"what {what}.",
+                    remedies=[remedy, "or write the loop out (a Python loop), or the branch", "or coupling='exact'"],
+                )
+            )
+
+    def results_zero(self, step: Step) -> bool:
+        """Whether the equation maps zeros to zeros, and its operands are zeros."""
+        if not any(state.zero for state in self.states):
+            return False
+        description = step.description
+        if description is None:
+            description = self.flow.program.describe(self.eqn) if region_of(self.eqn) is None else None
+        if description is None:
+            return False
+        return any(all(self.states[i].zero for i in group) for group in description.linear)
+
+
+def examples_of(
+    eqn: JaxprEqn, result: int, states: Sequence[State], description: OperatorDescription | None
+) -> set[int]:
+    """Dimensions of a whole result that descend from the batch, as far as can be told."""
+    found: set[int] = set()
+    shape = getattr(eqn.outvars[result].aval, "shape", ())
+    for i, state in enumerate(states):
+        have = getattr(eqn.invars[i].aval, "shape", ())
+        for d in state.examples:
+            factors = description.operands[i][d] if description is not None else ()
+            dims = (
+                {e for e, dim in enumerate(description.results[result]) if set(dim) & set(factors)}
+                if description is not None
+                else set()
+            )
+            if not dims and len(have) == len(shape) and shape[d] > 1:
+                dims = {d}
+            elif not dims:
+                dims = {e for e, n in enumerate(shape) if n == have[d]}
+            found |= dims
+    return {d for d in found if shape[d] > 1}

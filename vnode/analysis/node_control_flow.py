@@ -1,0 +1,163 @@
+"""Loops and branches that every node runs on its own examples.
+
+Knows how regions pass values on, and how the forms of carries are found (a fixpoint). Must not know passes: what would
+need one inside a body raises `Coupled`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from jax.extend.core import JaxprEqn, Var
+
+from vnode.analysis.equation_view import View
+from vnode.analysis.forms import VARYING, Partial, Slice, Varying, Whole
+from vnode.analysis.low_precision_sums import is_narrow, unfinished, unrounded
+from vnode.analysis.program import Atom, Program, inline
+from vnode.analysis.states import Coupled, Flow, Follows, State, Step, Why
+from vnode.operators import Algebra, Monoid
+from vnode.operators.control_flow import Region, region_of
+
+SUM = Partial(Monoid.SUM)
+
+
+def region_step(follower: Follows, view: View, region: Region) -> Step:
+    """Decides about a loop or branch that batched values reach.
+
+    Raises:
+      Coupled: examples meet inside it.
+    """
+    partial = {i: atom for i, atom in enumerate(view.eqn.invars) if isinstance(view.forms[i], Partial)}
+    late = unfinished(view.flow) if partial else set()
+    view.complete([i for i, atom in partial.items() if i not in region.passed or atom in late])
+    if region.chooser is not None and isinstance(view.forms[region.chooser], Slice | Varying):
+        raise Coupled(view.eqn, Why.BRANCH)
+    if all(isinstance(form, Whole) for form in view.forms):
+        return view.once()
+    programs = [inline(body.jaxpr, body.constants, view.eqn) for body in region.bodies]
+    scanned = {form for i in region.scanned if isinstance(form := view.forms[i], Slice) and form.dim == 0}
+    if scanned:
+        return loop_over_batch(follower, view, region, programs[0], scanned)
+    given = inputs_of(view)
+    for i in region.scanned:
+        form = given[i].form
+        if isinstance(form, Slice):
+            given[i] = dataclasses.replace(given[i], form=form.move(form.dim - 1))
+    carried = list(region.carried)
+
+    def follow(bodies: slice) -> list[Flow]:
+        return [
+            follower.follow(program, [given[i] for i in inputs], body=True)
+            for program, inputs in zip(programs[bodies], region.inputs[bodies], strict=True)
+        ]
+
+    def settled(joined: list[State]) -> bool:
+        """Whether carries keep their forms; else they take up the others."""
+        before = [given[i] for i in carried]
+        for i, state in zip(carried, joined, strict=True):
+            given[i] = state
+        return joined == before
+
+    while True:
+        flows = follow(slice(region.tests, None))
+        after = [
+            functools.reduce(lambda a, b: join(view.eqn, a, b), states)
+            for states in zip(*([flow.state(atom) for atom in flow.program.outputs] for flow in flows), strict=True)
+        ]
+        if not settled([join(view.eqn, given[i], state) for i, state in zip(carried, after, strict=False)]):
+            continue
+        tests = follow(slice(region.tests))
+        forms = [form for test in tests for form in test.output_forms if not isinstance(form, Whole)]
+        if any(isinstance(form, Partial) for form in forms):
+            raise Coupled(view.eqn, Why.CONDITION)
+        if all(settled([join(view.eqn, given[i], State(form)) for i in carried]) for form in forms):
+            break
+    returned = [*(given[i].form for i in carried), *(state.form for state in after[len(carried) :])]
+    for flow in flows:
+        flow.output_forms = list(returned)
+    for i in carried:
+        view.forms[i] = given[i].form
+    results = [
+        form.move(form.dim + 1) if region.stacks and k >= len(carried) and isinstance(form, Slice) else form
+        for k, form in enumerate(returned)
+    ]
+    step = view.per_node(tuple(results), None, region=region, bodies=(*tests, *flows))
+    early = unrounded(step)
+    if early is not None:
+        raise Coupled(early, Why.OVERFLOW)
+    return step
+
+
+def inputs_of(view: View) -> list[State]:
+    """States of bodies' inputs: as the equation reads its operands, all available from the start."""
+    return [
+        State(form, zero=state.zero, model=state.model) for form, state in zip(view.forms, view.states, strict=True)
+    ]
+
+
+def loop_over_batch(follower: Follows, view: View, loop: Region, body: Program, scanned: set[Slice]) -> Step:
+    """A loop that takes the examples one after another, without passing anything on, is a plain split."""
+    first, split = loop.carried.start, loop.scanned.start
+    (form, *others) = scanned
+    if others or form.outer != 1 or form.ratio.denominator != 1:
+        raise Coupled(view.eqn, Why.SEVERAL)
+    for i, other in enumerate(view.forms):
+        if i >= split and isinstance(other, Whole):
+            view.forms[i] = form
+        elif isinstance(other, Slice | Varying) and (i < split or other != form):
+            raise Coupled(view.eqn, Why.READS)
+    states = [
+        *inputs_of(view)[:split],
+        *(State(VARYING, model=view.states[i].model) for i in range(split, len(view.forms))),
+    ]
+    carries = len(loop.carried)
+    for i in range(carries):
+        carry, out = body.inputs[first + i], body.outputs[i]
+        if out is carry:
+            continue
+        added = added_up(body, carry, out)
+        if not added:
+            raise Coupled(view.eqn, Why.CARRIES)
+        follower.sums |= added
+        if is_narrow(carry, SUM):
+            raise Coupled(view.eqn, Why.CARRIES)  # it may overflow on the way from one example to the next
+        states[first + i] = State(SUM, model=view.states[first + i].model)
+        view.forms[first + i] = SUM
+    flow = follower.follow(body, states, body=True)
+    ys = flow.output_forms[carries:]
+    if any(isinstance(f, Partial | Slice) for f in ys):
+        raise Coupled(view.eqn, Why.READS)
+    flow.output_forms[carries:] = [VARYING] * len(ys)
+    results = (*view.forms[first:split], *(form for _ in view.eqn.outvars[carries:]))
+    return view.per_node(results, None, region=loop, bodies=(flow,), over_batch=True)
+
+
+def added_up(body: Program, carry: Var, out: Atom) -> set[Var]:
+    """The values between a carry and its successor, if terms that do not depend on it are merely added to it."""
+    users: dict[Var, list[JaxprEqn]] = {}
+    for eqn in body.equations:
+        for atom in eqn.invars:
+            if isinstance(atom, Var):
+                users.setdefault(atom, []).append(eqn)
+    added: set[Var] = set()
+    while carry is not out:
+        if len(users.get(carry, ())) != 1 or carry in body.outputs:
+            return set()
+        (eqn,) = users[carry]
+        description = body.describe(eqn) if region_of(eqn) is None else None
+        if description is None or not description.has(Algebra.ADDS):
+            return set()
+        (carry,) = eqn.outvars
+        added.add(carry)
+    return added
+
+
+def join(eqn: JaxprEqn, a: State, b: State) -> State:
+    """The state of a value that is sometimes `a` and sometimes `b`: the form that both can be brought to."""
+    for form, other in ((a.form, b.form), (b.form, a.form)):
+        sums = not isinstance(form, Partial) or form.monoid is Monoid.SUM
+        if form != other and not (isinstance(other, Whole) and sums):
+            continue
+        return State(form, zero=a.zero and b.zero and isinstance(form, Whole), model=a.model or b.model)
+    raise Coupled(eqn, Why.FORMS)

@@ -1,0 +1,261 @@
+"""What a pass makes: what it is given of earlier passes rather than computing it again, and what comes along in it.
+
+Knows batch flow, levels, and what values weigh and equations cost. Must not know what passes accumulate, nor in which
+order whole values are evaluated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+from jax.extend.core import Var
+
+from vnode.analysis.ancestry import Ancestry, Steps
+from vnode.analysis.forms import Form, Slice, Whole
+from vnode.analysis.min_cut import cheapest
+from vnode.analysis.passes import size_of
+from vnode.analysis.program import Atom
+from vnode.analysis.recipe import Recipe, evaluated, recipe
+from vnode.analysis.states import Flow, Step
+from vnode.operators import Algebra
+from vnode.operators.memory_spaces import on_host
+
+
+@dataclasses.dataclass(frozen=True)
+class Keeping:
+    """What is kept of every node for a later pass, rather than computed again.
+
+    Attributes:
+      price: scalar operations that a byte is worth.
+      bounded: whether all that is kept at a time takes no more than the batched arguments do.
+      each: whether that holds of each value that is kept.
+    """
+
+    price: float
+    bounded: bool
+    each: bool = True
+
+
+KEEPING = (Keeping(50, True), Keeping(50, False), Keeping(10, False))
+"""From what needs least memory to what computes least again. A byte is worth 50 operations as that is about what a
+device computes in the time in which it writes and reads one."""
+
+FOR_BUDGET = (Keeping(50, False, False), Keeping(10, False, False), Keeping(1, False, False))
+"""What else may be kept where the step would be refused otherwise: also what takes more memory than the arguments do,
+as the layers of a convolutional network, and at last what is cheap for its size, as narrow layers. The step as written
+holds all of it."""
+
+
+class Choice:
+    """What passes make and what they are given, decided from the last one to the first.
+
+    Args:
+      flow: batch flow of the program.
+      keeping: what may be kept for a later pass.
+      decided: values that must be kept, each with the first pass that is given it.
+      known: whole values that nodes make for themselves.
+
+    Attributes:
+      level: of the pass that was decided about last.
+      given_kept: values that it is given, because an earlier pass computes them anyway.
+      kept: all such values, of the passes that were decided about so far.
+    """
+
+    def __init__(self, flow: Flow, keeping: Keeping, decided: Mapping[Var, int], known: Container[Var]) -> None:
+        self.flow = flow
+        self.position = flow.position
+        self.keeping = keeping
+        self.decided = decided
+        self.known = known
+        self.level = 0
+        self.given_kept: set[Var] = set()
+        self.kept: dict[Var, None] = {}
+        self.ancestry = Ancestry(flow, self.is_whole)
+        self.alone: tuple[frozenset[Var], dict[Var, Steps], dict[Var, Steps]] | None = None
+        self.room = sum(size_of(var) for var in flow.program.inputs if isinstance(flow.states[var].form, Slice))
+
+    def postponed(self, level: int, ready: Iterable[Var], pending: Container[Var], earlier: Sequence[Var]) -> set[Var]:
+        """Decides about a pass: those of the values that it could make that are better made in an earlier one.
+
+        What must be made decides what a pass computes anyway. A value comes along where it adds least to that: the
+        numerator of a masked mean with the gradients, not with the count of the mask; the gradients not with a
+        statistic of losses that an earlier pass keeps. It also comes along if it adds next to nothing.
+
+        Args:
+          level: of the pass.
+          ready: values that it could make.
+          pending: values that it makes or an earlier pass does.
+          earlier: those of them that only an earlier pass can.
+        """
+        self.level = level
+        states = self.flow.states
+        base = self.forced([var for var in ready if states[var].level == level], pending, earlier)
+        others = [var for var in ready if states[var].level < level]
+        if not others:
+            return set()
+        here = evaluated(base)
+        behind = self.ancestry.behind
+        before = self.ancestry.union((var for var, _ in base.leaves), behind)
+        little = work(here) // 20
+        late: set[Var] = set()
+        for var in sorted(others, key=lambda v: self.position.get(v, -1)):
+            if (var, states[var].form) not in base.leaves:
+                anew = behind.get(var, 0) & ~before
+                more = self.extra(var, here, max(little, self.ancestry.work(anew)))
+                if more is not None:
+                    here |= more
+                    continue
+            late.add(var)
+            before |= behind.get(var, 0)
+        return late
+
+    def is_leaf(self, var: Var, form: Form) -> bool:
+        """Whether nodes are given a value in the current pass: whole ones are, and what is kept from earlier passes."""
+        if isinstance(form, Whole):
+            return var not in self.known and not self.only_layout(var)
+        state = self.flow.states[var]
+        kept = state.level < self.level and (
+            var in self.given_kept or self.decided.get(var, self.level + 1) <= self.level
+        )
+        return form == state.form and (state.given or kept)
+
+    def only_layout(self, var: Var) -> bool:
+        """Whether a whole value is another with its dimensions changed: nodes make it where they use it.
+
+        Kept for the whole loop, the transpose of an embedding would take as much memory as the embedding.
+        """
+        if var not in self.position:
+            return False
+        step = self.flow.steps[self.position[var]]
+        if step.per_node or step.eqn.effects or step.region is not None or len(step.eqn.invars) != 1:
+            return False
+        (atom,) = step.eqn.invars
+        description = self.flow.program.describe(step.eqn)
+        if (
+            description is None
+            or not description.has(Algebra.MOVES)
+            or description.emit is not None
+            or description.whole
+        ):
+            return False
+        return isinstance(atom, Var) and size_of(var) >= size_of(atom)
+
+    def forced(self, values: Sequence[Var], pending: Container[Var], earlier: Sequence[Var]) -> Recipe:
+        """What makes the values that no other pass can make; decides what the pass is given that earlier ones kept."""
+        requests = [(var, self.flow.states[var].form) for var in values]
+        self.given_kept = set()
+        alone = 0
+        if self.level > 0:
+            makes, reads = self.anew()
+            alone = self.ancestry.union(values, makes)
+            again = alone & (self.ancestry.union(values, reads) | self.ancestry.union(earlier, self.ancestry.behind))
+            if self.ancestry.work(again):
+                kept = {var: self.flow.states[var].level for var in self.kept if var in pending}
+                waiting = {var for var, level in kept.items() if level < self.level}
+                written = {var for var, level in kept.items() if level == self.level}
+                self.given_kept = self.worth_keeping(values, again, waiting, written)
+        given = recipe(self.flow, requests, self.flow.node_sizes, is_leaf=self.is_leaf)
+        if not self.given_kept:
+            return given
+        if work(evaluated(given)) > 0.95 * self.ancestry.work(alone):
+            self.given_kept = set()  # not for a loss or two
+            return recipe(self.flow, requests, self.flow.node_sizes, is_leaf=self.is_leaf)
+        self.kept.update(dict.fromkeys(sorted(self.given_kept, key=self.position.__getitem__)))
+        return given
+
+    def anew(self) -> tuple[dict[Var, Steps], dict[Var, Steps]]:
+        """What the current pass evaluates and reads for every value if it is given what it must be given only."""
+        must = frozenset(var for var, level in self.decided.items() if self.is_leaf(var, self.flow.states[var].form))
+        if self.alone is None or self.alone[0] != must:
+            self.alone = must, *self.ancestry.given(self.is_leaf)
+        return self.alone[1:]
+
+    def worth_keeping(self, values: Sequence[Var], again: Steps, waiting: set[Var], written: set[Var]) -> set[Var]:
+        """What the pass that makes `values` is given, lest it compute the steps `again` that earlier ones evaluate.
+
+        What is `waiting` is kept for a later pass in any case. What is `written` for one, while the pass reads what it
+        is given, is held as well.
+        """
+        states = self.flow.states
+        allowed: set[Var] | None = None
+
+        def memory(var: Var) -> float | None:
+            state = states[var]
+            if var in waiting:
+                return 0.0
+            if not isinstance(state.form, Slice) or state.level >= self.level or on_host(var.aval):
+                return None
+            if self.keeping.each and size_of(var) > self.room:
+                return None
+            return self.keeping.price * size_of(var) if allowed is None or var in allowed else None
+
+        def cost(step: Step) -> float:
+            return float(step.flops) if step.per_node and self.ancestry.has(again, step) else 0.0
+
+        def choice() -> set[Var]:
+            return cheapest(self.flow, values, lambda var: self.is_leaf(var, states[var].form), memory, cost)
+
+        found = choice()
+        held = waiting | written
+        if self.keeping.bounded and sum(map(size_of, found | held)) > self.room:
+            allowed, room = set(), self.room - sum(map(size_of, held))
+            for var in sorted(found - waiting, key=self.position.__getitem__):
+                if size_of(var) <= room:
+                    allowed.add(var)
+                    room -= size_of(var)
+            found = choice()  # what is worth it without those that have no room
+        return found
+
+    def is_whole(self, var: Var) -> bool:
+        """Whether no pass has to make a value."""
+        state = self.flow.states[var]
+        return isinstance(state.form, Whole) or state.given
+
+    def extra(self, var: Var, done: set[Step], most: float) -> set[Step] | None:
+        """The steps that the current pass would evaluate besides `done` for a value; None if that is more than `most`.
+
+        Args:
+          var: the value.
+          done: what it evaluates anyway.
+          most: scalar operations.
+        """
+        extra: set[Step] = set()
+        stack: list[Atom] = [var]
+        cost = 0
+        while stack:
+            atom = stack.pop()
+            if not isinstance(atom, Var) or atom not in self.position:
+                continue
+            step = self.flow.steps[self.position[atom]]
+            if step not in done and step not in extra and not self.is_leaf(atom, self.flow.states[atom].form):
+                extra.add(step)
+                cost += step.flops if step.per_node else 0
+                if cost > most:
+                    return None
+                stack += step.eqn.invars
+        return extra
+
+
+def known_values(flow: Flow) -> set[Var]:
+    """Whole values that depend on no argument and cost next to nothing, such as zeros or an iota.
+
+    Nodes make them where they use them: handed to a loop, they are no longer known to every compiler, and what one of
+    them simplifies another does not.
+    """
+    known: set[Var] = set()
+    for step in flow.steps:
+        eqn = step.eqn
+        if step.per_node or eqn.effects or step.region is not None or len(eqn.outvars) != 1:
+            continue
+        if any(isinstance(atom, Var) and atom not in known for atom in eqn.invars):
+            continue
+        if step.flops <= math.prod(getattr(eqn.outvars[0].aval, "shape", ())):
+            known.add(eqn.outvars[0])
+    return known
+
+
+def work(steps: Iterable[Step]) -> int:
+    """Scalar operations of nodes; what is evaluated once counts for nothing beside them."""
+    return sum(step.flops for step in steps if step.per_node)

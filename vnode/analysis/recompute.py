@@ -1,0 +1,275 @@
+"""What equations make for much later ones, computed again where these read it: less memory, more work.
+
+Knows programs in their order. Must not know nodes, devices, costs, nor who decides what is recomputed.
+
+A train step holds most when its forward pass is over: at its turning point. What is read beyond it can be computed
+again there, equation by equation, from what is held all the same. The copies of equations that follow one another begin
+when something is there of which the first that reads their results is computed as well, and not before: else compilers
+would compute them as early as the originals, or find that they are the same (`vnode.operators.ordering_barrier`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from vnode.analysis.program import Atom, Made, Program, barrier_equation
+from vnode.errors import PartitionError
+from vnode.operators.control_flow import region_of
+from vnode.operators.cost import nbytes
+from vnode.operators.ordering_barrier import postponed_p
+
+TIMES = 12
+"""How many times are told apart beyond the turning point."""
+
+SPAN = 3
+"""Within so many times one set of equations is computed again."""
+
+SPREAD = 3
+"""So many times the bytes of what it reads an equation makes at least that spreads it."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Late:
+    """A program, what of it depends on examples, and what is read beyond its turning point.
+
+    Attributes:
+      program: with calls inlined.
+      varying: variables that depend on examples.
+      turn: the number of the equation after which most is held that depends on examples; the first of several such.
+      readers: the equations that read a variable, by number, in order.
+    """
+
+    program: Program
+    varying: frozenset[Var]
+    turn: int
+    readers: Mapping[Var, Sequence[int]]
+
+    @staticmethod
+    def of(program: Program, batched: Iterable[int], turn: int | None = None) -> Late:
+        """That of a program.
+
+        Args:
+          program: with calls inlined.
+          batched: the inputs that have examples, by number.
+          turn: where it turns; by default where most is held.
+        """
+        varying = {program.inputs[i] for i in batched}
+        for eqn in program.equations:
+            if any(atom in varying for atom in eqn.invars if isinstance(atom, Var)):
+                varying.update(eqn.outvars)
+        readers = readers_of(program)
+        turn = turning_point(program, varying, readers) if turn is None else turn
+        return Late(program, frozenset(varying), turn, readers)
+
+    def beyond(self, var: Var) -> Sequence[int]:
+        """The equations beyond the turning point that read a variable."""
+        readers = self.readers.get(var, ())
+        return readers[bisect.bisect_right(readers, self.turn) :]
+
+    @functools.cached_property
+    def repeatable(self) -> Mapping[Made, Var]:
+        """What could be computed again: it depends on examples, comes before the turning point, and is not returned."""
+        ends = {atom for atom in self.program.outputs if isinstance(atom, Var)}
+        found: dict[Made, Var] = {}
+        for k, eqn in enumerate(self.program.equations[: self.turn + 1]):
+            if eqn.effects or region_of(eqn) is not None:
+                continue
+            for j, var in enumerate(eqn.outvars):
+                if type(var) is Var and var in self.varying and var not in ends:
+                    found[k, j] = var
+        return found
+
+    @functools.cached_property
+    def held(self) -> tuple[Var, ...]:
+        """What is made before the turning point, depends on examples, and is read beyond it."""
+        made = [var for eqn in self.program.equations[: self.turn + 1] for var in eqn.outvars]
+        return tuple(var for var in made if var in self.varying and self.beyond(var))
+
+    @functools.cached_property
+    def ends(self) -> Sequence[int]:
+        """Equations, by number, with which times beyond the turning point end: in each about as much is read first."""
+        first = sorted((self.beyond(var)[0], nbytes(var.aval)) for var in self.held)
+        sums = np.cumsum([each for _, each in first], dtype=float)
+        parts = range(1, TIMES) if first else ()
+        return sorted({first[min(int(np.searchsorted(sums, sums[-1] * n / TIMES)), len(first) - 1)][0] for n in parts})
+
+    def time(self, k: int) -> int:
+        """The time of an equation beyond the turning point, by number: 1 to `TIMES`."""
+        return 1 + bisect.bisect_left(self.ends, k)
+
+    def is_spread(self, var: Var) -> bool:
+        """Whether a variable is read on both sides of the turning point by equations that make much more of it.
+
+        Compilers do that once for all of them, if it is the same, and hold what is made.
+        """
+        beyond = self.beyond(var)
+        before = self.readers[var][: len(self.readers[var]) - len(beyond)]
+
+        def largest(several: Sequence[int]) -> int:
+            return max((nbytes(out.aval) for k in several for out in self.program.equations[k].outvars), default=0)
+
+        return min(largest(before), largest(beyond)) > SPREAD * nbytes(var.aval)
+
+    def trigger(self, first: int) -> Var | None:
+        """Of what is computed beyond the turning point, what comes last before an equation that needs it, or others do.
+
+        Args:
+          first: the equation's number.
+
+        Returns:
+          A variable of floating-point numbers; None if there is none.
+        """
+        made = range(self.turn + 1, first)
+        candidates = [v for k in made for v in self.program.equations[k].outvars if self.can_be_waited_for(v)]
+        own = {atom for atom in self.program.equations[first].invars if isinstance(atom, Var)}
+        for several in ([v for v in candidates if v in own], candidates):
+            for var in reversed(several):
+                if self.readers.get(var, (-1,))[-1] >= first:
+                    return var
+        return None
+
+    def can_be_waited_for(self, var: Var) -> bool:
+        """Whether a variable depends on examples, and has floating-point numbers."""
+        aval = var.aval
+        return var in self.varying and jnp.issubdtype(getattr(aval, "dtype", np.bool_), np.floating) and aval.size > 0
+
+
+def readers_of(program: Program) -> dict[Var, list[int]]:
+    """For each variable of a program the equations that read it, by number, in order."""
+    found: dict[Var, list[int]] = {}
+    for k, eqn in enumerate(program.equations):
+        for var in dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, Var)):
+            found.setdefault(var, []).append(k)
+    return found
+
+
+def turning_point(program: Program, varying: Collection[Var], readers: Mapping[Var, Sequence[int]]) -> int:
+    """The number of the equation after which most is held of some variables, in a program's order; -1 of none."""
+    ends = {atom for atom in program.outputs if isinstance(atom, Var)}
+    change = np.zeros(len(program.equations) + 1, np.int64)
+    for k, eqn in enumerate(program.equations):
+        for var in eqn.outvars:
+            if var in varying and var not in ends and var in readers:
+                change[k] += nbytes(var.aval)
+                change[readers[var][-1]] -= nbytes(var.aval)
+    return int(np.cumsum(change).argmax()) if change.any() else -1
+
+
+def computed_late(late: Late, chosen: Collection[Made]) -> Program:
+    """A program in which what is read beyond the turning point is computed again there.
+
+    Args:
+      late: a program.
+      chosen: of what is `repeatable`; what copies need of the others they read.
+
+    Returns:
+      Another program of the same inputs and outputs.
+
+    Raises:
+      PartitionError: something is chosen that cannot be computed again.
+    """
+    if not set(chosen) <= late.repeatable.keys():
+        raise PartitionError(f"{sorted(set(chosen) - late.repeatable.keys())} cannot be computed again")
+    equations = late.program.equations
+    inserted: dict[int, list[JaxprEqn]] = {}
+    names: list[tuple[int, Var, Var]] = []  # from which equation on a variable has another name
+    again = {late.repeatable[made] for made in chosen}
+    several = [(numbers, set[Var]()) for numbers in together(late, sorted({k for k, _ in chosen}), again)]
+    several += [(set[int](), {var}) for var in late.held if var not in again and late.is_spread(var)] if chosen else []
+    for numbers, spread in several:
+        wanted = {late.repeatable[made] for made in chosen if made[0] in numbers} | spread
+        readers = sorted({k for var in wanted for k in late.beyond(var)})
+        begin = next(((k, var) for k in readers if (var := late.trigger(k)) is not None), None)
+        if begin is None:
+            continue
+        first, trigger = begin
+        copies, own = copied([equations[k] for k in sorted(numbers)], [*spread], late.varying, trigger)
+        inserted.setdefault(first, []).extend(copies)
+        names += [(first, var, own[var]) for var in (*wanted, trigger)]
+    renamed: dict[Var, Var] = {}
+    later = sorted(names, key=lambda each: each[0], reverse=True)
+    made: list[JaxprEqn] = []
+    for k, eqn in enumerate(equations):
+        made += [each.replace(invars=said(each.invars, renamed)) for each in inserted.get(k, ())]
+        while later and later[-1][0] == k:
+            _, var, new = later.pop()
+            renamed[var] = new
+        made.append(eqn.replace(invars=said(eqn.invars, renamed)) if k > late.turn else eqn)
+    old = late.program
+    outputs = said(old.outputs, renamed)
+    return Program(old.inputs, old.constants, made, outputs, old.custom_derivatives, old.reverse_only)
+
+
+def said(atoms: Sequence[Atom], names: Mapping[Var, Var]) -> list[Atom]:
+    """Atoms by their new names."""
+    return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
+
+
+def together(late: Late, numbers: Sequence[int], again: Collection[Var]) -> list[set[int]]:
+    """Equations, by number, in sets that are computed one after another, each connected by what its equations read.
+
+    What is computed for another set is written to memory, whatever a compiler would have fused: so sets are large.
+
+    Args:
+      late: the program.
+      numbers: of equations that are computed again, in order.
+      again: what of their results is read late as computed then.
+    """
+    maker = {var: k for k in numbers for var in late.program.equations[k].outvars}
+    wanted: dict[int, int] = {}  # for equations the first that needs them beyond the turning point
+    for k in reversed(numbers):
+        eqn = late.program.equations[k]
+        for first in (beyond[0] for var in eqn.outvars if var in again and (beyond := late.beyond(var))):
+            wanted[k] = min(wanted.get(k, first), first)
+        for atom in eqn.invars if k in wanted else ():
+            if isinstance(atom, Var) and atom in again:
+                made = maker[atom]
+                wanted[made] = min(wanted.get(made, wanted[k]), wanted[k])
+    times = {k: late.time(first) for k, first in wanted.items()}
+    found: list[set[int]] = []
+    for members in connected(late, sorted(wanted), maker):
+        begin, end = min(times[k] for k in members), max(times[k] for k in members)
+        windows = [[k for k in sorted(members) if t <= times[k] < t + SPAN] for t in range(begin, end + 1, SPAN)]
+        found += [several for window in windows for several in connected(late, window, maker)]
+    return found
+
+
+def connected(late: Late, numbers: Sequence[int], maker: Mapping[Var, int]) -> list[set[int]]:
+    """Equations, by number, in sets of which none reads what another makes."""
+    found: list[set[int]] = []
+    for k in numbers:
+        reads = {maker[atom] for atom in late.program.equations[k].invars if isinstance(atom, Var) and atom in maker}
+        joined = {k}.union(*(each for each in found if each & reads))
+        found = [each for each in found if not each & reads] + [joined]
+    return found
+
+
+def copied(
+    equations: Sequence[JaxprEqn], others: Sequence[Var], varying: Collection[Var], trigger: Var
+) -> tuple[list[JaxprEqn], dict[Var, Var]]:
+    """Copies of equations, and of other variables, from when something is there on, and the names of all these."""
+    made = {var for eqn in equations for var in eqn.outvars}
+    read = dict.fromkeys(atom for eqn in equations for atom in eqn.invars if isinstance(atom, Var) and atom in varying)
+    read |= dict.fromkeys(others)
+    names: dict[Var, Var] = {}
+    barrier = barrier_equation()
+    like = equations[0] if equations else barrier
+    source = like.source_info.replace()  # one object for all, and for no other: they are evaluated together
+    copies: list[JaxprEqn] = []
+    for var in (*(var for var in read if var not in made), trigger):
+        names[var] = Var(var.aval)
+        copies.append(
+            barrier.replace(primitive=postponed_p, invars=[var], outvars=[names[var]], params={}, source_info=source)
+        )
+    for eqn in equations:
+        invars = [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in eqn.invars]
+        names.update((var, Var(var.aval)) for var in eqn.outvars)
+        copies.append(eqn.replace(invars=invars, outvars=[names[var] for var in eqn.outvars]))
+    return copies, names

@@ -1,0 +1,254 @@
+"""What loops stack for later loops, computed again where it is read: less memory, more work.
+
+Knows programs, and loops of known length. Must not know batches, devices, costs, nor who decides what is recomputed.
+
+The derivative of a scan is another scan over what the first one kept of every turn. Where both have the same turns, a
+turn of the later loop can compute a kept value itself: from what the turn of the earlier one began with, which is kept
+instead, if it is not already, and from what both read. A barrier keeps compilers from finding that this was computed
+before (as `jax.checkpoint` does).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from vnode.analysis.program import Atom, Made, Program, barrier_equation, inline
+from vnode.errors import PartitionError
+from vnode.operators.control_flow import Loop, region_of, scan_like
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What a loop keeps of every turn for later loops alone.
+
+    Attributes:
+      readers: the later loops, by number, and which of their operands it is.
+      bytes: of all turns.
+      flops: that it takes to compute it again from what a turn begins with.
+      turns: of the loop.
+      begins: of what a turn begins with what that needs, by number among what is carried.
+      is_begin: whether it is itself what a turn begins with, the only one of `begins`.
+    """
+
+    readers: tuple[tuple[int, int], ...]
+    bytes: int
+    flops: int
+    turns: int
+    begins: tuple[int, ...]
+    is_begin: bool
+
+
+def kept_for_later(program: Program) -> dict[Made, Kept]:
+    """What loops of a program stack that only loops with as many turns read, turn by turn.
+
+    Args:
+      program: with calls inlined.
+
+    Returns:
+      What could be computed again.
+    """
+    readers: dict[Var, list[tuple[int, int]]] = {}
+    for k, eqn in enumerate(program.equations):
+        for i, atom in enumerate(eqn.invars):
+            if isinstance(atom, Var):
+                readers.setdefault(atom, []).append((k, i))
+    returned = {atom for atom in program.outputs if isinstance(atom, Var)}
+    found: dict[Made, Kept] = {}
+    for k, eqn in enumerate(program.equations):
+        loop = region_of(eqn)
+        if not isinstance(loop, Loop) or eqn.effects:
+            continue
+        for j in range(len(loop.carried), len(eqn.outvars)):
+            var = eqn.outvars[j]
+            several = readers.get(var, [])
+            if several and var not in returned and all(turn_by_turn(program, at, i, loop) for at, i in several):
+                found[k, j] = kept_of(eqn, j, several)
+    return found
+
+
+def kept_of(eqn: JaxprEqn, j: int, readers: Sequence[tuple[int, int]]) -> Kept:
+    """What a loop keeps as one of its results."""
+    one, aval = Earlier.of(eqn, [j]), eqn.outvars[j].aval
+    of = map(one.body.describe, one.needed)
+    flops = one.loop.length * sum(description.flops for description in of if description is not None)
+    is_begin = j in beginnings(one.loop, one.body)
+    size = aval.size * aval.dtype.itemsize
+    return Kept(tuple(readers), size, flops, one.loop.length, one.begins, is_begin)
+
+
+def turn_by_turn(program: Program, k: int, i: int, like: Loop) -> bool:
+    """Whether an equation is a loop with as many turns as another, and reads an operand turn by turn."""
+    loop = region_of(program.equations[k])
+    return isinstance(loop, Loop) and loop.length == like.length and i in loop.scanned
+
+
+def computed_again(program: Program, chosen: Collection[Made]) -> Program:
+    """A program in which later loops compute again what earlier ones kept for them.
+
+    Args:
+      program: with calls inlined.
+      chosen: of `kept_for_later`.
+
+    Returns:
+      Another program of the same inputs and outputs.
+
+    Raises:
+      PartitionError: something is chosen that the program does not keep.
+    """
+    possible = kept_for_later(program)
+    if not set(chosen) <= possible.keys():
+        raise PartitionError(f"no loop keeps {sorted(set(chosen) - possible.keys())} for later ones alone")
+    equations = list(program.equations)
+    for k in sorted({k for k, _ in chosen}, reverse=True):  # numbers of earlier ones stay
+        gone = sorted(j for at, j in chosen if at == k)
+        later = sorted({at for j in gone for at, _ in possible[k, j].readers})
+        first = Earlier.of(equations[k], gone)
+        new, begun = first.keeping_beginnings()
+        equations[k] = new
+        for at in later:
+            equations[at] = first.read_by(equations[at], begun)
+    return program.with_equations(equations)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Earlier:
+    """A loop, some of whose stacked results are not to be kept.
+
+    Attributes:
+      eqn: the loop.
+      loop: what it is.
+      body: of it.
+      gone: the results that are not kept, by number.
+      needed: the equations of the body that these need, in order.
+      begins: the inputs of the body that change from turn to turn, by number among what is carried, that these need.
+    """
+
+    eqn: JaxprEqn
+    loop: Loop
+    body: Program
+    gone: tuple[int, ...]
+    needed: tuple[JaxprEqn, ...]
+    begins: tuple[int, ...]
+
+    @staticmethod
+    def of(eqn: JaxprEqn, gone: Sequence[int]) -> Earlier:
+        loop, body = opened(eqn)
+        wanted = {atom for j in gone if isinstance(atom := body.outputs[j], Var)}
+        needed = []
+        for each in reversed(body.equations):
+            if wanted.intersection(each.outvars):
+                needed.append(each)
+                wanted.update(atom for atom in each.invars if isinstance(atom, Var))
+        begins = [n for n, i in enumerate(loop.carried) if body.inputs[i] in wanted]
+        return Earlier(eqn, loop, body, tuple(gone), tuple(needed[::-1]), tuple(begins))
+
+    def keeping_beginnings(self) -> tuple[JaxprEqn, list[Var]]:
+        """The loop, which keeps what its turns begin with as far as that is needed, and these values."""
+        carried, count = self.loop.carried, len(self.loop.carried)
+        left = [j for j in range(count, len(self.eqn.outvars)) if j not in self.gone]
+        inputs = self.body.inputs
+        outputs = [*self.body.outputs[:count], *(self.body.outputs[j] for j in left)]
+        results = [*self.eqn.outvars[:count], *(self.eqn.outvars[j] for j in left)]
+        there = {n: self.eqn.outvars[j] for j, n in beginnings(self.loop, self.body).items() if j in left}
+        begun = [there.get(n) or stacked(inputs[carried[n]].aval, self.loop.length) for n in self.begins]
+        outputs += [inputs[carried[n]] for n in self.begins if n not in there]
+        results += [var for n, var in zip(self.begins, begun, strict=True) if n not in there]
+        body = Program(inputs, self.body.constants, self.body.equations, outputs)
+        return scan_of(self.eqn, body, self.eqn.invars, len(self.loop.fixed), results), begun
+
+    def read_by(self, later: JaxprEqn, begun: Sequence[Var]) -> JaxprEqn:
+        """A later loop, which computes what is not kept."""
+        loop = region_of(later)
+        assert isinstance(loop, Loop)
+        (one,) = loop.bodies
+        body = inline(one.jaxpr, one.constants, later)
+        there = {self.eqn.outvars[j]: j for j in self.gone}
+        replaced = {i: there[atom] for i in loop.scanned if (atom := later.invars[i]) in there}
+        fixed = [i for i in sorted(self.loop.fixed) if self.reads(i)]
+        scanned = [i for i in self.loop.scanned if self.reads(i)]
+        names: dict[Var, Var] = {}
+
+        def fresh(var: Var) -> Var:
+            new = Var(var.aval)
+            names[var] = new
+            return new
+
+        constants = [fresh(self.body.inputs[i]) for i in fixed]
+        turns = [fresh(self.body.inputs[self.loop.carried[n]]) for n in self.begins]
+        turns += [fresh(self.body.inputs[i]) for i in scanned]
+        barriers = [behind_barrier(var) for var in (*constants, *turns)]
+        behind = {barrier.invars[0]: barrier.outvars[0] for barrier in barriers}
+        names.update({old: behind[new] for old, new in names.items()})
+        barred = list(barriers)
+
+        def said(atom: Atom) -> Atom:
+            return atom if isinstance(atom, Literal) else names.get(atom, atom)
+
+        for each in self.needed:
+            outvars = [fresh(var) for var in each.outvars]
+            barred.append(each.replace(invars=[said(atom) for atom in each.invars], outvars=outvars))
+        values = {body.inputs[i]: said(self.body.outputs[j]) for i, j in replaced.items()}
+        own = [
+            each.replace(invars=[values.get(a, a) if isinstance(a, Var) else a for a in each.invars])
+            for each in body.equations
+        ]
+        outputs = [values.get(a, a) if isinstance(a, Var) else a for a in body.outputs]
+        inputs = [v for i, v in enumerate(body.inputs) if i not in replaced]
+        split = len(loop.fixed)
+        made = Program(
+            [*constants, *inputs, *turns], {**self.body.constants, **body.constants}, [*barred, *own], outputs
+        )
+        operands = [self.eqn.invars[i] for i in fixed]
+        operands += [atom for i, atom in enumerate(later.invars) if i not in replaced]
+        operands += [*begun, *(self.eqn.invars[i] for i in scanned)]
+        return scan_of(later, made, operands, split + len(fixed), later.outvars)
+
+    def reads(self, i: int) -> bool:
+        """Whether what is not kept needs an input of the body."""
+        var = self.body.inputs[i]
+        return any(var in each.invars for each in self.needed) or any(self.body.outputs[j] is var for j in self.gone)
+
+
+def opened(eqn: JaxprEqn) -> tuple[Loop, Program]:
+    """A loop of known length, and its body."""
+    loop = region_of(eqn)
+    assert isinstance(loop, Loop)
+    (one,) = loop.bodies
+    return loop, inline(one.jaxpr, one.constants, eqn)
+
+
+def beginnings(loop: Loop, body: Program) -> dict[int, int]:
+    """For results of a loop, by number, that are what its turns begin with, of what it carries which that is."""
+    place = {body.inputs[i]: n for n, i in enumerate(loop.carried)}
+    several = range(len(loop.carried), len(body.outputs))
+    return {j: place[atom] for j in several if isinstance(atom := body.outputs[j], Var) and atom in place}
+
+
+def stacked(aval: Any, length: int) -> Var:
+    """A variable for the values of all turns."""
+    return Var(aval.update(shape=(length, *aval.shape)))
+
+
+def behind_barrier(var: Var) -> JaxprEqn:
+    """A barrier behind which a value has another name."""
+    return barrier_equation().replace(invars=[var], outvars=[Var(var.aval)])
+
+
+def scan_of(
+    like: JaxprEqn, body: Program, operands: Sequence[Atom], constants: int, results: Sequence[Var]
+) -> JaxprEqn:
+    """A loop like another one, with another body.
+
+    Args:
+      like: the other one.
+      body: its inputs are constants, what is carried, and a turn's part of what is scanned.
+      operands: of the loop.
+      constants: how many of them are.
+      results: of the loop.
+    """
+    params = scan_like(like, body.closed(like.params["jaxpr"].jaxpr), constants)
+    return like.replace(invars=list(operands), outvars=list(results), params=params)

@@ -1,0 +1,132 @@
+"""Turns a book, and what supervisors say, into plain data for commands and for the page.
+
+Knows what people look at. Must not know terminals, nor HTML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vnode.cluster.live.job_book import Book, LiveJob
+from vnode.cluster.live.step_times import Pace
+from vnode.errors import ClusterError, layout_message
+
+LONGEST = 200
+"""Letters of each part of a command that are shown, and how many parts."""
+
+
+def snapshot(
+    book: Book,
+    time: float,
+    facts: Mapping[str, Any],
+    said: Mapping[str, Mapping[str, Any]],
+    paces: Mapping[str, Pace],
+    last: int | None = None,
+) -> dict[str, Any]:
+    """A cluster as plain data.
+
+    Args:
+      book: the jobs.
+      time: now, in seconds since 1970.
+      facts: of the scheduler: state, pid.
+      said: by job, the last status of its supervisor.
+      paces: by job, how fast it is.
+      last: how many jobs that have ended are shown, and how many changes of devices for each; None for all.
+    """
+    folder, free = Path(facts["folder"]), book.free()
+    ended = [job for job in book.jobs.values() if job.is_over]
+    left_out = set() if last is None else {job.id for job in ended[: max(len(ended) - last, 0)]}
+    jobs = [job for job in book.jobs.values() if job.id not in left_out]
+    history = [change for change in book.holds if change["job"] not in left_out]
+    return {
+        "cluster": {
+            "devices": book.devices,
+            "free": free,
+            "policy": book.policy,
+            "state": facts["state"],
+            "pid": facts["pid"],
+            "began": book.began,
+            "now": time,
+        },
+        "jobs": [shown(job, folder, said.get(job.id, {}), paces.get(job.id), len(free)) for job in jobs],
+        "decisions": list(book.decisions),
+        "history": history,
+    }
+
+
+def shown(job: LiveJob, folder: Path, said: Mapping[str, Any], pace: Pace | None, free: int) -> dict[str, Any]:
+    """A job as plain data.
+
+    Args:
+      job: as the records tell.
+      folder: of all jobs' output.
+      said: the last status of its supervisor.
+      pace: how fast it is, if it is known.
+      free: how many devices nobody has.
+    """
+    alive = job.alive and not job.is_over
+    speed = None
+    if alive and pace is not None and (seconds := pace.seconds.get(job.trains)):
+        speed = 1 / seconds
+    return {
+        "id": job.id,
+        "name": job.submission.title,
+        "state": job.state,
+        "priority": job.priority,
+        "workers": list(job.submission.range),
+        "rigid": job.submission.rigid,
+        "share": job.share,
+        "devices": job.devices,
+        "training": None if job.submission.rigid else job.trains,
+        "step": max(job.step, pace.step if pace else 0) or None,
+        "steps": job.steps,
+        "steps_per_second": speed,
+        "metrics": dict(said.get("metrics") or {}),
+        "submitted": job.submitted,
+        "started": job.started,
+        "ended": job.ended,
+        "code": job.code,
+        "why": job.why or reason_to_wait(job, free),
+        "command": shortened(job.submission.command),
+        "folder": str(folder / job.id),
+    }
+
+
+def shortened(command: Sequence[str]) -> list[str]:
+    """A command without the rest of long texts."""
+    parts = [part if len(part) <= LONGEST else f"{part[:LONGEST]}..." for part in command[:LONGEST]]
+    return parts if len(command) <= LONGEST else [*parts, "..."]
+
+
+def reason_to_wait(job: LiveJob, free: int) -> str:
+    """Why a job has no devices; empty if it has some, or has ended."""
+    if job.state != "pending" or job.devices:
+        return ""
+    if job.share:
+        return f"waits for {job.share} devices: {free} are free, others are about to be"
+    return f"the policy gives the devices to other jobs; it needs {job.submission.range[0]}"
+
+
+def job_in(found: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A job of a snapshot, by its id, or by its name if only one that has not ended has it, or the last that had it.
+
+    Raises:
+      ClusterError: there is none.
+    """
+    jobs = [job for job in found["jobs"] if job["id"] == name]
+    if not jobs:
+        called = [job for job in found["jobs"] if job["name"] == name]
+        jobs = [job for job in called if job["ended"] is None] or called[-1:]
+    if len(jobs) != 1:
+        several = "several jobs are called" if jobs else "there is no job"
+        facts = [f"{job['id']}: {job['name']}, {job['state']}" for job in jobs]
+        raise ClusterError(
+            layout_message(
+                f"{several} {name[:80]!r}.",
+                facts=facts or [f"there are {len(found['jobs'])} jobs"],
+                remedies=["see their ids: vnode queue"],
+            )
+        )
+    return jobs[0]

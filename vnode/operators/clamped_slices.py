@@ -1,0 +1,87 @@
+"""Slices at places known at run time, whose starts jax moves into bounds: the same with starts that are there already.
+
+Knows dynamic slices, and gathers of windows, which XLA makes slices of where there is one. Must not know why a slice
+should begin in bounds.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.lax import GatherScatterMode
+
+from vnode.operators.constant_folding import Atom
+from vnode.operators.indexing import Column, join_columns
+
+
+def with_starts_in_bounds(eqn: JaxprEqn) -> list[JaxprEqn] | None:
+    """Makes equations of what jax does with starts that are out of bounds.
+
+    Args:
+      eqn: any equation.
+
+    Returns:
+      Equations to put in the place of `eqn`, the last one defining the same variable; None if it moves no start, or its
+      starts are known to be in bounds.
+    """
+    if eqn.primitive.name == "dynamic_slice":
+        return slice_in_bounds(eqn)
+    if eqn.primitive.name == "gather" and eqn.params["mode"] == GatherScatterMode.CLIP:
+        return windows_in_bounds(eqn)
+    return None
+
+
+def slice_in_bounds(eqn: JaxprEqn) -> list[JaxprEqn] | None:
+    value, *given = eqn.invars
+    made: list[JaxprEqn] = []
+    starts: list[Atom] = []
+    for start, n, m in zip(given, value.aval.shape, eqn.outvars[0].aval.shape, strict=True):
+        known = 0 if n == m else start.val if isinstance(start, Literal) else None
+        if known is None:
+            starts.append(moved(eqn, start, n - m, made))
+        else:
+            inside = min(max(int(known), 0), n - m)
+            as_given = isinstance(start, Literal) and start.val == inside
+            starts.append(start if as_given else Literal(np.asarray(inside, start.aval.dtype), start.aval))
+    same = all(a is b for a, b in zip(starts, given, strict=True))
+    return None if same else [*made, eqn.replace(invars=[value, *starts])]
+
+
+def windows_in_bounds(eqn: JaxprEqn) -> list[JaxprEqn] | None:
+    value, indices = eqn.invars
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    if set(numbers.start_index_map) <= set(numbers.collapsed_slice_dims):
+        return None  # of one element nothing is cut out
+    last = [value.aval.shape[d] - sizes[d] for d in numbers.start_index_map]
+    made: list[JaxprEqn] = []
+    columns = []
+    for k, most in enumerate(last):
+        cut, column = join_columns(eqn, [Column(indices, k, len(last))])
+        made += cut
+        columns.append(Column(moved(eqn, column, most, made), 0, 1))
+    joined, together = join_columns(eqn, columns)
+    return [*made, *joined, eqn.replace(invars=[value, together])]
+
+
+def moved(eqn: JaxprEqn, starts: Atom, last: int, made: list[JaxprEqn]) -> Var:
+    """Integers moved to the nearest of ``0 ... last``, by an equation like `eqn` that is added to those `made`."""
+    dtype = starts.aval.dtype
+    scalar = starts.aval.update(shape=())
+    least, most = (Literal(np.asarray(k, dtype), scalar) for k in (0, min(last, np.iinfo(dtype).max)))
+    result = Var(starts.aval)
+    made.append(
+        clamp_equation().replace(
+            invars=[least, starts, most], outvars=[result], source_info=eqn.source_info, ctx=eqn.ctx
+        )
+    )
+    return result
+
+
+@functools.lru_cache(maxsize=1)
+def clamp_equation() -> JaxprEqn:
+    """A clamp, to copy."""
+    return jax.make_jaxpr(lax.clamp)(0, 0, 0).jaxpr.eqns[0]

@@ -1,0 +1,481 @@
+"""Equations that hold other jaxprs: calls to inline, and loops and branches to keep as regions.
+
+Knows the parameter names of jax's higher-order primitives in every supported version, and which operands go where.
+Must not know what is done with the regions. Everything else asks `call_of` and `region_of`, and a `Region` which of its
+operands are carried, scanned or read by which body; nothing else tells loops from branches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, Protocol
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
+
+from vnode.operators.cost import Cost
+from vnode.operators.memo import Remembered
+from vnode.operators.registry import describe, described
+from vnode.operators.trip_count import turns
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """A jaxpr and the values of its constants."""
+
+    jaxpr: Jaxpr
+    constants: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """An equation that means its body applied to some of its operands.
+
+    Attributes:
+      body: what is called.
+      operands: the positions of the operands that are passed, in order.
+      barrier: whether the body must not be merged with equal computations outside (rematerialization).
+      custom_derivative: whether the equation carries a derivative rule that the body does not have.
+      reverse_only: whether that rule is for reverse mode only.
+    """
+
+    body: Body
+    operands: tuple[int, ...]
+    barrier: bool = False
+    custom_derivative: bool = False
+    reverse_only: bool = False
+
+
+class Control(Protocol):
+    """How loops and branches are run: in a compiled program, or by Python."""
+
+    def scan(self, body: Callable[[Any, Any], Any], carry: list[Any], xs: list[Any], loop: Loop) -> Any:
+        """As `jax.lax.scan`: the last carry, and what the iterations return, stacked."""
+        ...
+
+    def repeat(
+        self, condition: Run, body: Run, condition_constants: list[Any], constants: list[Any], carry: list[Any]
+    ) -> list[Any]:
+        """The carry after as many iterations as the condition, a list of one value, asks for."""
+        ...
+
+    def switch(self, index: Any, branches: Sequence[Run], operands: list[Any]) -> list[Any]:
+        """As `jax.lax.switch` of functions that take one list."""
+        ...
+
+
+Run = Callable[[list[Any]], list[Any]]
+"""Runs a body: from its inputs to its outputs, both in order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """A loop or branch: an equation whose bodies read its operands, and give its results.
+
+    Attributes:
+      bodies: in order of evaluation.
+      operands: how many the equation has.
+    """
+
+    bodies: tuple[Body, ...]
+    operands: int
+
+    tests: ClassVar[int] = 0
+    """How many bodies, of the first, only say how the others are run; the others return the equation's results."""
+
+    chooser: ClassVar[int | None] = None
+    """The operand that says which body is run."""
+
+    stacks: ClassVar[bool] = False
+    """Whether results that are not carried are stacked along dimension 0, one of each iteration."""
+
+    @property
+    def carried(self) -> range:
+        """Operands that change from iteration to iteration; what they become are the first results."""
+        return range(0)
+
+    @property
+    def scanned(self) -> range:
+        """Operands of which an iteration reads a slice along dimension 0."""
+        return range(0)
+
+    @property
+    def fixed(self) -> set[int]:
+        """Operands that are the same at every turn."""
+        return set(range(self.operands)).difference(self.carried, self.scanned)
+
+    @property
+    def times(self) -> int:
+        """How often bodies are run, as far as is known."""
+        return 1
+
+    @property
+    def passed(self) -> range:
+        """Operands that the bodies hand on as their own results: whatever form they have, results may have."""
+        return self.carried
+
+    @property
+    def inputs(self) -> tuple[tuple[int, ...], ...]:
+        """For each body the operands that it is given, in order."""
+        raise NotImplementedError
+
+    def cost(self, costs: Sequence[Cost]) -> Cost:
+        """What the equation costs, given what a run of each body does."""
+        raise NotImplementedError
+
+    def run(self, control: Control, bodies: Sequence[Run], operands: Sequence[Any]) -> list[Any]:
+        """Runs the region.
+
+        Args:
+          control: how.
+          bodies: what is run in place of each body. They are given None for an operand that is None, and may return
+            None for what is not wanted, always the same.
+          operands: values in order.
+
+        Returns:
+          The results, in order.
+        """
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop(Region):
+    """``scan``: operands are constants, initial carries, then arrays that are sliced along dimension 0."""
+
+    constants: int
+    carries: int
+    length: int
+    reverse: bool
+    unroll: int
+
+    stacks: ClassVar[bool] = True
+
+    @property
+    def carried(self) -> range:
+        return range(self.constants, self.constants + self.carries)
+
+    @property
+    def scanned(self) -> range:
+        return range(self.constants + self.carries, self.operands)
+
+    @property
+    def times(self) -> int:
+        return self.length
+
+    @property
+    def inputs(self) -> tuple[tuple[int, ...], ...]:
+        return (tuple(range(self.operands)),)
+
+    def cost(self, costs: Sequence[Cost]) -> Cost:
+        return costs[0] * self.length
+
+    def run(self, control: Control, bodies: Sequence[Run], operands: Sequence[Any]) -> list[Any]:
+        (body,) = bodies
+        constants = list(operands[: self.constants])
+        first, split = self.carried.start, self.carried.stop
+
+        def iteration(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            out = body([*constants, *carry, *xs])
+            return out[: self.carries], out[self.carries :]
+
+        carry, ys = control.scan(iteration, list(operands[first:split]), list(operands[split:]), self)
+        return [*carry, *ys]
+
+
+@dataclasses.dataclass(frozen=True)
+class While(Region):
+    """``while``: operands are the condition's constants, the body's constants, then initial carries.
+
+    The condition may return an array of booleans, as many leading dimensions as every carry has: then each element
+    of the carry stops for itself, and the loop runs until all have stopped.
+    """
+
+    condition_constants: int
+    body_constants: int
+    turns: int | None = None
+    """How often it turns, if that is written down."""
+
+    tests: ClassVar[int] = 1
+
+    @property
+    def carried(self) -> range:
+        return range(self.condition_constants + self.body_constants, self.operands)
+
+    @property
+    def inputs(self) -> tuple[tuple[int, ...], ...]:
+        split, first = self.condition_constants, self.carried.start
+        return (*range(split), *self.carried), (*range(split, first), *self.carried)
+
+    @property
+    def times(self) -> int:
+        return 1 if self.turns is None else self.turns
+
+    def cost(self, costs: Sequence[Cost]) -> Cost:
+        return costs[0] * (self.times + 1) + costs[1] * self.times
+
+    def run(self, control: Control, bodies: Sequence[Run], operands: Sequence[Any]) -> list[Any]:
+        condition, body = bodies
+        split, first = self.condition_constants, self.carried.start
+        constants = list(operands[:split]), list(operands[split:first])
+        return control.repeat(condition, body, *constants, list(operands[first:]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Branches(Region):
+    """``cond``: operand 0 chooses the branch, the others are passed to it."""
+
+    chooser: ClassVar[int | None] = 0
+
+    @property
+    def passed(self) -> range:
+        return range(1, self.operands)
+
+    @property
+    def inputs(self) -> tuple[tuple[int, ...], ...]:
+        return (tuple(self.passed),) * len(self.bodies)
+
+    def cost(self, costs: Sequence[Cost]) -> Cost:
+        return max(costs, key=lambda cost: cost.flops)
+
+    def run(self, control: Control, bodies: Sequence[Run], operands: Sequence[Any]) -> list[Any]:
+        return control.switch(operands[0], bodies, list(operands[1:]))
+
+
+def body_of(jaxpr: Any) -> Body:
+    """Takes the closed and the open representation alike."""
+    return Body(getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ())))
+
+
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vmap_call": "call",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "composite": "jaxpr",
+    "xla_metadata_call": "jaxpr",
+}
+"""Primitives that call one jaxpr on all of their operands, and the parameter that holds it."""
+
+WITHOUT_DESCRIPTION = {"custom_partitioning": "call"}
+"""Primitives that are described by what the user says of them, and are calls of a jaxpr where that is nothing."""
+
+CUSTOM_DERIVATIVES = {"custom_jvp_call", "custom_vjp_call"}
+
+
+def call_of(eqn: JaxprEqn) -> Call | None:
+    """The call that an equation stands for, or None."""
+    name = eqn.primitive.name
+    if name in CALLS:
+        return Call(
+            body_of(eqn.params[CALLS[name]]),
+            tuple(range(len(eqn.invars))),
+            barrier=bool(eqn.params.get("differentiated") and eqn.params.get("prevent_cse")),
+            custom_derivative=name in CUSTOM_DERIVATIVES,
+            reverse_only=name == "custom_vjp_call",
+        )
+    if name in WITHOUT_DESCRIPTION and describe(eqn) is None:
+        return Call(body_of(eqn.params[WITHOUT_DESCRIPTION[name]]), tuple(range(len(eqn.invars))))
+    if name == "custom_linear_solve":  # the solver alone gives the result; the other jaxprs serve its derivatives
+        lengths = eqn.params["const_lengths"]
+        start = lengths.matvec + lengths.vecmat
+        constants = range(start, start + lengths.solve)
+        rights = range(sum(lengths), len(eqn.invars))
+        return Call(body_of(eqn.params["jaxprs"].solve), (*constants, *rights), custom_derivative=True)
+    return None
+
+
+def implementation_of(eqn: JaxprEqn, known: Sequence[Any]) -> Call | None:
+    """The call of what evaluates an equation's primitive, if that is written in JAX.
+
+    So it is of primitives of libraries, of sparse arrays (`jax.experimental.sparse`), and of those that jax
+    itself lowers to others (since jax 0.12).
+
+    Args:
+      eqn: the equation.
+      known: the operands' values, None where they are not known; an implementation may need one while it is traced.
+
+    Returns:
+      The call; None for primitives of jax's core and those with a description, and where the implementation has effects
+      or is no JAX code.
+    """
+    if eqn.effects or described(eqn) or region_of(eqn) is not None:
+        return None
+    high = eqn.primitive.is_high(*[atom.aval for atom in eqn.invars], **eqn.params)
+    run = getattr(eqn.primitive, "to_lojax" if high else "impl", None)
+    module = getattr(getattr(run, "func", run), "__module__", None) or "jax._src"
+    if not callable(run) or (f"{module}.".startswith(("jax._src.", "jaxlib.")) and not high):
+        return None
+    given = tuple(None if value is None else (type(value), np.asarray(value).item()) for value in known)
+    shapes = tuple(jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in eqn.invars)
+    params = tuple(eqn.params.items())
+    key = run, eqn.primitive, exactly(params), shapes, exactly(given)
+    make = functools.partial(implementation, run, eqn.primitive, params, shapes, given)
+    try:
+        written = IMPLEMENTATIONS.found(key, make)
+    except TypeError:  # a parameter that cannot be hashed
+        written = make()
+    with jax.threefry_partitionable(eqn.ctx.threefry_partitionable):
+        body = traced(written, [shape for shape, value in zip(shapes, given, strict=True) if value is None], eqn)
+    if body is None or [v.aval.shape for v in body.jaxpr.outvars] != [v.aval.shape for v in eqn.outvars]:
+        return None
+    return Call(body, tuple(i for i, value in enumerate(known) if value is None), custom_derivative=high)
+
+
+IMPLEMENTATIONS = Remembered[Any](1024)
+"""Of equations that are alike one function, so that jax traces it once for each way in which it is configured."""
+
+
+def exactly(value: Any) -> Hashable:
+    """A key that differs for numbers that are equal to Python, and not to a program: 1 and True, 0.0 and -0.0."""
+    if isinstance(value, tuple | list):
+        return type(value), tuple(map(exactly, value))
+    return type(value), repr(value) if isinstance(value, float | complex | np.inexact) else value
+
+
+def implementation(
+    run: Callable[..., Any],
+    primitive: Primitive,
+    params: tuple[tuple[str, Any], ...],
+    shapes: tuple[Any, ...],
+    given: tuple[Any, ...],
+) -> Any:
+    """A primitive's implementation as a function of what is not given."""
+
+    def evaluate(*values: Any) -> list[Any]:
+        rest = iter(values)
+        operands = [
+            next(rest)
+            if value is None
+            else value[1]
+            if value[0] in (bool, int, float)
+            else np.asarray(value[1], shape.dtype)
+            for value, shape in zip(given, shapes, strict=True)
+        ]
+        results = run(*operands, **dict(params))
+        return list(results) if primitive.multiple_results else [results]
+
+    return jax.jit(evaluate)
+
+
+def traced(function: Any, shapes: Sequence[Any], eqn: JaxprEqn) -> Body | None:
+    """The body of an equation's implementation; None if it is no JAX code, has effects, or is the equation itself."""
+    try:
+        closed = function.trace(*shapes).jaxpr
+    except Exception:  # whatever code that is no JAX code makes of tracers
+        return None
+    same = any(each.primitive is eqn.primitive and each.params == eqn.params for each in closed.jaxpr.eqns)
+    return None if closed.effects or same else body_of(closed)
+
+
+def region_of(eqn: JaxprEqn) -> Region | None:
+    """The loop or branch that an equation is, or None."""
+    params, count = eqn.params, len(eqn.invars)
+    match eqn.primitive.name:
+        case "scan":
+            if "num_consts" in params:
+                constants, carries = params["num_consts"], params["num_carry"]
+            else:
+                groups = params["ft_in"].update(list(range(len(eqn.invars)))).unpack()
+                constants, carries = len(list(groups[0])), len(list(groups[1]))
+            body = body_of(params["jaxpr"])
+            return Loop((body,), count, constants, carries, params["length"], params["reverse"], params["unroll"])
+        case "while":
+            bodies = tuple(body_of(params[name]) for name in WHILE)
+            constants = params["cond_nconsts"], params["body_nconsts"]
+            known = turns(bodies[0].jaxpr, bodies[1].jaxpr, eqn.invars, constants)
+            return While(bodies, count, *constants, known)
+        case "cond":
+            return Branches(tuple(body_of(branch) for branch in params["branches"]), count)
+    return None
+
+
+def with_bodies(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr]) -> JaxprEqn:
+    """A loop or branch with other bodies, in the order of its region's, that take and give as many values."""
+    match eqn.primitive.name:
+        case "scan":
+            (params,) = ({"jaxpr": as_held(eqn.params["jaxpr"], body)} for body in bodies)
+        case "while":
+            params = {name: as_held(eqn.params[name], body) for name, body in zip(WHILE, bodies, strict=True)}
+        case _:
+            several = zip(eqn.params["branches"], bodies, strict=True)
+            params = {"branches": tuple(as_held(old, body) for old, body in several)}
+    return eqn.replace(params={**eqn.params, **params})
+
+
+def scan_like(eqn: JaxprEqn, body: ClosedJaxpr, constants: int, carries: int | None = None) -> dict[str, Any]:
+    """The parameters of a scan like another one, with another body.
+
+    Args:
+      eqn: the other one.
+      body: its inputs are constants, what is carried, and a turn's part of what is scanned.
+      constants: how many of its inputs are.
+      carries: how many values it carries; by default as many as the other one.
+    """
+    loop = region_of(eqn)
+    assert isinstance(loop, Loop)
+    carries = loop.carries if carries is None else carries
+    inputs, outputs = len(body.jaxpr.invars), len(body.jaxpr.outvars)
+    params = {**eqn.params, "jaxpr": as_held(eqn.params["jaxpr"], body)}
+    if "num_consts" in params:
+        params |= {"num_consts": constants, "num_carry": carries}
+    else:
+        params |= grouped(constants, carries, inputs - constants - carries, outputs - carries)
+    return params | ({"linear": (False,) * inputs} if "linear" in params else {})
+
+
+@functools.cache
+def grouped(constants: int, carries: int, scanned: int, stacked: int) -> dict[str, Any]:
+    """How a scan of so many operands and results says which are which, since jax 0.12: as one that jax made says it."""
+
+    def scan(constant: list[Any], carry: list[Any], xs: list[Any]) -> Any:
+        def turn(carry: list[Any], parts: list[Any]) -> Any:
+            total = sum([*constant, *carry, *parts])
+            return [total + each for each in carry], [total * (k + 2) for k in range(stacked)]
+
+        return jax.lax.scan(turn, carry, xs, length=1)
+
+    given = [1.0] * constants, [1.0] * carries, [np.ones(1)] * scanned
+    (made,) = (eqn for eqn in jax.make_jaxpr(scan)(*given).jaxpr.eqns if eqn.primitive.name == "scan")
+    return {name: made.params[name] for name in ("ft_in", "ft_out")}
+
+
+def as_held(old: Any, body: ClosedJaxpr) -> Any:
+    """A body in the representation, closed or open, that an equation holds another one in."""
+    return body if not hasattr(old, "eqns") or type(old) is type(body) else body.jaxpr
+
+
+WHILE = ("cond_jaxpr", "body_jaxpr")
+"""Where a ``while`` holds its bodies."""
+
+
+def bind_while(
+    eqn: JaxprEqn, condition: Any, body: Any, condition_constants: Sequence[Any], constants: Sequence[Any], init: Any
+) -> list[Any]:
+    """Runs a ``while`` equation with other jaxprs (whose condition may return an array of booleans).
+
+    Args:
+      eqn: the equation; its primitive is bound.
+      condition: closed jaxpr from condition constants and carries to booleans.
+      body: closed jaxpr from constants and carries to carries.
+      condition_constants: values.
+      constants: values.
+      init: initial carries.
+
+    Returns:
+      The final carries.
+    """
+    params = {
+        **with_bodies(eqn, (condition, body)).params,
+        "cond_nconsts": len(condition_constants),
+        "body_nconsts": len(constants),
+    }
+    return eqn.primitive.bind(*condition_constants, *constants, *init, **params)

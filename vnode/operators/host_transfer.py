@@ -1,0 +1,78 @@
+"""Values that programs put in the host's memory for a while, and fetch from there.
+
+Knows memory spaces, and what compilers make of moves between them. Must not know programs, nor who moves what, and why.
+
+A value of which a loop moves one of each turn is a slice of an array on the host. The TPU compiler copies slices in
+pieces of rows; where a slice is but a row of a tile, or a part of one, it comes to an end with a failed check, and the
+process with it (libtpu 0.0.42; arrays of 16 bits, of one dimension or ``[n, 1]``). Such values stay where they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn, Primitive, Var
+
+from vnode.operators.description import OperatorDescription, Positions, Sizes
+from vnode.operators.memory_spaces import DEVICE, HOST, on_host
+from vnode.operators.registry import rule
+from vnode.operators.structure import identities
+
+aside_p = Primitive("aside")
+"""Its operand in a memory, that of the parameter ``space``. In programs only: no jaxpr has it."""
+
+
+@aside_p.def_abstract_eval
+def _(aval: Any, *, space: Any) -> Any:
+    return aval.update(memory_space=space)
+
+
+@rule("aside")
+def aside(eqn: JaxprEqn) -> OperatorDescription:
+    return identities(eqn, replaced_on=dict.fromkeys(("cpu", "gpu", "tpu"), by_move))
+
+
+def by_move(
+    d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+) -> list[Any]:
+    """Emits a move, where the value can be moved, or was."""
+    (value,) = operands
+    space = e.params["space"]
+    stays = not in_rows(value.shape) if space == HOST else not on_host(jax.typeof(value))
+    return [value if stays else jax.device_put(value, space)]
+
+
+def in_rows(shape: Sequence[int]) -> bool:
+    """Whether arrays of a shape have several rows, of several elements each.
+
+    >>> in_rows((8, 128)), in_rows((8, 1)), in_rows((1, 128)), in_rows((128,))
+    (True, False, False, False)
+    """
+    return sum(n > 1 for n in shape) > 1 and shape[-1] > 1
+
+
+def move(source: Any, target: Var, like: JaxprEqn) -> JaxprEqn:
+    """The equation that moves a value to the memory of another variable.
+
+    Args:
+      source: the value's variable.
+      target: its new one, of the same shape and dtype.
+      like: an equation at whose place in the user's code it stands.
+    """
+    space = HOST if on_host(target.aval) else DEVICE
+    return moving(space).replace(invars=[source], outvars=[target], source_info=like.source_info)
+
+
+@functools.lru_cache(maxsize=2)
+def moving(space: Any) -> JaxprEqn:
+    """An equation that moves a number to a memory, to copy."""
+    (eqn,) = jax.make_jaxpr(lambda x: aside_p.bind(x, space=space))(0.0).jaxpr.eqns
+    return eqn
+
+
+def in_space(aval: Any, space: Any) -> Var:
+    """A new variable for a value of a type in a memory."""
+    return Var(aval.update(memory_space=space))

@@ -1,0 +1,145 @@
+"""What it takes to move values between devices of a mesh: a collective of a program, a route between layouts.
+
+Knows jax's collectives, moves between layouts, and machines. Must not know programs, nor when anything is moved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jax.extend.core import JaxprEqn
+
+from vnode.operators.cost import nbytes
+from vnode.partition.machine import Machine, MachineMesh
+from vnode.partition.machine.collective_times import Cost
+from vnode.spmd.layout import Axes, count
+from vnode.spmd.resharding import Move
+
+KINDS = {
+    "psum": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ppermute": "permute",
+}
+"""What jax's collectives are called in the field; all that `vnode.spmd.resharding_collectives` makes."""
+
+NAMES = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"} | {
+    "all-to-all": "all_to_all",
+    "permute": "permute",
+}
+"""What `Machine.collective` calls them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """One collective, as every device takes part in it.
+
+    Attributes:
+      kind: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"`` or ``"permute"``.
+      axes: of the mesh, along which devices exchange.
+      bytes: of one device's array: of the result of an all-gather, of the operand of the others.
+      devices: of a group.
+      pairs: of a permute, who sends to whom, by place in the group.
+      among: the groups, by place along the axes, if not all devices along them exchange with each other.
+
+    Example:
+      >>> Transfer("all-reduce", ("data",), 1024, 4).sent
+      1536.0
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    devices: int
+    pairs: tuple[tuple[int, int], ...] = ()
+    among: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each device sends, by the algorithms that move least (`vnode.spmd.resharding.Move.sent`)."""
+        rest = (self.devices - 1) / self.devices
+        return self.bytes * {"all-reduce": 2 * rest, "permute": 1.0}.get(self.kind, rest)
+
+    def cost(self, machine: Machine, mesh: MachineMesh) -> Cost:
+        """Latency, seconds a byte and links on a machine, all groups of the mesh at once.
+
+        The latency is that of all hops one after another; of a permute, of the pair that is farthest apart.
+
+        Args:
+          machine: which moves the bytes.
+          mesh: its devices, with the axes of the transfer.
+
+        Returns:
+          The cost; ``cost.seconds(transfer.bytes)`` is the time.
+
+        Raises:
+          MachineError: the mesh lacks an axis.
+        """
+        groups = mesh.groups(*self.axes)
+        if self.among:
+            groups = [[group[place] for place in places] for group in groups for places in self.among]
+        return machine.collective(NAMES[self.kind], groups, pairs=self.pairs)
+
+    def seconds(self, machine: Machine, mesh: MachineMesh) -> float:
+        """The time on a machine."""
+        return self.cost(machine, mesh).seconds(self.bytes)
+
+
+def is_sum(eqn: JaxprEqn) -> bool:
+    """Whether an equation sums one array over devices, and everybody gets the sum."""
+    return eqn.primitive.name == "psum" and len(eqn.outvars) == 1
+
+
+def transfer_of(eqn: JaxprEqn, axes: Mapping[str, int]) -> Transfer | None:
+    """The collective that an equation is; None if it is none.
+
+    Args:
+      eqn: an equation of one device's program.
+      axes: of the mesh, those longer than one.
+    """
+    kind = KINDS.get(eqn.primitive.name)
+    if kind is None:
+        return None
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    names = tuple(name for name in (named if isinstance(named, tuple | list) else (named,)) if name in axes)
+    if not names:
+        return None
+    atoms = eqn.outvars if kind == "all-gather" else eqn.invars
+    pairs = tuple((int(s), int(t)) for s, t in eqn.params.get("perm", ()))
+    among = tuple(map(tuple, eqn.params.get("axis_index_groups") or ()))
+    devices = len(among[0]) if among else count(names, axes)
+    return Transfer(kind, names, sum(nbytes(atom.aval) for atom in atoms), devices, pairs, among)
+
+
+def transfers_of_route(moves: Sequence[Move], itemsize: int, axes: Axes) -> tuple[Transfer, ...]:
+    """The collectives of a route between two layouts; what is cut where it lies moves nothing.
+
+    Args:
+      moves: as `vnode.spmd.resharding.route` gives them.
+      itemsize: bytes of an element.
+      axes: of the mesh.
+
+    Returns:
+      One for each move over the network, in order.
+
+    Example:
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from vnode.spmd.layout import from_spec
+      >>> from vnode.spmd.resharding import route
+      >>> axes = {"x": 4}
+      >>> moves = route(from_spec(P("x"), (8, 8), axes), from_spec(P(None, "x"), (8, 8), axes), (8, 8), axes, "float32")
+      >>> [(t.kind, t.bytes) for t in transfers_of_route(moves, 4, axes)]
+      [('all-to-all', 64)]
+    """
+    found = []
+    for move in moves:
+        if move.kind != "cut":
+            devices = len(move.among[0]) if move.among else count(move.axes, axes)
+            gathered = devices if move.kind == "all-gather" else 1
+            size = move.elements * itemsize * gathered
+            found.append(Transfer(move.kind, move.axes, size, devices, move.pairs, move.among))
+    return tuple(found)

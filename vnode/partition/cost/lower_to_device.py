@@ -1,0 +1,153 @@
+"""A flow over a mesh -> the program of one device: equations at local sizes, explicit collectives between them.
+
+    x @ w, w cut by columns over 4 devices  ->  dot_general of a quarter of the columns; all_gather of the result
+
+Knows flows, how they are run, and tracing. Must not know machines, or what anything costs.
+
+The program is traced from what `vnode.spmd.over_mesh` runs on each device, so that what is counted is what is compiled:
+copies of equations, masks, halos and every exchange. Results that nobody reads are left out, and equal equations,
+exchanges too, are evaluated once, as every compiler does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from vnode.analysis.meshless import NO_MESH
+from vnode.analysis.program import Program, inline
+from vnode.operators import kind_to_keep
+from vnode.operators.control_flow import region_of
+from vnode.partition.cost.simplify_loops import invariants_first, without_single_turns
+from vnode.spmd.device_program import run
+from vnode.spmd.layout import Axes
+from vnode.spmd.resharding_collectives import convert
+from vnode.spmd.sharded_program import at_the_border
+from vnode.spmd.sharding_flow import Flow
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DeviceProgram:
+    """What one device of a mesh runs.
+
+    Attributes:
+      program: its equations at local sizes; those of loops and branches are in their bodies (`bodies_of`).
+      axes: of the mesh, those longer than one.
+      donated: the inputs whose memory results may take.
+    """
+
+    program: Program
+    axes: Mapping[str, int]
+    donated: frozenset[int] = frozenset()
+
+
+def device_program(
+    flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Collection[int] = (), single_turns: bool = False
+) -> DeviceProgram:
+    """Traces what one device runs.
+
+    Args:
+      flow: layouts through the program.
+      axes: of the mesh, those longer than one.
+      platform: what is compiled for.
+      donated: the inputs of the program that are given away.
+      single_turns: whether loops of one turn stay loops, because the compiler is not told that they are.
+
+    Returns:
+      The program; its inputs and outputs are those of the flow, in local shapes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from vnode.spmd.sharding_flow import follow
+      >>> from vnode.spmd.layout import from_spec
+      >>> traced = jax.make_jaxpr(lambda x: jnp.sum(x))(jnp.ones((8, 4)))
+      >>> program, axes = inline(traced.jaxpr, traced.consts), {"x": 4}
+      >>> flow = follow(program, [from_spec(P("x"), (8, 4), axes)], axes)
+      >>> [(eqn.primitive.name, eqn.invars[0].aval.shape) for eqn in device_program(flow, axes).program.equations]
+      [('reduce_sum', (2, 4)), ('psum', ())]
+    """
+    given = [at_the_border(layout, axes) for layout in flow.inputs]
+    made = [at_the_border(layout, axes) for layout in flow.outputs]
+    shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in flow.program.inputs]
+    results = [tuple(getattr(atom.aval, "shape", ())) for atom in flow.program.outputs]
+
+    def on_one(*values: Any) -> list[Any]:
+        inputs = [convert(*each, axes) for each in zip(values, given, flow.inputs, shapes, strict=True)]
+        outputs = run(flow, inputs, axes, platform)
+        return [convert(*each, axes) for each in zip(outputs, flow.outputs, made, results, strict=True)]
+
+    local = [
+        jax.ShapeDtypeStruct(layout.local(shape, axes), var.aval.dtype)
+        for var, layout, shape in zip(flow.program.inputs, given, shapes, strict=True)
+    ]
+    with jax.sharding.use_abstract_mesh(NO_MESH):  # whatever mesh the user has set
+        traced = jax.make_jaxpr(on_one, axis_env=list(axes.items()))(*local)
+    program = inline(traced.jaxpr, traced.consts)
+    program = simplified(program if single_turns else without_single_turns(program))
+    return DeviceProgram(simplified(invariants_first(program)), dict(axes), frozenset(donated))
+
+
+def simplified(program: Program) -> Program:
+    """The program without equations that repeat others, that turn back what others turned, or that nobody reads.
+
+    The only effect that equations have here is that they name mesh axes: `vnode.spmd` refuses others.
+    """
+    same: dict[Var, Var] = {}
+    known: dict[object, JaxprEqn] = {}
+    equations: list[JaxprEqn] = []
+    turned: dict[Var, JaxprEqn] = {}  # the results of transpositions
+
+    def first(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else same.get(atom, atom)
+
+    for eqn in program.equations:
+        if any(isinstance(atom, Var) and atom in same for atom in eqn.invars):
+            eqn = eqn.replace(invars=[first(atom) for atom in eqn.invars])
+        if region_of(eqn) is None:
+            of = kind_to_keep(eqn) or repr(sorted(eqn.params.items(), key=str))
+            key = eqn.primitive, tuple(map(identity, eqn.invars)), of
+            other = known.setdefault(key, eqn)
+            if other is not eqn:
+                same.update(zip(eqn.outvars, other.outvars, strict=True))
+                continue
+        order, (source, *_) = eqn.params.get("permutation"), (*eqn.invars, None)
+        if order is not None and isinstance(source, Var):
+            before = turned.get(source)
+            if before is not None and [before.params["permutation"][i] for i in order] == sorted(order):
+                same[eqn.outvars[0]] = first(before.invars[0])
+                continue
+            turned[eqn.outvars[0]] = eqn
+        equations.append(eqn)
+    outputs = [first(atom) for atom in program.outputs]
+    wanted = {atom for atom in outputs if isinstance(atom, Var)}
+    kept: list[JaxprEqn] = []
+    for eqn in reversed(equations):
+        if wanted.intersection(eqn.outvars):
+            kept.append(eqn)
+            wanted.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
+    return program.derived(program.inputs, kept[::-1], outputs)
+
+
+def identity(atom: Any) -> object:
+    """The key of an operand: literals are the same if their values and types are."""
+    return (np.asarray(atom.val).tobytes(), atom.aval) if isinstance(atom, Literal) else atom
+
+
+def bodies_of(eqn: JaxprEqn) -> Sequence[Program]:
+    """The programs of the bodies of a loop or branch; nothing for any other equation."""
+    return [] if region_of(eqn) is None else bodies_of_region(eqn)
+
+
+@functools.lru_cache(maxsize=8)
+def bodies_of_region(eqn: JaxprEqn) -> Sequence[Program]:
+    """The programs of the bodies of a loop or branch, the same for who asks for their time, and for their memory."""
+    region = region_of(eqn)
+    assert region is not None
+    return tuple(simplified(inline(body.jaxpr, body.constants, eqn)) for body in region.bodies)

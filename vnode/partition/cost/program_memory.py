@@ -1,0 +1,291 @@
+"""The program of one device -> its memory: arguments, results in place of them, and temporary arrays at their peak.
+
+    y = x @ x; z = y @ x, x given away  ->  arguments x, results z in the place of x, temporary y
+
+Knows fused operations, loops and branches. Must not know machines or times.
+
+Constants are made where they are read. Results have memory of their own, or that of arguments that are given away. A
+loop holds what it carries and what it stacks once, and its body's peak beside; a branch the largest peak of its bodies.
+What is on the host is apart.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from jax.extend.core import JaxprEqn, Var
+
+from vnode.analysis.program import Program, where
+from vnode.operators.control_flow import Region, region_of
+from vnode.operators.cost import all_bytes, nbytes
+from vnode.operators.memory_spaces import on_host
+from vnode.partition.cost.calibration import Calibration
+from vnode.partition.cost.fusion import kernels_of
+from vnode.partition.cost.liveness import Moment, Operation, held_in_best_order, peak
+from vnode.partition.cost.lower_to_device import DeviceProgram, bodies_of
+from vnode.partition.cost.op_kinds import BESIDE, Kernel, Kernels, Shape
+from vnode.show.units import size
+
+IN_PLACE = {Shape.EACH, Shape.UPDATED, Shape.SAME}
+"""What may write over its operand."""
+
+BY_PART = {Shape.EACH, Shape.REDUCED, Shape.UPDATED}
+"""What reads a turn's part of an array without a copy of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Something that is in memory at the peak.
+
+    Attributes:
+      bytes: of it.
+      type: its type.
+      where: the source line that makes it.
+    """
+
+    bytes: int
+    type: str
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """What is held while a fused operation runs.
+
+    Attributes:
+      bytes: of temporary arrays.
+      what: the operation.
+      depth: in how many loops or branches it is; of several turns one is shown, of branches the one that holds most.
+    """
+
+    bytes: int
+    what: str
+    depth: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What one device holds.
+
+    Attributes:
+      arguments: bytes of the inputs.
+      outputs: bytes of the outputs.
+      aliased: bytes of outputs that take the memory of donated inputs.
+      temporaries: bytes of everything else, at the moment at which that is most.
+      held: what these are then, the largest first.
+      host: bytes of what is temporary in the host's memory.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    held: tuple[Held, ...] = ()
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+    def __str__(self) -> str:
+        lines = [
+            f"{size(self.total)} a device: arguments {size(self.arguments)}, results {size(self.outputs)} "
+            f"({size(self.aliased)} in place), temporary {size(self.temporaries)}"
+        ]
+        if self.host:
+            lines[0] += f", on the host {size(self.host)}"
+        lines += [f"  {size(each.bytes)} {each.type} of {each.where}" for each in self.held[:5]]
+        return "\n".join(lines)
+
+
+def memory_of(device: DeviceProgram, calibration: Calibration) -> Memory:
+    """The peak of one device's program.
+
+    Args:
+      device: the program.
+      calibration: of the kind of device.
+    """
+    program = device.program
+    kernels, moments = outer_moments(device, calibration)
+    at, most, sizes = max(moments, key=lambda moment: moment[1], default=(-1, 0, {}))
+    makers = program.definitions
+    held = [
+        Held(need, var.aval.str_short(short_dtypes=True), where(makers[var]))
+        for var, need in sizes.items()
+        if need and var in makers
+    ]
+    inside = most - sum(sizes.values())
+    if inside > 0:
+        held.append(Held(inside, "in a loop or branch", where(kernels.kernels[at].root)))
+    held.sort(key=lambda each: -each.bytes)
+    arguments = sum(nbytes(var.aval) for var in program.inputs)
+    outputs = sum(nbytes(atom.aval) for atom in program.outputs)
+    return Memory(arguments, outputs, aliased_bytes(device), most, tuple(held), host_bytes(program))
+
+
+def levels_over_time(device: DeviceProgram, calibration: Calibration) -> list[Level]:
+    """What one device's program holds besides arguments and results, operation after operation.
+
+    Args:
+      device: the program.
+      calibration: of the kind of device.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from vnode.analysis.program import inline
+      >>> traced = jax.make_jaxpr(lambda x: (jnp.tanh(x @ x) @ x).sum())(jnp.ones((8, 8)))
+      >>> device = DeviceProgram(inline(traced.jaxpr, traced.consts), {})
+      >>> [(each.what, each.bytes) for each in levels_over_time(device, Calibration())]
+      [('dot_general', 256), ('tanh', 256), ('dot_general', 512), ('reduce_sum', 256)]
+    """
+    kernels, moments = outer_moments(device, calibration)
+    return levels_of(kernels, moments, calibration)
+
+
+def outer_moments(device: DeviceProgram, calibration: Calibration) -> tuple[Kernels, list[Moment]]:
+    """The fused operations of a program, and what is held while each runs."""
+    kernels = kernels_of(device.program, calibration.recomputes)
+    ends = [kernels.memory_of(atom) for atom in device.program.outputs if isinstance(atom, Var)]
+    return kernels, held_in_best_order(operations_of(kernels, calibration, {*device.program.inputs, *ends}))
+
+
+def operations_of(
+    kernels: Kernels,
+    calibration: Calibration,
+    elsewhere: Collection[Var],
+    written_over: Collection[Var] = (),
+    parts: Collection[Var] = (),
+) -> list[Operation]:
+    """What fused operations do in memory.
+
+    Args:
+      kernels: of a program.
+      calibration: of the kind of device.
+      elsewhere: variables whose memory is not counted here.
+      written_over: those of them that may be written over after the last reader.
+      parts: those of them of which a copy is made where an operation cannot read a part of an array.
+    """
+    beside: dict[int, list[Var]] = collections.defaultdict(list)  # what loops hold besides their results
+    for k, kernel in enumerate(kernels.kernels):
+        if kernel.root.primitive is BESIDE:
+            beside[kernels.writers.get(kernels.reads[k][0], k)] += kernel.piece.writes
+    constant = {k for k, reads in enumerate(kernels.reads) if not reads and kernels.kernels[k].shape is Shape.EACH}
+    copied = dict[Var, None]()
+    for k, kernel in enumerate(kernels.kernels):
+        if kernel.shape not in BY_PART:
+            copied.update(dict.fromkeys(var for var in kernels.reads[k] if var in parts))
+    found, seen = list[Operation](), set[Var]()
+    for k, kernel in enumerate(kernels.kernels):
+        nothing = kernel.root.primitive is BESIDE or k in constant
+        own = [] if nothing else [*kernel.piece.writes]
+        writes = {var: nbytes(var.aval) for var in (*own, *beside[k]) if var not in elsewhere}
+        writes |= {var: nbytes(var.aval) for var in kernels.reads[k] if var in copied and var not in seen}
+        seen.update(writes)
+        reads = frozenset(
+            var for var in kernels.reads[k] if var not in elsewhere or var in written_over or var in copied
+        )
+        needs = frozenset(kernels.writers[var] for var in kernels.reads[k] if kernels.writers.get(var, k) != k)
+        loops = kernel.shape is Shape.REGION
+        inside = peak_inside(kernel.root, calibration) if loops else -calibration.on_chip
+        over = [pair for pair in overwritten(kernel, kernels, k) if kernels.writers.get(pair[1]) not in constant]
+        found.append(Operation(writes, reads, inside, tuple(over), needs))
+    return found
+
+
+def overwritten(kernel: Kernel, kernels: Kernels, k: int) -> tuple[tuple[Var, Var], ...]:
+    """Which results of a fused operation may take the memory of which operands."""
+    region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
+    if region is not None:
+        pairs = zip(kernel.root.outvars, [kernel.root.invars[i] for i in region.carried], strict=False)
+        return tuple((out, kernels.memory_of(atom)) for out, atom in pairs if isinstance(atom, Var))
+    if kernel.shape not in IN_PLACE:
+        return ()
+    return tuple(
+        (out, var) for out in kernel.piece.writes for var in kernels.reads[k] if nbytes(var.aval) == nbytes(out.aval)
+    )
+
+
+def peak_inside(eqn: JaxprEqn, calibration: Calibration) -> int:
+    """Bytes that a loop or branch holds beside its operands and results, at most."""
+    return max((peak(moments) for _, moments in inner_moments(eqn, calibration)), default=0)
+
+
+def inner_moments(eqn: JaxprEqn, calibration: Calibration) -> list[tuple[Kernels, list[Moment]]]:
+    """For each body of a loop or branch its fused operations, and what is held while each runs."""
+    region = region_of(eqn)
+    assert region is not None
+    pairs = zip(bodies_of(eqn), region.inputs, strict=True)
+    return [body_moments(body, inputs, region, k < region.tests, calibration) for k, (body, inputs) in enumerate(pairs)]
+
+
+def body_moments(
+    body: Program, inputs: Sequence[int], region: Region, is_test: bool, calibration: Calibration
+) -> tuple[Kernels, list[Moment]]:
+    """One body: what it carries is held from when it is made; what it stacks is where the stack is."""
+    kernels = kernels_of(body, calibration.recomputes)
+    ends = [kernels.memory_of(atom) if isinstance(atom, Var) else None for atom in body.outputs]
+    count = 0 if is_test or region.chooser is not None else len(region.carried)
+    begins = {i: var for i, var in zip(inputs, body.inputs, strict=True) if i in region.carried}
+    scanned = {var for i, var in zip(inputs, body.inputs, strict=True) if i in region.scanned}
+    stacked = {var for var in ends[count:] if var is not None}
+    kept = frozenset(var for var in ends[:count] if var is not None) - {*body.inputs}
+    operations = operations_of(kernels, calibration, {*body.inputs, *(stacked - kept)}, {*begins.values()}, scanned)
+    for i, end in zip(region.carried, ends[:count], strict=False):
+        k = kernels.writers.get(end, -1) if end in kept else -1
+        if k >= 0 and begins[i] not in kernels.reads[k]:  # the last turn's is no longer read
+            own = operations[k]
+            pairs = ((end, begins[i]), *own.over)
+            operations[k] = dataclasses.replace(own, reads=own.reads | {begins[i]}, over=pairs)
+    return kernels, held_in_best_order(operations, kept)
+
+
+def levels_of(kernels: Kernels, moments: Sequence[Moment], calibration: Calibration) -> list[Level]:
+    """What is held while each fused operation runs: of a loop or branch, operation after operation of its body."""
+    found: list[Level] = []
+    for k, now, sizes in moments:
+        kernel = kernels.kernels[k]
+        inner = inner_moments(kernel.root, calibration) if kernel.shape is Shape.REGION else []
+        below = max((levels_of(*each, calibration) for each in inner), key=highest, default=[])
+        beside = sum(sizes.values())
+        found += [Level(each.bytes + beside, each.what, each.depth + 1) for each in below]
+        found += [] if below else [Level(now, str(kernel.piece))]
+    return found
+
+
+def highest(levels: Sequence[Level]) -> int:
+    """The most bytes of several levels."""
+    return max((each.bytes for each in levels), default=0)
+
+
+def aliased_bytes(device: DeviceProgram) -> int:
+    """Bytes of results in the place of donated arguments: each takes one of its own shape and type."""
+    given = [device.program.inputs[i].aval for i in device.donated]
+    free = collections.Counter((getattr(aval, "shape", None), getattr(aval, "dtype", None)) for aval in given)
+    found = 0
+    for atom in device.program.outputs:
+        kind = getattr(atom.aval, "shape", None), getattr(atom.aval, "dtype", None)
+        if free[kind]:
+            free[kind] -= 1
+            found += nbytes(atom.aval)
+    return found
+
+
+def host_bytes(program: Program) -> int:
+    """Bytes of what a program's loops stack in the host's memory, beside the most that their bodies have there.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from vnode.analysis.program import inline
+    >>> turn = lambda c, x: (c, jax.device_put(c * x, jax.memory.Space.Host))
+    >>> traced = jax.make_jaxpr(lambda x: jax.lax.scan(turn, x[0], x)[0])(jnp.ones((4, 3)))
+    >>> host_bytes(inline(traced.jaxpr, traced.consts))
+    48
+    """
+    own = inner = 0
+    for eqn in program.equations:
+        if region_of(eqn) is not None:
+            own += sum(all_bytes(var.aval) for var in eqn.outvars if on_host(var.aval))
+            inner = max([inner, *map(host_bytes, bodies_of(eqn))])
+    return own + inner

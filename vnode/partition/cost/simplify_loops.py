@@ -1,0 +1,122 @@
+"""Loops of one turn -> their bodies; what does not change from turn to turn -> before its loop.
+
+    for x in xs: s += exchange(w) * x    ->    w2 = exchange(w); for x in xs: s += w2 * x
+
+Knows equations of one device, and loops among them. Must not know what anything costs. Any compiler does both, the
+latter unless the result is larger than what it is made of: it is held through the loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn, Var
+
+from vnode.analysis.program import Program, inline
+from vnode.analysis.residual_remat import scan_of
+from vnode.operators import Algebra, describe
+from vnode.operators.control_flow import Loop, region_of
+from vnode.operators.cost import nbytes
+
+
+def without_single_turns(program: Program) -> Program:
+    """The program with the bodies of loops of one turn in their place.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> traced = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, a: (c + a, c * a), x[0], x[:1]))(jnp.ones((4, 3)))
+      >>> made = without_single_turns(inline(traced.jaxpr, traced.consts))
+      >>> [eqn.primitive.name for eqn in made.equations if eqn.primitive.name in ("scan", "add", "mul")]
+      ['add', 'mul']
+    """
+    equations: list[JaxprEqn] = []
+    constants = dict(program.constants)
+    for eqn in program.equations:
+        region = region_of(eqn)
+        if isinstance(region, Loop) and region.times == 1 and not region.tests:
+            equations += only_turn(eqn, region, constants)
+        else:
+            equations.append(eqn)
+    return Program(program.inputs, constants, equations, program.outputs)
+
+
+def only_turn(eqn: JaxprEqn, loop: Loop, constants: dict[Var, Any]) -> list[JaxprEqn]:
+    """The body of a loop in its place; what it captured is added to `constants`."""
+    (body,) = loop.bodies
+    inner = without_single_turns(inline(body.jaxpr, body.constants, eqn))
+    constants.update(inner.constants)
+    names = {var: eqn.invars[i] for i, var in enumerate(inner.inputs) if i not in loop.scanned}
+    equations = [reshaped(eqn, eqn.invars[i], inner.inputs[i]) for i in loop.scanned]
+    ends = [
+        reshaped(eqn, names.get(atom, atom) if isinstance(atom, Var) else atom, var)
+        for var, atom in zip(eqn.outvars, inner.outputs, strict=True)
+    ]
+    for each in inner.equations:
+        equations.append(each.replace(invars=[names.get(a, a) if isinstance(a, Var) else a for a in each.invars]))
+    return [*equations, *ends]
+
+
+def reshaped(eqn: JaxprEqn, atom: Any, var: Var) -> JaxprEqn:
+    """A value in the shape of a variable, under its name."""
+    made = jax.make_jaxpr(lambda x: jax.lax.reshape_p.bind(x, new_sizes=var.aval.shape, dimensions=None, sharding=None))
+    (found,) = made(jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)).jaxpr.eqns
+    return found.replace(invars=[atom], outvars=[var], source_info=eqn.source_info)
+
+
+def invariants_first(program: Program) -> Program:
+    """The program with what does not change from turn to turn computed before its loops, inner ones first."""
+    equations: list[JaxprEqn] = []
+    for eqn in program.equations:
+        region = region_of(eqn)
+        equations += taken_out(eqn, region) if isinstance(region, Loop) else [eqn]
+    return program.with_equations(equations)
+
+
+def taken_out(eqn: JaxprEqn, loop: Loop) -> list[JaxprEqn]:
+    """What a loop computes at every turn from what does not change, and then the loop without it."""
+    (body,) = loop.bodies
+    inner = invariants_first(inline(body.jaxpr, body.constants, eqn))
+    outer: dict[Var, Any] = dict(zip(inner.inputs[: loop.constants], eqn.invars[: loop.constants], strict=True))
+    same: set[Var] = {*outer}
+    for each in inner.equations:
+        if not grows(each) and all(atom in same for atom in each.invars if isinstance(atom, Var)):
+            same.update(each.outvars)
+    needed: set[Var] = set()  # for what is worth it
+    for each in reversed(inner.equations):
+        if same.issuperset(each.outvars) and (needed.intersection(each.outvars) or not moves(each)):
+            needed.update(each.outvars, (atom for atom in each.invars if isinstance(atom, Var)))
+    before: list[JaxprEqn] = []
+    handed: list[Var] = []
+    left: list[JaxprEqn] = []
+    for each in inner.equations:
+        if each.outvars and same.issuperset(each.outvars) and needed.issuperset(each.outvars):
+            outer.update({var: Var(var.aval) for var in each.outvars})
+            operands = [outer[a] if isinstance(a, Var) else a for a in each.invars]
+            before.append(each.replace(invars=operands, outvars=[outer[var] for var in each.outvars]))
+            handed += each.outvars
+        else:
+            left.append(each)
+    if not before:
+        return [eqn]
+    wanted = {a for each in left for a in each.invars if isinstance(a, Var)}
+    wanted |= {a for a in inner.outputs if isinstance(a, Var)}
+    handed = [var for var in handed if var in wanted]
+    kept = [i for i, var in enumerate(inner.inputs) if i in loop.carried or var in wanted]
+    changed = Program([*handed, *(inner.inputs[i] for i in kept)], inner.constants, left, inner.outputs)
+    constants = len(handed) + sum(i < loop.constants for i in kept)
+    operands = [*(outer[var] for var in handed), *(eqn.invars[i] for i in kept)]
+    return [*before, scan_of(eqn, changed, operands, constants, eqn.outvars)]
+
+
+def moves(eqn: JaxprEqn) -> bool:
+    """Whether an equation only turns, repeats or cuts out, or makes a constant: not worth it by itself."""
+    of = describe(eqn)
+    turns = of is not None and of.has(Algebra.MOVES) and len(eqn.invars) == 1
+    return turns or not any(isinstance(atom, Var) for atom in eqn.invars)
+
+
+def grows(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a loop, or its result is larger than its operands."""
+    result = sum(nbytes(var.aval) for var in eqn.outvars)
+    return region_of(eqn) is not None or result > sum(nbytes(atom.aval) for atom in eqn.invars)

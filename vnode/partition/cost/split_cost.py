@@ -1,0 +1,386 @@
+"""What a split program takes: time, bytes between devices, memory; from the program of one device.
+
+Knows one device's program, machines, times of pieces, the simulator. Must not know how the split was found.
+
+All devices run the same program, so that one timeline stands for all: a kernel takes what it takes on the slowest kind
+of device, and a collective what the busiest link needs. In the timeline one resource computes; the links are as many
+resources as there are sets of links that the program's collectives tell apart, so that two collectives wait for each
+other where they share a link. Kernels start in the program's order when their operands are there, and collectives run
+beside them, unless `overlap` is False. A value's way to the host's memory, or back, takes the time of its bytes on the
+link to the host, beside what is computed in the same turn of a loop: compilers begin it when the value is there, and
+wait for it where it is read, or when the turn ends. The turns of a loop follow each other: its body has a timeline of
+its own, which counts once for every turn; one without collectives takes what somebody measured of it as a whole, if
+that is known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+
+from vnode.analysis.program import Program
+from vnode.operators.control_flow import Region, region_of
+from vnode.operators.cost import all_bytes
+from vnode.operators.memory_spaces import crosses, on_host
+from vnode.partition.cost.calibration import Calibration
+from vnode.partition.cost.collective_cost import KINDS, Transfer, transfer_of
+from vnode.partition.cost.fusion import kernels_of
+from vnode.partition.cost.lower_to_device import DeviceProgram, bodies_of, device_program
+from vnode.partition.cost.op_kinds import BESIDE, Kernel, Shape
+from vnode.partition.cost.program_memory import Memory, memory_of
+from vnode.partition.cost.roofline import Time, by_source
+from vnode.partition.cost.time_sources import Times
+from vnode.partition.machine import Machine, MachineMesh
+from vnode.partition.simulator import Builder, TaskGraph, Timeline, picoseconds, simulate
+from vnode.show.units import size
+from vnode.spmd.sharding_flow import Flow
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A collective of a program.
+
+    Attributes:
+      transfer: what moves, over which axes.
+      runs: how often, loops counted by their turns.
+      seconds: of one run; of several that are sent together, its share.
+    """
+
+    transfer: Transfer
+    runs: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """A value's way to the host's memory, or from there.
+
+    Attributes:
+      bytes: of it.
+      runs: how often it goes there, loops counted by their turns.
+      back: whether it comes from there.
+      seconds: of one run.
+    """
+
+    bytes: int
+    runs: int
+    back: bool
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramCost:
+    """What a split program takes on a machine.
+
+    Attributes:
+      compute: seconds of all kernels, one after the other.
+      exchange: seconds of all collectives, one after the other.
+      timeline: both together, as far as they overlap.
+      collectives: those that a device takes part in; of branches those of the one that takes longest.
+      others: those of the other branches, which are in the program, too.
+      moves: to the host's memory and back; of branches those of the one that takes longest.
+      memory: of one device.
+      sources: seconds of `compute` by who says so.
+      noise: seconds by which measured times may be off together.
+      unknown: primitives without a description, whose operations count as none.
+      open_loops: how many loops there are whose turns are not written down; they count once.
+    """
+
+    compute: float
+    exchange: float
+    timeline: Timeline
+    collectives: tuple[Planned, ...]
+    memory: Memory
+    sources: Mapping[str, float]
+    noise: float
+    unknown: frozenset[str] = frozenset()
+    open_loops: int = 0
+    others: tuple[Planned, ...] = ()
+    moves: tuple[Moved, ...] = ()
+
+    @property
+    def transfer(self) -> float:
+        """Seconds of all ways to the host's memory and back, one after the other."""
+        return sum(each.seconds * each.runs for each in self.moves)
+
+    @property
+    def seconds(self) -> float:
+        """Of one run, with what overlaps."""
+        return self.timeline.seconds
+
+    @property
+    def total(self) -> float:
+        """Of one run, if nothing overlapped."""
+        return self.compute + self.exchange + self.transfer
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes of one device's arrays in collectives, by kind (`Transfer.bytes`)."""
+        found: dict[str, int] = {}
+        for each in self.collectives:
+            found[each.transfer.kind] = found.get(each.transfer.kind, 0) + each.transfer.bytes * each.runs
+        return found
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each device sends."""
+        return sum(each.transfer.sent * each.runs for each in self.collectives)
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{source} {seconds:.3g} s" for source, seconds in self.sources.items())
+        moved = ", ".join(f"{kind} {size(n)}" for kind, n in sorted(self.bytes.items())) or "nothing"
+        lines = [
+            f"{self.seconds:.4g} s: compute {self.compute:.3g} s ({said or 'nothing'}), exchange {self.exchange:.3g} s",
+            f"exchanged: {moved}",
+            str(self.memory),
+        ]
+        if self.unknown:
+            lines.append(f"operations not known of: {', '.join(sorted(self.unknown))}")
+        if self.open_loops:
+            lines.append(f"loops of unknown length, counted once: {self.open_loops}")
+        return "\n".join(lines)
+
+
+def program_cost(
+    program: DeviceProgram | Flow,
+    machine: Machine,
+    mesh: MachineMesh,
+    *,
+    times: Times | None = None,
+    donated: Collection[int] = (),
+    platform: str = "tpu",
+    overlap: bool = True,
+) -> ProgramCost:
+    """What a split program takes.
+
+    Args:
+      program: what one device runs, or the flow to trace it from.
+      machine: on which.
+      mesh: its devices, with the axes of the program.
+      times: of kernels; by default as `Times` has them.
+      donated: of a flow: inputs whose memory results may take.
+      platform: what is compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``; says what is fused.
+      overlap: whether devices compute while they exchange.
+
+    Returns:
+      The cost.
+
+    Raises:
+      MachineError: the mesh lacks an axis of the program, or has it in another size.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from vnode.analysis.program import inline
+      >>> from vnode.spmd.sharding_flow import follow
+      >>> from vnode.spmd.layout import from_spec
+      >>> traced = jax.make_jaxpr(lambda a, b: a @ b)(jnp.ones((256, 512)), jnp.ones((512, 256)))
+      >>> program, axes = inline(traced.jaxpr, traced.consts), {"x": 4}
+      >>> layouts = [from_spec(P(None, "x"), (256, 512), axes), from_spec(P("x"), (512, 256), axes)]
+      >>> machine = Machine.tpu("v5e:2x2")
+      >>> cost = program_cost(follow(program, layouts, axes), machine, machine.mesh(axes))
+      >>> cost.bytes, cost.memory.arguments
+      ({'all-reduce': 262144}, 262144)
+    """
+    if isinstance(program, Flow):
+        axes = {name: n for name, n in mesh.shape.items() if n > 1}
+        program = device_program(program, axes, platform=platform, donated=donated)
+    calibration = Calibration.on(platform, machine.kinds[0].name)
+    taken = _Taken(machine, mesh, program.axes, times or Times(), calibration.recomputes, overlap)
+    timeline = taken.timeline(program.program, 1)
+    return ProgramCost(
+        compute=sum(time.seconds * runs for time, runs in taken.times),
+        exchange=sum(each.seconds * each.runs for each in taken.collectives),
+        timeline=timeline,
+        collectives=tuple(taken.collectives),
+        memory=memory_of(program, calibration),
+        sources=by_source(taken.times),
+        noise=float(np.sqrt(sum((time.noise * runs) ** 2 for time, runs in taken.times))),
+        unknown=frozenset(taken.unknown),
+        open_loops=taken.open_loops,
+        others=tuple(taken.others),
+        moves=tuple(taken.moves),
+    )
+
+
+HOST_LINK = -1
+"""The number of a device's link to its host, beside the machine's resources."""
+
+DEVICE = -2
+"""The number of the device itself, where it is one among links."""
+
+
+@dataclasses.dataclass
+class _Task:
+    """A task before it is in a graph: its seconds, links, whether it computes, and what it is.
+
+    Of a loop or branch also for how many seconds links, and the device, have something to do meanwhile.
+    """
+
+    seconds: float
+    links: tuple[int, ...]
+    computes: bool
+    label: str
+    reads: tuple[Var, ...]
+    writes: tuple[Var, ...]
+    works: Mapping[int, float] | None = None
+
+
+class _Taken:
+    """Adds up what a program takes; bodies of loops are programs."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        mesh: MachineMesh,
+        axes: Mapping[str, int],
+        times: Times,
+        recomputes: bool,
+        overlap: bool,
+    ) -> None:
+        self.machine, self.mesh, self.axes = machine, mesh, axes
+        self.source, self.recomputes, self.overlap = times, recomputes, overlap
+        self.times: list[tuple[Time, float]] = []
+        self.collectives: list[Planned] = []
+        self.others: list[Planned] = []  # of branches that others take
+        self.moves: list[Moved] = []
+        self.unknown: set[str] = set()
+        self.open_loops = 0
+
+    def timeline(self, program: Program, runs: int) -> Timeline:
+        """The timeline of a program that runs so often."""
+        kernels = kernels_of(program, self.recomputes)
+        tasks = list[_Task]()
+        for kernel, reads in zip(kernels.kernels, kernels.reads, strict=True):
+            before = len(self.times), len(self.collectives)
+            seconds, links, computes = self.taken(kernel, program, runs)
+            works = self.worked(before, runs) if kernel.shape is Shape.REGION else None
+            tasks.append(_Task(seconds, links, computes, str(kernel.piece), reads, kernel.piece.writes, works))
+        graph, idle = graph_of(tasks, self.overlap)
+        return dataclasses.replace(simulate(graph), idle=idle)
+
+    def worked(self, before: tuple[int, int], runs: int) -> dict[int, float]:
+        """For how long the device and each link work in one of so many runs, by what was added up since."""
+        times, collectives = before
+        runs = max(runs, 1)  # a loop of no turns has nothing that works
+        found = {DEVICE: sum(time.seconds * n for time, n in self.times[times:]) / runs}
+        for each in self.collectives[collectives:]:
+            for link in each.transfer.cost(self.machine, self.mesh).resources:
+                found[link] = found.get(link, 0.0) + each.seconds * each.runs / runs
+        return found
+
+    def taken(self, kernel: Kernel, program: Program, runs: int) -> tuple[float, tuple[int, ...], bool]:
+        """Seconds of one run, the links that it occupies, and whether the device computes."""
+        eqn, piece = kernel.root, kernel.piece
+        sent = [transfer_of(each, self.axes) for each in piece.equations] if kernel.shape is Shape.COLLECTIVE else []
+        transfers = [transfer for transfer in sent if transfer is not None]
+        if transfers:
+            cost = transfers[0].cost(self.machine, self.mesh)
+            for transfer in transfers:
+                share = transfer.bytes * cost.per_byte + cost.latency / len(transfers)
+                self.collectives.append(Planned(transfer, runs, share))
+            return cost.seconds(sum(transfer.bytes for transfer in transfers)), cost.resources, False
+        if kernel.shape is Shape.AWAY:
+            (move,) = [self.moved(each, runs) for each in piece.equations]
+            self.moves.append(move)
+            return move.seconds, (HOST_LINK,), False
+        region = region_of(eqn) if kernel.shape is Shape.REGION else None
+        if region is not None:
+            known = None if exchanges(eqn) or moves_within(eqn) else self.source.known(piece, self.machine.kinds)
+            if known is None:
+                return self.region(eqn, region, runs)
+            self.times.append((known, runs))
+            return known.seconds, (), True
+        if eqn.effects or eqn.primitive is BESIDE:  # which place on an axis this device has; what a loop has made
+            return 0.0, (), True
+        if program.describe(eqn) is None:
+            self.unknown.add(eqn.primitive.name)
+        found = self.source.slowest(piece, self.machine.kinds)
+        self.times.append((found, runs))
+        return found.seconds, (), True
+
+    def moved(self, eqn: JaxprEqn, runs: int) -> Moved:
+        """A value's way to the host or from there, on the kind of device whose link takes longest."""
+        bytes_ = sum(all_bytes(var.aval) for var in eqn.outvars)
+        seconds = max(bytes_ / kind.host_bandwidth + kind.host_latency for kind in self.machine.kinds)
+        return Moved(bytes_, runs, not on_host(eqn.outvars[0].aval), seconds)
+
+    def region(self, eqn: JaxprEqn, region: Region, runs: int) -> tuple[float, tuple[int, ...], bool]:
+        """A loop by its turns; of branches the one that takes longest."""
+        bodies = bodies_of(eqn)
+        counts = turns_of(region, len(bodies))
+        if counts is None:
+            self.open_loops += 1
+            counts = [1] * len(bodies)
+        before = len(self.times), len(self.collectives), len(self.moves)
+        found = list[tuple[float, list[tuple[Time, float]], list[Planned], list[Moved]]]()
+        for body, turns in zip(bodies, counts, strict=True):
+            seconds = self.timeline(body, runs * turns).seconds * turns
+            found.append((seconds, self.times[before[0] :], self.collectives[before[1] :], self.moves[before[2] :]))
+            del self.times[before[0] :], self.collectives[before[1] :], self.moves[before[2] :]
+        chosen = [max(found, key=lambda each: each[0])] if region.chooser is not None else found
+        for _, times, collectives, moves in chosen:
+            self.times += times
+            self.collectives += collectives
+            self.moves += moves
+        for branch in found:
+            self.others += branch[2] if not any(branch is each for each in chosen) else []
+        links = set[int]()
+        for _, _, collectives, _ in chosen:
+            for each in collectives:
+                links.update(each.transfer.cost(self.machine, self.mesh).resources)
+        return sum(seconds for seconds, *_ in chosen), tuple(sorted(links)), True
+
+
+def exchanges(eqn: JaxprEqn) -> bool:
+    """Whether there is a collective in the bodies of a loop or branch."""
+    inner = [each for body in bodies_of(eqn) for each in body.equations]
+    return any(each.primitive.name in KINDS or exchanges(each) for each in inner)
+
+
+def moves_within(eqn: JaxprEqn) -> bool:
+    """Whether something in the bodies of a loop or branch goes to the host's memory, or comes from there."""
+    inner = [each for body in bodies_of(eqn) for each in body.equations]
+    return any(moves_within(each) if region_of(each) is not None else crosses(each) for each in inner)
+
+
+def turns_of(region: Region, bodies: int) -> list[int] | None:
+    """How often each body runs; None if nobody knows."""
+    if region.chooser is not None:
+        return [1] * bodies
+    if region.tests and getattr(region, "turns", None) is None:
+        return None
+    return [region.times + 1] * region.tests + [region.times] * (bodies - region.tests)
+
+
+def graph_of(tasks: Sequence[_Task], overlap: bool) -> tuple[TaskGraph, np.ndarray]:
+    """A task graph: what each waits for, by what it reads; and for how long resources have nothing to do in tasks.
+
+    Links that the same tasks occupy are one resource, which works while the busiest of them does.
+    """
+    used: dict[int, set[int]] = {}
+    sets = list(dict.fromkeys(task.links for task in tasks if task.links))
+    for number, found in enumerate(sets):
+        for link in found:
+            used.setdefault(link, set()).add(number)
+    classes = list(dict.fromkeys(frozenset(numbers) for numbers in used.values()))
+    place = {numbers: 1 + i for i, numbers in enumerate(classes)}
+    resources = {found: sorted({place[frozenset(used[link])] for link in found}) for found in sets}
+    builder = Builder(["compute", *(f"links {i}" for i in range(1, len(classes) + 1))])
+    members = [[DEVICE], *([link for link in used if frozenset(used[link]) == each] for each in classes)]
+    idle = np.zeros(len(members), np.int64)
+    made: dict[Var, int] = {}
+    for task in tasks:
+        on = ([0] if task.computes or not overlap else []) + resources.get(task.links, [])
+        after = sorted({made[var] for var in task.reads if var in made})
+        (number,) = builder.add(int(picoseconds(task.seconds)), on, after=after, label=task.label)
+        made.update(dict.fromkeys(task.writes, int(number)))
+        if task.works is None:
+            continue
+        for resource in on:
+            works = max(task.works.get(link, 0.0) for link in members[resource])
+            idle[resource] += max(int(picoseconds(task.seconds)) - int(picoseconds(works)), 0)
+    return builder.build(), idle

@@ -1,0 +1,56 @@
+"""Who is asked how long pieces take, and in which order.
+
+Knows sources of times. Must not know programs, meshes, or how any source finds what it says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from vnode.partition.cost.roofline import Roofline, Source, Time
+from vnode.partition.cost.timed_pieces import Piece
+from vnode.partition.machine import Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Several sources, the best first: each piece has the time of the first that knows one.
+
+    Attributes:
+      sources: in this order; the last is asked about everything. By default the roofline.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from vnode.partition.cost.timed_pieces import traced_piece
+      >>> from vnode.partition.machine.known_kinds import kind_named
+      >>> piece = traced_piece(lambda a, b: a @ b, jnp.ones((512, 512)), jnp.ones((512, 512)))
+      >>> Times().time(piece, kind_named("v5e")).source
+      'roofline'
+    """
+
+    sources: Sequence[Source] = (Roofline(),)
+
+    def time(self, piece: Piece, kind: Kind) -> Time:
+        """The time of a piece on a device of a kind."""
+        for source in self.sources:
+            found = source.time(piece, kind)
+            if found is not None:
+                return found
+        return Roofline().time(piece, kind)
+
+    @property
+    def is_roofline(self) -> bool:
+        """Whether no source but the roofline is asked."""
+        return all(isinstance(source, Roofline) for source in self.sources)
+
+    def known(self, piece: Piece, kinds: Sequence[Kind]) -> Time | None:
+        """The time on the slowest of several kinds, if a source other than the roofline says it of all of them."""
+        sources = [source for source in self.sources if not isinstance(source, Roofline)]
+        found = [next((t for source in sources if (t := source.time(piece, kind)) is not None), None) for kind in kinds]
+        said = [time for time in found if time is not None]
+        return max(said, key=lambda time: time.seconds) if said and len(said) == len(found) else None
+
+    def slowest(self, piece: Piece, kinds: Sequence[Kind]) -> Time:
+        """The time on the kind of several that takes longest: all wait for it."""
+        return max((self.time(piece, kind) for kind in kinds), key=lambda found: found.seconds)

@@ -1,0 +1,250 @@
+"""Pieces of one device's program whose time is asked for: an equation, a cut one's copy, or several that are fused.
+
+Knows jaxprs, descriptions, and how one equation is cut. Must not know how long anything takes, nor on what.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from vnode.analysis.program import Program, bind, context_of, inline
+from vnode.operators import Algebra, OperatorDescription, describe, evaluate, kind_to_keep
+from vnode.operators.control_flow import region_of
+from vnode.operators.cost import Cost, described_cost, nbytes
+from vnode.operators.memo import Remembered
+from vnode.operators.memory_spaces import on_host
+from vnode.operators.program_cost import equation_cost
+from vnode.spmd.op_sharding import Choice
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """A few equations, at the sizes that one device has, with what they read and what is wanted of them.
+
+    Attributes:
+      equations: in order.
+      reads: the variables that come from elsewhere.
+      writes: those that are wanted elsewhere.
+      constants: values of some of `reads`.
+    """
+
+    equations: tuple[JaxprEqn, ...]
+    reads: tuple[Var, ...]
+    writes: tuple[Var, ...]
+    constants: Mapping[Var, Any] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def cost(self) -> Cost:
+        """Operations of all equations; bytes at the border only, each variable being read once and written once."""
+        if len(self.equations) == 1 and region_of(self.equations[0]) is None:
+            return cost_of(self.equations[0])
+        total = Cost()
+        for eqn in self.equations:
+            total = total + dataclasses.replace(cost_of(eqn), read=0, written=0)
+        read, written = self.border
+        return dataclasses.replace(total, read=sum(read.values()), written=sum(written.values()))
+
+    @functools.cached_property
+    def border(self) -> tuple[Mapping[Var, int], Mapping[Var, int]]:
+        """Bytes of each variable that is read, and of each that is written, in the types that the equations have."""
+        shares = dict.fromkeys(self.writes, 1.0)  # the part of each variable that is needed
+        for eqn in reversed(self.equations):
+            sizes = {atom: nbytes(atom.aval) for atom in eqn.invars if isinstance(atom, Var)}
+            each, whole = cost_of(eqn), sum(sizes.values())
+            moves = region_of(eqn) is None and of_one(eqn).moves
+            own = shares.get(eqn.outvars[0], 1.0) if moves else 1.0
+            for var in sizes:  # of an operand that is looked up in only a part is read
+                part = own if each.read >= whole else own * each.read / max(whole, 1)
+                shares[var] = max(shares.get(var, 0.0), part)
+        read = {var: math.ceil(nbytes(var.aval) * shares[var]) for var in self.reads if var in shares}
+        written = {var: nbytes(var.aval) for var in self.writes}
+        for var in self.writes:  # what is put into an array in place is all that is written
+            last = next(eqn for eqn in reversed(self.equations) if var in eqn.outvars)
+            if len(self.writes) == 1 or len(last.outvars) == 1:
+                written[var] = min(written[var], cost_of(last).written or written[var])
+        return read, written
+
+    @functools.cached_property
+    def key(self) -> str:
+        """A text that is the same for the same computation, and for no other."""
+        names: dict[Var, str] = {}
+
+        def said(atom: Any) -> str:
+            if isinstance(atom, Literal):
+                return f"{atom.val!r}:{atom.aval.str_short()}"
+            return f"{names.setdefault(atom, f'v{len(names)}')}:{atom.aval.str_short()}"
+
+        def parameters(params: Mapping[str, Any]) -> str:
+            return ", ".join(f"{name}={stable(params[name])}" for name in sorted(params))
+
+        lines = [f"({', '.join(map(said, self.reads))})"]
+        for eqn in self.equations:
+            operands, results = map(said, eqn.invars), map(said, eqn.outvars)
+            lines.append(
+                f"{', '.join(results)} = {eqn.primitive.name}[{parameters(eqn.params)}]({', '.join(operands)})"
+            )
+        lines.append(f"({', '.join(map(said, self.writes))})")
+        return "\n".join(lines)
+
+    @property
+    def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The types of what is read."""
+        return tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in self.reads)
+
+    def function(self, *values: Any) -> list[Any]:
+        """Evaluates it.
+
+        Args:
+          values: of `reads`, in order.
+
+        Returns:
+          The values of `writes`.
+        """
+        held = dict(zip(self.reads, values, strict=True))
+        for eqn in self.equations:
+            operands = [atom.val if isinstance(atom, Literal) else held[atom] for atom in eqn.invars]
+            with context_of(eqn):
+                held.update(zip(eqn.outvars, bind(eqn, operands), strict=True))
+        return [held[var] for var in self.writes]
+
+    def __str__(self) -> str:
+        return " + ".join(dict.fromkeys(eqn.primitive.name for eqn in self.equations))
+
+
+def stable(value: Any) -> str:
+    """A parameter without what differs from run to run: addresses of objects, names of variables."""
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        inner = value.jaxpr if isinstance(value, ClosedJaxpr) else value
+        program = inline(inner, value.consts if isinstance(value, ClosedJaxpr) else [None] * len(inner.constvars))
+        outputs = tuple(atom for atom in program.outputs if isinstance(atom, Var))
+        return f"{{{Piece(tuple(program.equations), tuple(program.inputs), outputs).key}}}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(stable, value))})"
+    if callable(value) and not isinstance(value, type):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return repr(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfOne:
+    """What is asked for about an equation again and again.
+
+    Attributes:
+      cost: its cost.
+      moves: whether each element of its one result is made of elements in one place of operands, if at all.
+    """
+
+    cost: Cost
+    moves: bool
+
+
+KNOWN = Remembered[OfOne](20_000)
+"""By all that it depends on: layers, and the candidates of a search, have many equations that are alike."""
+
+
+def of_one(eqn: JaxprEqn) -> OfOne:
+    """What there is to know of an equation, no loop or branch."""
+    of = kind_to_keep(eqn)
+    if of is None:
+        return looked_at(eqn)
+    own: dict[Any, int] = {}
+    operands = tuple(None if isinstance(a, Literal) else own.setdefault(a, len(own)) for a in eqn.invars)
+    there = tuple(on_host(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
+    return KNOWN.found((of, operands, there), lambda: looked_at(eqn))
+
+
+def looked_at(eqn: JaxprEqn) -> OfOne:
+    """What there is to know of an equation, no loop or branch, by its description; of one without that its bytes."""
+    of = describe(eqn)
+    if of is None:
+        read = sum(nbytes(atom.aval) for atom in {*(a for a in eqn.invars if isinstance(a, Var))})
+        return OfOne(Cost(read=read, written=sum(nbytes(var.aval) for var in eqn.outvars)), False)
+    moves = not of.reduced and not of.has(Algebra.CONTRACTS) and len(eqn.outvars) == 1
+    return OfOne(described_cost(eqn, of), moves)
+
+
+def cost_of(eqn: JaxprEqn) -> Cost:
+    """The cost of one equation, loops and branches included."""
+    return of_one(eqn).cost if region_of(eqn) is None else equation_cost(eqn)
+
+
+def piece_of(equations: Sequence[JaxprEqn], writes: Iterable[Var] | None = None) -> Piece:
+    """Some equations as a piece.
+
+    Args:
+      equations: in order.
+      writes: what is wanted of them; by default all that none of them reads.
+    """
+    made = dict.fromkeys(var for eqn in equations for var in eqn.outvars)
+    read = dict.fromkeys(a for eqn in equations for a in eqn.invars if isinstance(a, Var))
+    wanted = [var for var in made if var not in read] if writes is None else list(writes)
+    return Piece(tuple(equations), tuple(var for var in read if var not in made), tuple(wanted))
+
+
+def traced_piece(function: Callable[..., Any], *args: Any) -> Piece:
+    """What a function of arrays does, calls inlined.
+
+    >>> traced_piece(lambda x: jnp.exp(x) + 1, jnp.ones((4, 8))).cost
+    Cost(matrix={}, vector=64, transcendental=32, read=128, written=128)
+    """
+    traced = jax.make_jaxpr(function)(*args)
+    return program_piece(inline(traced.jaxpr, traced.consts))
+
+
+def program_piece(program: Program) -> Piece:
+    """A whole program as a piece."""
+    if not program.constants and all(isinstance(atom, Var) for atom in program.outputs):
+        outputs = dict.fromkeys(atom for atom in program.outputs if isinstance(atom, Var))
+        return Piece(tuple(program.equations), tuple(program.inputs), tuple(outputs))
+    reads = (*program.inputs, *program.constants)
+    outputs = dict.fromkeys(atom for atom in program.outputs if isinstance(atom, Var))
+    return Piece(tuple(program.equations), reads, tuple(outputs), program.constants)
+
+
+def copy_of(eqn: JaxprEqn, choice: Choice, platform: str = "") -> Piece:
+    """What one device does of an equation that is cut: its copy at local sizes, without the exchange before and after.
+
+    Args:
+      eqn: the whole equation.
+      choice: how it is cut.
+      platform: what is compiled for.
+
+    Returns:
+      The copy, as the first device has it; others differ in positions only.
+
+    Example:
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from vnode.spmd.op_sharding import Given, choose
+      >>> from vnode.spmd.layout import from_spec
+      >>> (eqn,) = jax.make_jaxpr(lambda a, b: a @ b)(jnp.ones((8, 16)), jnp.ones((16, 32))).jaxpr.eqns
+      >>> axes = {"x": 4}
+      >>> given = [Given(from_spec(P(None, "x"), (8, 16), axes)), Given(from_spec(P("x"), (16, 32), axes))]
+      >>> choice = choose(eqn, describe(eqn), given, axes, [None])
+      >>> copy_of(eqn, choice).cost.matrix  # 2 * 8 * 4 * 32
+      {'float32': 2048}
+    """
+    description: OperatorDescription = choice.description
+    sizes = choice.sizes()
+    shapes = [
+        jax.ShapeDtypeStruct(description.operand_shape(i, sizes), atom.aval.dtype)
+        for i, atom in enumerate(eqn.invars)
+        if isinstance(atom, Var)
+    ]
+    lengths = {f: choice.parts[f][0][0].length for way in choice.ways for f in way.lead}
+
+    def evaluated(*values: Any) -> list[Any]:
+        left = iter(values)
+        operands = [atom.val if isinstance(atom, Literal) else next(left) for atom in eqn.invars]
+        positions = {f: functools.partial(jnp.arange, n, dtype=jnp.int32) for f, n in lengths.items()}
+        with context_of(eqn):
+            return evaluate(description, eqn, operands, sizes, positions, platform)
+
+    return traced_piece(evaluated, *shapes)

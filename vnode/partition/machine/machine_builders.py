@@ -1,0 +1,247 @@
+"""Machines by what is known of them: TPU slices, hosts with GPUs, the clusters of papers.
+
+Knows how slices and hosts are wired, with sources. Must not know machines as such, nor what is on this one.
+
+Sources. TPU: Google Cloud documentation, pages on TPU v4, v5e, v5p and v6e; bandwidth of links and wrap-around from
+"How to scale your model" (Austin and others, 2025), chapter "How to think about TPUs": v5e and v6e wrap an axis of 16
+only; v4 and v5p wrap where switches join full cubes, when all axes are multiples of 4; about 1 us over a link; 25 GB/s
+from host to host over the data center network.
+GPU: NVLink of one GPU in one direction is half of what the data sheets call "bidirectional" (P100 160, V100 300, A100
+600, H100 and H200 900 GB/s). Networks: DGX-1 (four EDR cards of 100 Gb/s a host), DGX A100 and H100 (a card for each
+GPU, of 200 and 400 Gb/s). Latencies: NCCL's own model of its time (tuning.cc, 2020), ring with the LL128 protocol: 1.9
+us over NVLink, 2.5 us over PCI Express, 4 us over a network. That of the data center network (50 us) is assumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from vnode.errors import MachineError
+from vnode.partition.machine.description_checks import MOST_DEVICES, SLOWEST, real, text, whole, wrong
+from vnode.partition.machine.device_kind import Kind
+from vnode.partition.machine.known_kinds import KINDS, PCIE3, PCIE5, kind_named
+from vnode.partition.machine.networks import Network, Pairs, Switch
+from vnode.partition.machine.torus import Axis, Torus
+
+NVLINK, PCIE, NETWORK, HOP, DCN = 1.9e-6, 2.5e-6, 4e-6, 1e-6, 5e-5
+"""Seconds of latency."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One device of a machine.
+
+    Attributes:
+      kind: what it can do.
+      host: the number of the host that it is in.
+    """
+
+    kind: Kind
+    host: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, Kind):
+            raise wrong("kind", "a Kind", self.kind)
+        whole(self.host, "host", "the number of a host", 0, MOST_DEVICES - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """How devices of a host, or hosts, are joined.
+
+    Attributes:
+      name: of the network.
+      bandwidth: bytes a second in each direction.
+      latency: seconds of a transfer of nothing.
+      of: what has such a link of its own: each ``"device"``, each ``"pair"`` of devices, or each ``"host"``.
+
+    Example:
+      >>> Link("Ethernet", 12.5e9, 3e-5, of="host").bandwidth
+      12500000000.0
+    """
+
+    name: str
+    bandwidth: float
+    latency: float
+    of: Literal["device", "pair", "host"] = "device"
+
+    def __post_init__(self) -> None:
+        text(self.name, "name")
+        real(self.bandwidth, "bandwidth", "bytes a second")
+        real(self.latency, "latency", "seconds", SLOWEST, zero=True)
+        if self.of not in ("device", "pair", "host"):
+            raise wrong("of", "'device', 'pair' or 'host'", self.of)
+
+    def network(self, hosts: list[list[int]]) -> Network:
+        """The network of these devices, by host."""
+        everyone = list(itertools.chain(*hosts))
+        if self.of == "pair":
+            return Pairs(self.name, tuple(everyone), self.bandwidth, self.latency)
+        ports = hosts if self.of == "host" else [[device] for device in everyone]
+        return Switch(self.name, tuple(map(tuple, ports)), self.bandwidth, self.latency)
+
+
+DGX1 = Link("InfiniBand", 4 * 12.5e9, NETWORK, of="host")
+A100 = Link("NVLink", 300e9, NVLINK), Link("InfiniBand", 25e9, NETWORK)
+HOPPER = Link("NVLink", 450e9, NVLINK), Link("InfiniBand", 50e9, NETWORK)
+V100 = Link("NVLink", 150e9, NVLINK), DGX1
+
+LINKS: dict[str, tuple[Link, Link]] = {
+    "A100-40GB": A100,
+    "A100-80GB": A100,
+    "H100-SXM": HOPPER,
+    "H100-PCIe": (Link("PCI Express", PCIE5, PCIE), Link("InfiniBand", 50e9, NETWORK)),
+    "H200": HOPPER,
+    "V100-16GB": V100,
+    "V100-32GB": V100,
+    "P100": (Link("NVLink", 80e9, NVLINK), DGX1),
+    "K80": (Link("PCI Express", PCIE3, PCIE), Link("InfiniBand", 7e9, NETWORK, of="host")),
+}
+"""How GPUs are joined within a host, and hosts, unless one says otherwise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """How chips of one TPU generation are wired.
+
+    Attributes:
+      kind: of a chip, which is one device.
+      axes: of the torus.
+      bandwidth: bytes a second of a link in one direction.
+      most: chips of a pod.
+    """
+
+    kind: str
+    axes: int
+    bandwidth: float
+    most: int
+
+
+SLICES = {
+    "v4": Slice("TPU v4", 3, 4.5e10, 4096),
+    "v5p": Slice("TPU v5p", 3, 9e10, 8960),
+    "v5e": Slice("TPU v5e", 2, 4.5e10, 256),
+    "v6e": Slice("TPU v6e", 2, 9e10, 256),
+}
+
+Parts = tuple[str, tuple[Device, ...], tuple[Network, ...]]
+"""Of a machine: its name, its devices, its networks."""
+
+
+def tpu(topology: str, slices: int = 1) -> Parts:
+    """See `Machine.tpu`."""
+    found = re.fullmatch(r"(v\w+):(\d{1,4}(?:x\d{1,4})*)", topology) if isinstance(topology, str) else None
+    if found is None or found[1] not in SLICES:
+        raise MachineError(
+            f"no TPU slice is known as {topology!r}.",
+            remedies=[f"give a generation ({', '.join(SLICES)}) and its chips along each axis: 'v5e:4x4', 'v5p:2x2x2'"],
+        )
+    made, sizes = SLICES[found[1]], tuple(map(int, found[2].split("x")))
+    chips, count = math.prod(sizes), whole(slices, "slices", "slices", 1, 256)
+    even = all(size % 2 == 0 for size in sizes[:2]) or chips == 1
+    fits = min(sizes) >= 1 and even and chips <= made.most and (made.axes > 2 or max(sizes) <= 16)
+    if len(sizes) != made.axes or not fits:
+        limit = "16x16" if made.axes == 2 else f"{made.most:,} chips"
+        raise MachineError(
+            f"{topology!r} is no slice of TPU {found[1]}: it has {made.axes} axes, the first two even, up to {limit}."
+        )
+    places = list(by_host(sizes))
+    devices = [
+        Device(KINDS[made.kind], s * len(places) + h) for s in range(count) for h, _ in enumerate(places) for _ in _
+    ]
+    networks: list[Network] = []
+    points = tuple(point for host in places for point in host)
+    axes = tuple(map(Axis, sizes, wraps(sizes)))
+    for s in range(count):
+        name = "ICI" if count == 1 else f"ICI of slice {s}"
+        networks.append(Torus(name, axes, tuple(range(s * chips, (s + 1) * chips)), points, made.bandwidth, HOP))
+    if count > 1:
+        cards = Link("data center network", 25e9, DCN, of="host")
+        networks.append(cards.network(hosts_of(devices)))
+    return f"TPU {topology}" + (f" x {count}" if count > 1 else ""), tuple(devices), tuple(networks)
+
+
+def by_host(sizes: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
+    """The points of a slice, host by host, in the order in which jax has them: 2x2 chips each, the first axis fastest.
+
+    It is the order of `jax.experimental.topologies` and the host of libtpu's default, also where a cloud has eight
+    chips in one.
+    """
+    host = (2, 2, 1)[: len(sizes)] if max(sizes) > 1 else (1,) * len(sizes)
+
+    def points(ends: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        return (point[::-1] for point in itertools.product(*(range(end) for end in ends[::-1])))
+
+    for corner in points(tuple(size // side for size, side in zip(sizes, host, strict=True))):
+        yield [tuple(c * s + o for c, s, o in zip(corner, host, offset, strict=True)) for offset in points(host)]
+
+
+def wraps(sizes: tuple[int, ...]) -> tuple[bool, ...]:
+    """Which axes of a slice have their ends joined.
+
+    >>> wraps((8, 16)), wraps((4, 4, 8)), wraps((2, 4, 4))
+    ((False, True), (True, True, True), (False, False, False))
+    """
+    if len(sizes) == 2:
+        return tuple(size == 16 for size in sizes)
+    return (all(size % 4 == 0 for size in sizes),) * len(sizes)
+
+
+def gpus(kind: Kind | str, hosts: int, per_host: int, within: Link | None, between: Link | None) -> Parts:
+    """See `Machine.gpus`."""
+    found = kind_named(kind)
+    whole(hosts, "hosts", "hosts", 1, MOST_DEVICES)
+    whole(per_host, "per_host", "devices of a host", 1, MOST_DEVICES // hosts)
+    usual = LINKS.get(found.name, (None, None))
+    near, far = within or usual[0], between or usual[1]
+    if (near is None and per_host > 1) or (far is None and hosts > 1):
+        raise MachineError(
+            f"it is not known how devices of kind {found.name!r} are joined.",
+            remedies=["say it: within=Link('PCIe', 31.5e9, 2.5e-6), between=Link('Ethernet', 12.5e9, 3e-5, of='host')"],
+        )
+    devices = tuple(Device(found, i // per_host) for i in range(hosts * per_host))
+    return f"{hosts} x {per_host} {found.name}", devices, joined(devices, near, far)
+
+
+def joined(devices: tuple[Device, ...], near: Link | None, far: Link | None) -> tuple[Network, ...]:
+    """The networks within each host, and that between hosts."""
+    hosts = hosts_of(devices)
+    networks = [near.network([host]) for host in hosts if len(host) > 1 and near is not None]
+    if len(hosts) > 1 and far is not None:
+        networks.append(far.network(hosts))
+    return tuple(networks)
+
+
+def hosts_of(devices: Any) -> list[list[int]]:
+    """The numbers of the devices of each host."""
+    found: dict[int, list[int]] = {}
+    for i, device in enumerate(devices):
+        found.setdefault(device.host, []).append(i)
+    return list(found.values())
+
+
+def flexflow(cluster: str) -> Parts:
+    """See `Machine.flexflow`."""
+    if cluster == "p100":
+        _, devices, networks = gpus(
+            *("P100", 4, 4),
+            within=Link("NVLink", 20e9, NVLINK, of="pair"),
+            between=Link("InfiniBand", 12.5e9, NETWORK, of="host"),
+        )
+        return "FlexFlow's P100 cluster", devices, networks
+    if cluster == "k80":
+        _, devices, networks = gpus("K80", 16, 4, None, Link("InfiniBand", 7e9, NETWORK, of="host"))
+        cards: list[Network] = [
+            Pairs("PCI Express of a card", (first, first + 1), PCIE3, PCIE) for first in range(0, len(devices), 2)
+        ]
+        hosts: list[Network] = [
+            Switch("PCI Express", ((first, first + 1), (first + 2, first + 3)), PCIE3, PCIE)
+            for first in range(0, len(devices), 4)
+        ]
+        return "FlexFlow's K80 cluster", devices, (*cards, *hosts, networks[-1])
+    raise MachineError(f"FlexFlow was measured on 'p100' and 'k80', not {cluster!r}")

@@ -1,0 +1,164 @@
+"""Machines as JSON that people can read and write.
+
+Knows JSON, and which entries describe a kind, a device, a network. Must not know what machines are asked.
+
+A file looks like this::
+
+    {
+     "format": "vnode machine",
+     "version": 1,
+     "name": "two old hosts",
+     "kinds": {
+      "P100": {"peak": {"float32": 1.06e13, "float16": 2.12e13}, "vector": 1.06e13, "memory": 17179869184,
+               "bandwidth": 7.32e11, "host_bandwidth": 1.575e10, "host_latency": 1e-05, "source": "data sheet"}
+     },
+     "devices": [
+      {"kind": "P100", "host": 0, "count": 4},
+      {"kind": "P100", "host": 1, "count": 4}
+     ],
+     "networks": [
+      {"type": "pairs", "name": "NVLink", "devices": [0, 1, 2, 3], "bandwidth": 2e10, "latency": 2e-06},
+      {"type": "pairs", "name": "NVLink", "devices": [4, 5, 6, 7], "bandwidth": 2e10, "latency": 2e-06},
+      {"type": "switch", "name": "InfiniBand", "ports": [[0, 1, 2, 3], [4, 5, 6, 7]], "bandwidth": 1.25e10,
+       "latency": 4e-06}
+     ]
+    }
+
+A torus has ``"axes": [{"size": 4, "wrap": false}, ...]``, ``"devices": [0, 1, ...]`` and ``"points": [[0, 0], ...]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from vnode.errors import MachineError
+from vnode.partition.machine.description_checks import MOST_DEVICES, inside, several, text, whole, wrong
+from vnode.partition.machine.device_kind import Kind
+from vnode.partition.machine.machine_builders import Device, Parts
+from vnode.partition.machine.networks import Network, Pairs, Switch
+from vnode.partition.machine.torus import Axis, Torus
+
+FORMAT = "vnode machine"
+VERSION = 1
+
+TYPES: dict[str, type[Network]] = {"switch": Switch, "pairs": Pairs, "torus": Torus}
+
+
+def written(name: str, devices: Sequence[Device], networks: Sequence[Network]) -> str:
+    """A machine as JSON; a row for each kind, run of devices and network."""
+    kinds = {device.kind.name: dataclasses.asdict(device.kind) for device in devices}
+    for kind in kinds.values():
+        del kind["name"]
+    runs = [(device, len(list(run))) for device, run in itertools.groupby(devices)]
+    types = {made: called for called, made in TYPES.items()}
+    rows = {
+        "kinds": [f"{json.dumps(name)}: {json.dumps(kind)}" for name, kind in kinds.items()],
+        "devices": [json.dumps({"kind": d.kind.name, "host": d.host, "count": n}) for d, n in runs],
+        "networks": [json.dumps({"type": types[type(net)], **dataclasses.asdict(cast(Any, net))}) for net in networks],
+    }
+    said = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head(name).items()]
+    for key, lines in rows.items():
+        opened, closed = "{}" if key == "kinds" else "[]"
+        said.append(f" {json.dumps(key)}: {opened}" + ",".join(f"\n  {line}" for line in lines) + f"\n {closed}")
+    return "{\n" + ",\n".join(said) + "\n}\n"
+
+
+def head(name: str) -> dict[str, Any]:
+    """What comes first in a file."""
+    return {"format": FORMAT, "version": VERSION, "name": name}
+
+
+def read(said: str) -> Parts:
+    """Reads the parts of a machine from JSON.
+
+    Raises:
+      MachineError: the text is no JSON, of another version, or an entry is missing, unknown or wrong; it says which.
+    """
+    try:
+        content = json.loads(said, object_pairs_hook=entries, parse_constant=no_number)
+    except (ValueError, RecursionError) as error:
+        raise MachineError(f"the file is no JSON: {error or type(error).__name__}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise wrong("format", repr(FORMAT), content.get("format") if isinstance(content, dict) else content)
+    if content.get("version") != VERSION or isinstance(content["version"], bool):
+        raise wrong("version", f"{VERSION}, the only one that this version of vnode reads", content.get("version"))
+    found = record(content, "", ("format", "version", "name", "kinds", "devices", "networks"))
+    if not isinstance(found["kinds"], Mapping):
+        raise wrong("kinds", "a kind by each name", found["kinds"])
+    kinds = dict[str, Kind]()
+    for name, entry in found["kinds"].items():
+        with inside(f"kinds[{json.dumps(name)}]"):
+            kinds[name] = made(Kind, entry, name=name)
+    devices = list[Device]()
+    for i, entry in enumerate(several(found["devices"], "devices", "devices")):
+        with inside(f"devices[{i}]"):
+            row = record(entry, "", ("kind", "host"), ("count",))
+            if not isinstance(row["kind"], str) or row["kind"] not in kinds:
+                raise wrong("kind", f"one of the kinds {', '.join(kinds) or '(there are none)'}", row["kind"])
+            room = MOST_DEVICES - len(devices)
+            count = whole(row.get("count", 1), "count", "devices", 1, max(room, 1))
+            devices += [Device(kinds[row["kind"]], row["host"])] * count
+    if not isinstance(found["networks"], list):
+        raise wrong("networks", "a list of networks", found["networks"])
+    networks = list[Network]()
+    for i, entry in enumerate(found["networks"]):
+        with inside(f"networks[{i}]"):
+            networks.append(network(entry))
+    return text(found["name"], "name"), tuple(devices), tuple(networks)
+
+
+def network(entry: Any) -> Network:
+    """A network from its entry."""
+    if not isinstance(entry, Mapping) or "type" not in entry:
+        raise wrong("", f"an object with a type, {' or '.join(TYPES)}", entry)
+    if not isinstance(entry["type"], str) or entry["type"] not in TYPES:
+        raise wrong("type", f"{' or '.join(TYPES)}", entry["type"])
+    kind, rest = TYPES[entry["type"]], {key: value for key, value in entry.items() if key != "type"}
+    if kind is Torus and isinstance(rest.get("axes"), list):
+        axes = list[Axis]()
+        for i, axis in enumerate(rest["axes"]):
+            with inside(f"axes[{i}]"):
+                axes.append(made(Axis, axis))
+        rest["axes"] = axes
+    return made(kind, rest)
+
+
+def made(kind: Callable[..., Any], entry: Any, **given: Any) -> Any:
+    """An object of a dataclass from the entries that are named as its attributes."""
+    fields = [field for field in dataclasses.fields(kind) if field.name not in given]  # pyright: ignore
+    needed = [field.name for field in fields if field.default is dataclasses.MISSING]
+    more = [field.name for field in fields if field.default is not dataclasses.MISSING]
+    return kind(**record(entry, "", needed, more), **given)
+
+
+def record(value: Any, place: str, needed: Sequence[str], more: Sequence[str] = ()) -> dict[str, Any]:
+    """An object that has these entries and no others."""
+    if not isinstance(value, dict):
+        raise wrong(place, f"an object with {', '.join(needed)}", value)
+    for name in needed:
+        if name not in value:
+            raise MachineError(
+                f"expected an entry {name!r}; there is {', '.join(map(repr, value)) or 'none'}", place=place
+            )
+    for name in value:
+        if name not in needed and name not in more:
+            raise MachineError(f"expected entries {', '.join((*needed, *more))}, not {name!r}", place=place)
+    return value
+
+
+def entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The entries of an object, of which JSON would silently take the last of one name."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if name in [other for other, _ in pairs[:i]])
+        raise ValueError(f"an object has the entry {twice!r} twice")
+    return found
+
+
+def no_number(name: str) -> Any:
+    """JSON proper has no such numbers."""
+    raise ValueError(f"{name} is no number")

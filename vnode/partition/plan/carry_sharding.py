@@ -1,0 +1,305 @@
+"""A row's flow as far as a plan does not decide it: how sums over nodes are added, and what is computed once.
+
+Knows flows through the program of a row, and what leads them where a step is carried out (`vnode.runtime`). Must not
+know machines, costs, nor how layouts were found.
+
+A plan says how the nodes of each pass compute. Their pieces are added where the loop carries the total, and over the
+rows as they lie there; what is computed once follows from that and from the layouts of the state. A search gives all of
+these layouts of their own, which nobody would keep to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+
+from jax.extend.core import Var
+from jax.sharding import PartitionSpec
+
+from vnode.analysis.program import Atom, Program
+from vnode.operators.ordering_barrier import can_be_awaited
+from vnode.partition.plan.other_replicas import OVER_ROWS, passes_among
+from vnode.partition.plan.replica_reduction import Across
+from vnode.runtime.mesh_function import followed, result
+from vnode.runtime.node_loops import Sum
+from vnode.runtime.output_sharding import Among, Lying, handed_on
+from vnode.spmd.layout import Axes, Layout, from_spec, replicated
+from vnode.spmd.resharding_collectives import grows
+from vnode.spmd.sharding_backprop import read_in
+from vnode.spmd.sharding_flow import Flow, Step
+
+
+def in_pieces(flow: Flow, axes: Axes) -> Flow:
+    """The same flow, but the sums of passes lie as the loops over nodes carry them until they are added up over rows.
+
+    So it is carried out (`vnode.runtime.emit`), whatever layout is wished after the pass: rows add in the order of a
+    tree, and bits would depend on how many rows there are if pieces were combined on each before. What is split among
+    nodes, and not kept by an earlier pass, is whole along the axes that divide a node's computation.
+
+    Args:
+      flow: through the program of a row.
+      axes: of the mesh, those that nodes are not spread over and that are longer than one.
+    """
+    monoids = {step.eqn.invars[0]: step.eqn.params["monoid"] for step in flow.steps if step.eqn.primitive is OVER_ROWS}
+    lies: dict[Atom, Layout] = {}
+    kept: set[Var] = set()
+    passes = passes_among(step.eqn for step in flow.steps)
+    steps: list[Step] = []
+    for step in flow.steps:
+        if step.bodies:
+            step = dataclasses.replace(step, bodies=tuple(in_pieces(body, axes) for body in step.bodies))
+        totals = {
+            j: result(layout, monoids[var], axes)
+            for j, (var, layout) in enumerate(zip(step.eqn.outvars, step.made, strict=True))
+            if var in monoids
+        }
+        lies.update((step.eqn.outvars[j], layout) for j, layout in totals.items())
+        if step.region is not None and passes.intersection(step.eqn.outvars):
+            split = [i for i in step.region.scanned if step.eqn.invars[i] not in kept]
+            kept.update(step.eqn.outvars[len(step.region.carried) :])
+            step = carrying(step, totals, split, axes)
+        elif step.region is not None and kind_of_step(step, passes) == "around":
+            step = given_as_asked(step)
+        elif step.eqn.primitive is OVER_ROWS and (there := lies.get(step.eqn.invars[0])) is not None:
+            step = dataclasses.replace(step, operands=(there,), made=(there,), results=(there.complete,))
+        steps.append(step)
+    return dataclasses.replace(flow, steps=tuple(steps))
+
+
+def carrying(step: Step, totals: Mapping[int, Layout], split: Sequence[int], axes: Axes) -> Step:
+    """A loop over nodes that carries totals, by their numbers, in some layouts, and adds to them as they lie.
+
+    Some operands, by number, it is given whole. What it keeps of each node is no pieces.
+    """
+    assert step.region is not None
+    (body,) = step.bodies
+    (numbers,) = step.region.inputs
+    operands, made, results = list(step.operands), list(step.made), list(step.results)
+    inputs, outputs, steps = list(body.inputs), list(body.outputs), list(body.steps)
+    for i in split:
+        operands[i] = replicated(len(operands[i].dims))
+        inputs[numbers.index(i)] = replicated(len(operands[i].dims) - 1)
+    makers = {var: k for k, each in enumerate(steps) for var in each.eqn.outvars}
+    lying = {var: layout for each in steps for var, layout in zip(each.eqn.outvars, each.results, strict=True)}
+    for j, atom in enumerate(body.program.outputs[len(step.region.carried) :], len(step.region.carried)):
+        if isinstance(atom, Var) and atom in lying:
+            outputs[j] = result(lying[atom], None, axes)
+            made[j] = results[j] = Layout((None, *outputs[j].dims))
+    for j, layout in totals.items():
+        i = step.region.carried[j]
+        operands[i] = made[j] = results[j] = outputs[j] = inputs[numbers.index(i)] = layout
+        var, total = body.program.outputs[j], body.program.inputs[numbers.index(i)]
+        k = makers.get(var) if isinstance(var, Var) else None
+        if k is not None and total in steps[k].eqn.invars:
+            steps[k] = alike(steps[k], layout, axes)
+    bodies = (dataclasses.replace(body, inputs=tuple(inputs), outputs=tuple(outputs), steps=tuple(steps)),)
+    return dataclasses.replace(step, operands=tuple(operands), made=tuple(made), results=tuple(results), bodies=bodies)
+
+
+def given_as_asked(step: Step) -> Step:
+    """A loop or branch around passes that is given values, and hands them on, as its bodies ask for them."""
+    region = step.region
+    assert region is not None
+    operands, made, bodies = list(step.operands), list(step.made), []
+    for k, (body, numbers) in enumerate(zip(step.bodies, region.inputs, strict=True)):
+        asked = {atom: e.results[0] for e in body.steps if e.asks for atom in (e.eqn.invars[0], e.eqn.outvars[0])}
+        inputs = [asked.get(var, layout) for var, layout in zip(body.program.inputs, body.inputs, strict=True)]
+        ends = [asked.get(atom) if isinstance(atom, Var) else None for atom in body.program.outputs]
+        outputs = [layout if end is None else end for end, layout in zip(ends, body.outputs, strict=True)]
+        for i, var in zip(numbers, body.program.inputs, strict=True):
+            if var in asked:
+                operands[i] = Layout((None, *asked[var].dims)) if i in region.scanned else asked[var]
+        for j, end in enumerate(ends if k >= region.tests else ()):
+            if end is not None:
+                stacked = region.stacks and j >= len(region.carried)
+                made[j] = Layout((None, *end.dims)) if stacked else end
+        bodies.append(dataclasses.replace(body, inputs=tuple(inputs), outputs=tuple(outputs)))
+    results = [new if new != old else end for old, new, end in zip(step.made, made, step.results, strict=True)]
+    lie = {"operands": operands, "made": made, "results": results, "bodies": bodies}
+    return dataclasses.replace(step, **{name: tuple(several) for name, several in lie.items()})
+
+
+def alike(step: Step, layout: Layout, axes: Axes) -> Step:
+    """An equation of arrays of one shape, as it is carried out where all of them lie alike; else as it was."""
+    operands = [*dict.fromkeys(atom for atom in step.eqn.invars if isinstance(atom, Var))]
+    flow = followed(Program(operands, {}, [step.eqn], [*step.eqn.outvars]), [layout] * len(operands), axes)
+    return flow.steps[0] if flow.ends[0] == layout else step
+
+
+def once_followed(
+    flow: Flow, sharded: Mapping[int, PartitionSpec], state: Mapping[int, int], axes: Axes, across: Across, wait: bool
+) -> Flow:
+    """A replica's flow, with the replicated region divided as the step divides it.
+
+    The step does so in `vnode.runtime.replicated_region`.
+
+    Totals and the state lead; where the state is sharded over the rows as well, passes gather what they read of it.
+
+    Args:
+      flow: through the program of a row.
+      sharded: how inputs lie that are sharded over the rows as well, by number.
+      state: for outputs, by number, the inputs that they become in the next step.
+      axes: of the mesh, that of the rows too.
+      across: how rows add.
+      wait: whether passes gather what they read when what all before them sum is there, and not before.
+    """
+    if not sharded:  # then rows compute the same
+        axes = {name: n for name, n in axes.items() if name != across.axis}
+    if not axes:
+        return flow
+    program, lies = flow.program, dict(zip(flow.program.inputs, flow.inputs, strict=True))
+    for i, spec in sharded.items():
+        var = program.inputs[i]
+        lies[var] = from_spec(spec, var.aval.shape, axes)
+    inputs = [lies[var] for var in program.inputs]
+    ends = [inputs[state[j]] if j in state else None for j in range(len(program.outputs))]
+    return led(flow, inputs, ends, [None if end is None or end.whole else end for end in ends], axes, across, wait)
+
+
+def led(
+    flow: Flow,
+    inputs: Sequence[Layout],
+    ends: Sequence[Layout | None],
+    wanted: Sequence[Layout | None],
+    axes: Axes,
+    across: Across,
+    wait: bool,
+) -> Flow:
+    """A flow whose passes are as they were, and of which what is computed once is divided as inputs and totals lead.
+
+    Args:
+      flow: through the program of a row, or through a body in it that has passes.
+      inputs: how its inputs lie.
+      ends: how its outputs are to lie in the end; None for those that lie as they are made.
+      wanted: of these those that lead, too.
+      axes: of the mesh.
+      across: how rows add.
+      wait: whether passes gather what they read when what all before them sum is there, and not before.
+    """
+    program, lies = flow.program, dict(zip(flow.program.inputs, inputs, strict=True))
+    exact = frozenset({across.axis} & axes.keys() if across.invariant else ())
+    inner = {name: n for name, n in axes.items() if name != across.axis}
+    among = Among(across.axis, axes, across.invariant)
+    loops = passes_among(step.eqn for step in flow.steps)
+    before, after = parted(flow.steps, loops)
+    parts = [
+        (kind, list(several)) for kind, several in itertools.groupby(before, lambda step: kind_of_step(step, loops))
+    ]
+
+    def lying(var: Var) -> Layout:  # of what is not yet made nobody knows, and takes it for whole
+        return lies[var] if var in lies else replicated(len(var.aval.shape))
+
+    passes: list[Step] = []
+    unawaited: list[Var] = []  # totals that no pass has waited for
+    for k, (kind, steps) in enumerate(parts, 1):
+        if kind == "once":
+            made = [var for step in steps for var in step.eqn.outvars]
+            steps = list(Leading.of(program, steps, made).flow(lying, axes, exact).steps)
+        elif kind == "totals":
+            later = [step for other, several in parts[k:] if other == "once" for step in several]
+            reading = Leading.of(program, [*later, *after], program.outputs, wanted).wanted
+            totals = {step.eqn.outvars[0]: step.results[0] for step in steps}
+            handed = handed_on(totals, lying, reading, inner, axes, exact)
+            steps = [in_parts(step, handed[step.eqn.outvars[0]], among) for step in steps]
+        elif kind == "around":
+            steps = [led_inside(step, axes, across, wait) for step in steps]
+        elif wait and any(gathers(step, lying, axes) for step in steps):
+            steps = [dataclasses.replace(step, after=tuple(unawaited)) for step in steps]
+            unawaited = []
+        if kind == "totals":
+            unawaited += [var for step in steps for var in step.eqn.outvars if can_be_awaited(var.aval)]
+        for step in steps:
+            lies.update(zip(step.eqn.outvars, step.results, strict=True))
+        passes += steps
+    following = Leading.of(program, after, program.outputs, wanted).flow(lying, axes, exact)
+    outputs = [own if end is None else end for own, end in zip(following.outputs, ends, strict=True)]
+    steps = (*passes, *following.steps)
+    ordered = program.derived(program.inputs, [step.eqn for step in steps], program.outputs)
+    return Flow(ordered, tuple(inputs), steps, tuple(outputs), following.ends)
+
+
+def gathers(step: Step, lying: Lying, axes: Axes) -> bool:
+    """Whether a pass gathers much of what its nodes read whole."""
+    assert step.region is not None
+    whole = {*range(len(step.eqn.invars))} - {*step.region.carried, *step.region.scanned}
+    several = ((atom, step.operands[i]) for i in whole if isinstance(atom := step.eqn.invars[i], Var))
+    return any(grows(lying(var), end, var.aval.shape, axes, var.aval.dtype) for var, end in several)
+
+
+def led_inside(step: Step, axes: Axes, across: Across, wait: bool) -> Step:
+    """A loop or branch around passes, what its bodies compute once divided in the same way."""
+    bodies = (
+        led(body, body.inputs, body.outputs, [None] * len(body.outputs), axes, across, wait)
+        if has_passes(body)
+        else body
+        for body in step.bodies
+    )
+    return dataclasses.replace(step, bodies=tuple(bodies))
+
+
+@dataclasses.dataclass(frozen=True)
+class Leading:
+    """A part of a program, divided as what it reads leads, and as some of its outputs shall lie."""
+
+    program: Program
+    ends: Sequence[Layout | None]
+
+    @staticmethod
+    def of(
+        program: Program, steps: Sequence[Step], outputs: Sequence[Atom], ends: Sequence[Layout | None] = ()
+    ) -> Leading:
+        """The part that some steps of a program are."""
+        eqns = [step.eqn for step in steps]
+        made = {var for eqn in eqns for var in eqn.outvars}
+        read = dict.fromkeys(a for a in (*(a for eqn in eqns for a in eqn.invars), *outputs) if isinstance(a, Var))
+        given = [var for var in read if var not in made and var not in program.constants]
+        return Leading(program.derived(given, eqns, [*outputs]), ends)
+
+    def flow(self, lying: Lying, axes: Axes, exact: Collection[str]) -> Flow:
+        """Layouts through it, of which those over some axes must not show in bits."""
+        return followed(self.program, list(map(lying, self.program.inputs)), axes, exact, self.ends)
+
+    def wanted(self, lying: Lying, axes: Axes, exact: Collection[str]) -> Mapping[Var, Sequence[Layout]]:
+        """In which layouts each variable is read, each time."""
+        return read_in(self.flow(lying, axes, exact))
+
+
+def parted(steps: Sequence[Step], loops: Collection[Var]) -> tuple[list[Step], list[Step]]:
+    """Steps that passes are, or need, and those that none does, each in order.
+
+    Args:
+      steps: in order.
+      loops: what the loops of passes among them make.
+    """
+    needed = set[Var]()
+    found: tuple[list[Step], list[Step]] = ([], [])
+    for step in reversed(steps):
+        needs = kind_of_step(step, loops) != "once" or bool(needed.intersection(step.eqn.outvars))
+        found[not needs].append(step)
+        if needs:
+            needed.update(atom for atom in step.eqn.invars if isinstance(atom, Var))
+    return found[0][::-1], found[1][::-1]
+
+
+def in_parts(step: Step, end: Layout, among: Among) -> Step:
+    """A total over rows of which devices are handed on parts."""
+    var, (layout,) = step.eqn.outvars[0], step.made
+    held = Sum(step.eqn.params["monoid"], layout.local(var.aval.shape, among.axes), var.aval.dtype)
+    made = among.divided(layout, among.part(held, layout, end), var.aval.shape)
+    return dataclasses.replace(step, made=(made,), results=(end,), leaves=True)
+
+
+def kind_of_step(step: Step, loops: Collection[Var]) -> str:
+    """What a step is that passes need: ``"totals"``, the ``"loop"`` of a pass, one ``"around"`` it, or ``"once"``."""
+    if step.eqn.primitive is OVER_ROWS:
+        return "totals"
+    if any(var in loops for var in step.eqn.outvars):
+        return "loop"
+    return "around" if any(map(has_passes, step.bodies)) else "once"
+
+
+def has_passes(flow: Flow) -> bool:
+    """Whether there are passes in it, or in a body of it."""
+    loops = passes_among(step.eqn for step in flow.steps)
+    return any(kind_of_step(step, loops) != "once" for step in flow.steps)

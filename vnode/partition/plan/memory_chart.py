@@ -1,0 +1,118 @@
+"""Memory over time as a picture: what one device holds, kernel after kernel.
+
+Knows SVG, and bytes held while kernels run. Must not know how these were found. Text and lines have the colour of the
+surroundings, areas are translucent over them, so that light and dark pages look right; nothing is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+
+from vnode.partition.cost.program_memory import Level
+from vnode.show.units import several, size
+
+LEFT, RIGHT, TOP, HEIGHT, BELOW = 76, 46, 26, 160, 44
+"""Pixels: beside, above, of, and below the area in which bytes are drawn."""
+MOST_NAMED = 3000
+"""Kernels up to which each says in a tooltip what it is."""
+STYLE = (
+    "svg.levels{font:12px system-ui,-apple-system,'Segoe UI',sans-serif;fill:currentColor;max-width:100%;height:auto}"
+    "svg.levels .quiet{opacity:.65}svg.levels .grid{stroke:currentColor;stroke-opacity:.16}"
+    "svg.levels .always{fill:currentColor;fill-opacity:.14}svg.levels .held{fill:hsla(210,70%,55%,.55)}"
+    "svg.levels .loop{fill:currentColor;fill-opacity:.28}svg.levels .over{fill:transparent}"
+    "svg.levels .limit{stroke:hsl(0,70%,55%);stroke-width:1.5;stroke-dasharray:5 4;fill:none}"
+)
+
+
+def draw(levels: Sequence[Level], always: int, limit: int, *, width: int = 960) -> str:
+    """Draws what is held over time.
+
+    Args:
+      levels: bytes in all while each kernel runs, in order; at least one.
+      always: bytes that are held all the time: arguments, results, and what is kept besides.
+      limit: bytes that there are; drawn if that is not far above.
+      width: of the picture, in pixels.
+
+    Returns:
+      An SVG picture, whole in itself.
+
+    Example:
+      >>> picture = draw([Level(300, "dot_general"), Level(500, "tanh", 1)], 200, 600)
+      >>> picture.startswith("<svg") and "500 B at most" in picture and "600 B" in picture
+      True
+    """
+    most = max(level.bytes for level in levels)
+    shown = limit <= 2 * most
+    ceiling = max(most, limit if shown else 0, 1) * 1.05
+    inner, bottom = max(width - LEFT - RIGHT, 100), TOP + HEIGHT
+
+    def x(place: float) -> float:
+        return LEFT + inner * place / len(levels)
+
+    def y(count: float) -> float:
+        return bottom - HEIGHT * count / ceiling
+
+    steps = "".join(f"V{y(level.bytes):.1f}H{x(k + 1):.1f}" for k, level in enumerate(levels))
+    parts = [f'<path class="held" d="M{x(0):.1f} {y(always):.1f}{steps}V{y(always):.1f}z"/>']
+    place = f'x="{LEFT}" y="{y(always):.1f}" width="{inner}" height="{bottom - y(always):.1f}"'
+    parts.append(f'<rect class="always" {place}/>')
+    parts += rules(ceiling, y, inner)
+    if shown:
+        parts.append(f'<path class="limit" d="M{LEFT} {y(limit):.1f}h{inner}"/>')
+        parts.append(f'<text x="{LEFT + inner}" y="{y(limit) - 4:.1f}" text-anchor="end">may hold {size(limit)}</text>')
+    parts += loops(levels, x, bottom)
+    if len(levels) <= MOST_NAMED:
+        for k, level in enumerate(levels):
+            where = " in a loop or branch" if level.depth else ""
+            about = f"{size(level.bytes)} while {level.what} runs{where}"
+            parts.append(
+                f'<rect class="over" x="{x(k):.2f}" y="{TOP}" width="{inner / len(levels):.2f}" height="{HEIGHT}">'
+                f"<title>{escape(about)}</title></rect>"
+            )
+    at = next(k for k, level in enumerate(levels) if level.bytes == most)
+    said = f"{size(most)} at most, {size(always)} of it all the time; {several(len(levels), 'kernel')} in order"
+    parts.append(f'<text x="{LEFT}" y="{TOP - 10}">{escape(said)}</text>')
+    place = f'cx="{x(at + 0.5):.1f}" cy="{y(most):.1f}"'
+    parts.append(f'<circle {place} r="3"><title>{escape(levels[at].what)}</title></circle>')
+    height = bottom + BELOW
+    return (
+        f'<svg class="levels" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" role="img"><title>Memory over time: {escape(said)}</title><style>{STYLE}</style>'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def rules(ceiling: float, y: Callable[[float], float], inner: int) -> list[str]:
+    """Lines at round numbers of bytes, in powers of two."""
+    step = 1
+    while ceiling / step > 5:
+        step *= 2
+    found = []
+    for k in range(int(ceiling / step) + 1):
+        at = y(k * step)
+        found.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + inner}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        place = f'x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end"'
+        found.append(f'<text class="quiet" {place}>{size(k * step)}</text>')
+    return found
+
+
+def loops(levels: Sequence[Level], x: Callable[[float], float], bottom: int) -> list[str]:
+    """Bars below for loops and branches, one row for each that is within another."""
+    found = []
+    for depth in range(1, min(max(level.depth for level in levels), 3) + 1):
+        start = None
+        for k, level in enumerate([*levels, Level(0, "")]):
+            inside = level.depth >= depth
+            if inside and start is None:
+                start = k
+            if not inside and start is not None:
+                place = f'x="{x(start):.1f}" y="{bottom + 4 + 7 * (depth - 1)}" width="{x(k) - x(start):.1f}"'
+                found.append(f'<rect class="loop" {place} height="4" rx="2"/>')
+                start = None
+    if found:
+        found.append(
+            f'<text class="quiet" x="{LEFT}" y="{bottom + 38}">bars: loops and branches, one turn of each, '
+            "one within the other</text>"
+        )
+    return found

@@ -1,0 +1,335 @@
+"""Plans as JSON files.
+
+Knows JSON, plans, and which entries describe one. Must not know how a plan is found or carried out.
+
+A file holds the machine (as `Machine.save` writes it), the fingerprint of the step, specs by name, how passes are
+divided, and what was predicted. Reading it analyses the step again, and refuses it where the step is another. What an
+earlier version predicted is not read: the same layouts may take something else today.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from vnode import files
+from vnode.analysis.fingerprint import Fingerprint
+from vnode.errors import MachineError, PartitionError, layout_message
+from vnode.partition.accept import Exchange
+from vnode.partition.machine import Machine
+from vnode.partition.machine.machine_file import read as read_machine
+from vnode.partition.machine.machine_file import written
+from vnode.partition.plan.divisions import DividedOperation
+from vnode.partition.plan.plan import Plan
+from vnode.partition.plan.predict import NODES, Figures, Prediction
+from vnode.partition.plan.search_subject import Subject, check_args, computing_again, on_nodes, subject_of
+from vnode.partition.plan.step_layouts import patterns
+from vnode.placement.trace_context import with_jit
+from vnode.placement.uneven_dimension import UnevenSpec
+from vnode.show.units import several
+from vnode.spmd.flow_record import RecordedFlow
+from vnode.step.pipeline import Options
+from vnode.step.uneven_state import share_of
+from vnode.step.virtual import VirtualStep
+from vnode.transform import lane_count
+
+FORMAT = "vnode plan"
+VERSION = 6
+"""Of the file: 2 knew nothing of what loops keep on the host, 3 had neither options nor a checksum, 4 no shares, 5
+nothing of compilers."""
+
+CHECKED = 4
+"""The first version whose files have the step's options, and a checksum that says whether they are as written."""
+
+PREDICTED = 2
+"""The first version whose predictions hold: 1 was for sums over nodes in a tree of two branches everywhere."""
+
+
+WRITTEN = "plans are written by plan.save(path)"
+
+
+def write(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Writes a plan; what was there before stays until the whole is written.
+
+    Args:
+      plan: the plan.
+      path: of the file.
+
+    Raises:
+      PartitionError: it cannot be written.
+    """
+    prediction = plan.prediction
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": plan.fingerprint.to_json(),
+        "arguments": types_of(plan.args),
+        "machine": json.loads(written(plan.machine.name, plan.machine.devices, plan.machine.networks)),
+        "limit": plan.limit,
+        "virtual_nodes": plan.virtual_nodes,
+        "options": said(plan.pattern.options),
+        "donate_argnums": list(plan.pattern.spec.donate_argnums),
+        "name": plan.name,
+        "mesh": dict(plan.mesh),
+        "counts": list(plan.counts),
+        "specs": {name: spec_said(spec) for name, spec in plan.specs.items()},
+        "passes": [record.to_json() for record in plan.records.values()],
+        "prediction": None if prediction is None else predicted(prediction),
+        "compiled": None if plan.compiled is None else dataclasses.asdict(plan.compiled),
+        "notes": list(plan.notes),
+        "beside": {name: dataclasses.asdict(figures) for name, figures in plan.beside.items()},
+        "gap": plan.gap,
+        "divisions": [dataclasses.asdict(each) for each in plan.divisions],
+        "host": list(plan.host),
+        "far": plan.far,
+        "again": [list(each) for each in plan.again],
+        "away": [list(each) for each in plan.away],
+    }
+    content["checksum"] = checksum(content)
+    files.write(path, json.dumps(content, separators=(",", ":")), PartitionError)
+
+
+def checksum(content: Mapping[str, Any]) -> str:
+    """What tells a plan's content from any other: a layout that was changed could still be one, of other values."""
+    rest = {key: value for key, value in content.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def said(options: Options) -> dict[str, Any]:
+    """The options of a step that decide about its results, and about what it takes."""
+    return {
+        "reduction": options.reduction,
+        "lanes": options.lanes,
+        "coupling": options.coupling if isinstance(options.coupling, str) else dict(options.coupling),
+        "accumulate_dtype": None if options.accumulate_dtype is None else str(options.accumulate_dtype),
+    }
+
+
+def types_of(args: Sequence[Any]) -> dict[str, str]:
+    """The arguments of a step, leaf by leaf; what differs there is said first of a plan that is for another step."""
+    leaves = jax.tree.leaves_with_path(tuple(args))
+    return {f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])}": type_said(leaf) for path, leaf in leaves}
+
+
+def type_said(leaf: Any) -> str:
+    """Dtype and shape of an array; of another leaf its type, as it may be shown with its address."""
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
+
+
+def other_arguments(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Which arguments differ, and how.
+
+    >>> other_arguments({"argument 0": "int8[2]", "argument 1": "int8[2]"}, {"argument 0": "int8[3]"})
+    ['argument 0 then: int8[2], now: int8[3]', 'argument 1 then: int8[2], now: none']
+    """
+    names = dict.fromkeys((*then, *now))
+    pairs = [(name, then.get(name, "none"), now.get(name, "none")) for name in names]
+    return [f"{name} then: {before}, now: {after}" for name, before, after in pairs if before != after]
+
+
+def spec_said(spec: PartitionSpec | UnevenSpec) -> Any:
+    """How a leaf lies, as plain data: a list of axes for each dimension, or the counts of one."""
+    if isinstance(spec, UnevenSpec):
+        return dataclasses.asdict(spec)
+    return [list(e) if isinstance(e, tuple) else e for e in spec]
+
+
+def spec_of(content: Any, mesh: Mapping[str, int]) -> PartitionSpec | UnevenSpec:
+    """What `spec_said` gave.
+
+    Raises:
+      ValueError, KeyError or TypeError: it did not, or devices have other counts than the mesh has indices.
+    """
+    if not isinstance(content, dict):
+        return PartitionSpec(*[tuple(map(str, e)) if isinstance(e, list) else e for e in content])
+    spec = UnevenSpec(content["dim"], content["axis"], tuple(content["counts"]))
+    if spec.axis == NODES or mesh.get(spec.axis) != len(spec.counts):
+        raise ValueError(f"{len(spec.counts)} counts along {spec.axis!r}, of the mesh {dict(mesh)}")
+    return spec
+
+
+def check_shares(subject: Subject, specs: Mapping[str, PartitionSpec | UnevenSpec]) -> None:
+    """Checks that dimensions are as long as they are shared out, all in the same proportions.
+
+    Raises:
+      ValueError: one is not.
+    """
+    share_of(patterns(specs))
+    for name, var in zip(subject.names, subject.inputs, strict=False):
+        spec, shape = None if name is None else specs.get(name), tuple(var.aval.shape)
+        if isinstance(spec, UnevenSpec) and (spec.dim >= len(shape) or shape[spec.dim] != spec.size):
+            raise ValueError(f"{name} of shape {shape} has no dimension {spec.dim} of {spec.counts}")
+
+
+def predicted(prediction: Prediction) -> dict[str, Any]:
+    """What is kept of a prediction."""
+    return {
+        "figures": dataclasses.asdict(prediction.figures),
+        "exchanges": [dataclasses.asdict(each) for each in prediction.exchanges],
+        "platform": prediction.platform,
+        "turns": prediction.turns,
+    }
+
+
+def prediction_of(content: Mapping[str, Any]) -> Prediction:
+    """What `predicted` gave."""
+    exchanges = tuple(Exchange(**each) for each in content["exchanges"])
+    return Prediction(Figures(**content["figures"]), exchanges, str(content["platform"]), int(content["turns"]))
+
+
+@with_jit
+def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Plan:
+    """See `Plan.load`."""
+    check_args(args)
+    text = files.read(path, PartitionError, [WRITTEN])
+    with damaged(path):
+        content = json.loads(text)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ValueError(f"it is no {FORMAT}")
+        if content.get("version") not in range(1, VERSION + 1):
+            raise ValueError(f"it is of version {content.get('version')!r}, and this library reads 1 to {VERSION}")
+        if content["version"] >= CHECKED and content.get("checksum") != checksum(content):
+            raise ValueError("it is not as it was written: its checksum is another")
+        fingerprint = Fingerprint.from_json(content["step"])
+        donated = {int(i) for i in content.get("donate_argnums", ())}
+        arguments = {str(name): str(said) for name, said in content.get("arguments", {}).items()}
+        nodes = int(content["virtual_nodes"])
+        before = content["options"] if content["version"] >= CHECKED else None
+        lanes = None if before is None else lane_count(before["lanes"], nodes)
+        mesh = {str(name): int(n) for name, n in content["mesh"].items()}
+        if NODES not in mesh or any(n < 1 for n in mesh.values()):
+            raise ValueError(f"mesh: {mesh}")
+        counts = tuple(int(n) for n in content["counts"])
+        if len(counts) != mesh[NODES] or sum(counts) != nodes or min(counts) < 0:
+            raise ValueError(f"counts: {counts} are not {nodes} nodes on {mesh[NODES]} rows")
+        machine = Machine(*read_machine(json.dumps(content["machine"])))
+        machine.mesh(mesh)
+        specs = {str(name): spec_of(spec, mesh) for name, spec in content["specs"].items()}
+        records = [RecordedFlow.from_json(each) for each in content["passes"]]
+        made = content["prediction"] if content["version"] >= PREDICTED else None
+        prediction = None if made is None else prediction_of(made)
+        beside = {} if made is None else {str(name): Figures(**each) for name, each in content["beside"].items()}
+        gap = None if made is None or content["gap"] is None else float(content["gap"])
+        divisions = tuple(DividedOperation(**each) for each in content["divisions"])
+        host = tuple(map(str, content.get("host", ())))
+        if not set(host) <= set(specs):
+            raise ValueError(f"host: {', '.join(sorted(set(host) - set(specs)))} is no leaf of the state")
+        again, away = ([(int(k), int(j)) for k, j in content.get(name, ())] for name in ("again", "away"))
+        far = int(content.get("far", 0))
+        if not 0 <= far <= nodes:
+            raise ValueError(f"far: {far} sums cannot wait for others")
+        limit, name = int(content["limit"] if "limit" in content else content["memory"]), str(content["name"])
+        word = content.get("compiled")
+        compiled = None if made is None or word is None else Figures(**word)
+        notes = tuple(map(str, content.get("notes", ())))
+    virtualized = isinstance(step, VirtualStep)
+    if options.get("lanes") in (None, "auto") and not virtualized:
+        options = {**options, "lanes": lanes}
+    wanted = options.get("virtual_nodes", "auto")
+    options = {name: value for name, value in options.items() if name != "virtual_nodes"}
+    step = on_nodes(step, nodes if wanted == "auto" else wanted, options)
+    subject = subject_of(step, args)
+    facts = subject.fingerprint.differences(fingerprint)
+    others: dict[str, Any] = {}  # options that it had then, and has otherwise now
+    if step.options.virtual_nodes != nodes:
+        facts, others = [f"virtual nodes then: {nodes}, now: {step.options.virtual_nodes}"], {"virtual_nodes": nodes}
+    elif facts:  # of other arguments all else is computed otherwise, too
+        facts = (other_arguments(arguments, types_of(subject.args)) if arguments else []) or facts
+    elif before is not None:
+        now = said(step.options)
+        others = {name: before.get(name) for name in now if before.get(name) != now[name]}
+        facts = [f"{name} then: {value}, now: {now[name]}" for name, value in others.items()]
+        if donated - {*step.spec.donate_argnums}:
+            facts.append(f"donate_argnums then: {sorted(donated)}, now: {sorted(step.spec.donate_argnums)}")
+            others["donate_argnums"] = tuple(sorted(donated))
+    if facts:
+        remedies = ["search a plan for this step", "or give the step and the shapes that it was made for"]
+        if others:
+            where = "vnode.virtualize(..., {})" if virtualized else "vnode.partition.Plan.load(..., {})"
+            had = ", ".join(f"{name}={value!r}" for name, value in others.items())
+            remedies = [f"give the options it was made with: {where.format(had)}", "or search a plan for this step"]
+        raise PartitionError(
+            layout_message(f"the plan in {os.fspath(path)} is for another step.", facts=facts[:12], remedies=remedies)
+        )
+    with damaged(path):
+        check_shares(subject, specs)
+    if again or away:
+        try:
+            step = computing_again(step, again, away)
+            subject = subject_of(step, args)
+        except PartitionError as error:
+            what = " and ".join(name for name, several in (("again", again), ("away", away)) if several)
+            raise PartitionError(f"the plan in {os.fspath(path)} is damaged: {what}: {error}") from error
+    plan = Plan(
+        step,
+        subject.args,
+        fingerprint,
+        machine,
+        limit,
+        nodes,
+        name,
+        mesh,
+        counts,
+        specs,
+        {record.digest: record for record in records},
+        prediction,
+        beside,
+        gap,
+        divisions,
+        host,
+        far,
+        parameters=subject.parameters,
+        compiled=compiled,
+        notes=notes,
+    )
+    unknown = plan.unknown()
+    if unknown:
+        raise PartitionError(
+            layout_message(
+                f"the plan in {os.fspath(path)} is for another step.",
+                facts=[f"nodes compute something else in {several(unknown, 'pass', 'passes')} of the same step"],
+                remedies=[
+                    "give the options of vnode.virtualize that it was made with: in_axes, recompute_budget, coupling",
+                    "or search a plan for this step",
+                ],
+            )
+        )
+    return plan
+
+
+@contextlib.contextmanager
+def damaged(path: str | os.PathLike[str]) -> Iterator[None]:
+    """What goes wrong here is said of the file.
+
+    Raises:
+      PartitionError: something does.
+    """
+    try:
+        yield
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        MachineError,
+    ) as error:
+        said = f"no entry {error}" if isinstance(error, KeyError) else str(error)
+        raise PartitionError(
+            layout_message(
+                f"the plan in {os.fspath(path)} cannot be read.",
+                facts=[said or type(error).__name__],
+                remedies=[WRITTEN],
+            )
+        ) from error

@@ -1,0 +1,471 @@
+"""What the devices of one row of a mesh compute in a step: a share of its nodes, one after another, and what is once.
+
+Knows schedules and how they are emitted. Must not know machines, searches, nor how anything is divided.
+
+A mesh has one axis that nodes are spread over; the devices that share a place on it are a row, and divide each node's
+computation among them. A row's program has whole values at their global shapes, and its own part of batched ones. Each
+pass is a loop over as many nodes as a row has; what it sums is then added up over the rows, and what is needed whole of
+all examples is put together, which are equations of their own (`vnode.partition.plan.other_replicas`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
+
+from vnode.analysis.forms import Form, Slice
+from vnode.analysis.meshless import without_mesh
+from vnode.analysis.passes import Accumulator, Pass, Schedule
+from vnode.analysis.program import Atom, Program, bind, context_of, inline
+from vnode.analysis.recipe import Evaluation
+from vnode.errors import PartitionError, UnsupportedPrimitiveError
+from vnode.operators.in_program import as_array
+from vnode.operators.sharding import constraint_equation
+from vnode.partition.plan.node_spread import Spread
+from vnode.partition.plan.other_replicas import NUMBERS, OF_ROWS, OVER_ROWS
+from vnode.placement.placement import Placement
+from vnode.runtime import node_loops
+from vnode.runtime.emit import Emission
+from vnode.runtime.mesh_function import Division, Rooms, as_program, traced
+from vnode.runtime.mode import Mode
+from vnode.runtime.node import Once, arrange
+from vnode.runtime.one_pass import sums_of
+from vnode.runtime.replicated_region import Together, stands_apart
+from vnode.runtime.values import runs_apart
+from vnode.spmd.branch_groups import Group, grouped
+from vnode.spmd.factor_blocks import gathered, in_blocks
+from vnode.spmd.layout import Axes
+from vnode.spmd.sharding_flow import Flow, Path, Step
+from vnode.spmd.uneven_blocks import Share
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """What a node computes in a pass.
+
+    Attributes:
+      program: of its number, its parts of batched values, and whole values.
+      examples: for each part of a batched value that it reads the dimension that counts examples.
+      given: of these, those that are arguments of the step, and not kept by an earlier pass.
+      written: the program as it is without branches side by side.
+      groups: which of its equations are evaluated side by side.
+      sums: what nodes contribute to; the first outputs of the program.
+      dims: for each of these the dimension that is in blocks, of which devices have different numbers; None for others.
+    """
+
+    program: Program
+    examples: tuple[int, ...]
+    given: frozenset[int]
+    written: Program
+    groups: tuple[Group, ...] = ()
+    sums: tuple[Accumulator, ...] = ()
+    dims: tuple[int | None, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NodeFlow:
+    """Layouts through what a node computes, as part of those through a loop.
+
+    Attributes:
+      node: what it computes.
+      body: the flow through the loop's body.
+      start: the number of the node's first equation in it.
+      path: where the body is in the program of the row.
+    """
+
+    node: Node
+    body: Flow
+    start: int
+    path: Path
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Those of the node."""
+        return self.body.steps[self.start : self.start + len(self.node.program.equations)]
+
+    def readers(self) -> Iterator[tuple[Var, int, int]]:
+        """For each operand that is an input of the node: the input, the equation's number, and which operand it is."""
+        inputs = set(self.node.program.inputs)
+        for k, eqn in enumerate(self.node.program.equations):
+            for i, atom in enumerate(eqn.invars):
+                if not isinstance(atom, Literal) and atom in inputs:
+                    yield atom, k, i
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowProgram:
+    """What a row computes.
+
+    Attributes:
+      program: the whole, with calls inlined.
+      nodes: what a node computes, for each pass in the order in which they are emitted.
+    """
+
+    program: Program
+    nodes: tuple[Node, ...]
+
+    def flows(self, flow: Flow) -> list[NodeFlow]:
+        """The part of a flow that is one node's, for each pass.
+
+        Args:
+          flow: through `program`.
+
+        Raises:
+          PartitionError: it is through another program.
+        """
+        found: list[NodeFlow] = []
+        bodies = [(path, body, [signature(step.eqn) for step in body.steps]) for path, body in loop_bodies(flow)]
+        for node in self.nodes:
+            wanted = [signature(eqn) for eqn in node.program.equations]
+            fitting = [
+                NodeFlow(node, body, start, path)
+                for path, body, several in bodies
+                if (start := position(wanted, several)) is not None
+            ]
+            if not fitting:
+                raise PartitionError("a flow is not through the program of a row: one of its passes is missing")
+            taken = {each.path for each in found}  # of passes that look alike each is another
+            found.append(next((each for each in fitting if each.path not in taken), fitting[0]))
+        return found
+
+
+class Row(Emission):
+    """The emission of one row."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        placement: Placement,
+        inputs: Sequence[Any],
+        spread: Spread,
+        platform: str,
+        axes: Axes,
+        groups: Sequence[Sequence[Group]],
+        invariant: bool,
+        in_loop: bool | None = None,
+        rooms: Rooms | None = None,
+    ) -> None:
+        super().__init__(schedule, placement, inputs, Mode.FAST, 1, None, Division(automatic=True, rooms=rooms))
+        self.axes, self.spread, self.mesh_axes = {}, spread, axes
+        self.platform, self.once = platform, Once(platform)
+        self.groups = groups
+        self.nodes: list[Node] = []
+        self.invariant = invariant
+        self.in_parts = self.fits if in_loop is None else in_loop  # batched inputs and outputs
+        self.in_parts_inside = False  # of the loop or branch that is evaluated
+        given = (var for var in self.batched if in_loop is not None or spread.given(self.flow, var))
+        self.own = {*given} if self.in_parts else set[Var]()  # of the batched values, those held in parts
+
+    @property
+    def fits(self) -> bool:
+        return self.spread.fits(self.flow)
+
+    @property
+    def one_by_one(self) -> bool:
+        return super().one_by_one and not self.mesh_axes
+
+    def everywhere(self, value: Any) -> Any:
+        return value
+
+    def cut_along(self, value: Any, dim: int, share: Share) -> Any:
+        return bind(constraint_equation((*[None] * dim, share.axes, *[None] * (value.ndim - dim - 1))), [value])[0]
+
+    def in_one_piece(self, value: Any, dim: int, share: Share) -> Any:
+        return gathered(value, dim, share)
+
+    def run_all(self, actions: Sequence[Evaluation]) -> None:
+        if self.division.rooms is None:
+            return super().run_all(actions)
+        for apart, several in itertools.groupby(actions, stands_apart):
+            for action in several if apart else ():
+                self.run_once(action)
+            if not apart:
+                self.run_together(list(several))
+
+    def run_together(self, actions: Sequence[Evaluation]) -> None:
+        """Evaluates the replicated region, in blocks where its inputs are in blocks.
+
+        See `vnode.runtime.replicated_region.divided_once`.
+        """
+        together = Together.of(actions, self.readers, self.flow.program, self.once, self.ends)
+        given = [self.as_stored(var) for var in together.reads]
+        shapes = [self.type_of(var, value) for var, value in zip(together.reads, given, strict=True)]
+        batched = [i for i, (_, form) in enumerate(together.wanted) if isinstance(form, Slice)]
+        program, captured = as_program(together, shapes, self.mesh_axes)
+        try:
+            program, dims = self.blocked(program, together.reads, batched)
+        except (PartitionError, UnsupportedPrimitiveError):  # every device computes it whole
+            given, dims = [self.read(var) for var in together.reads], [None] * len(together.wanted)
+        values = evaluated(program, [*given, *captured])
+        for (var, form), dim, value in zip(together.wanted, dims, values, strict=True):
+            self.take_up(var, dim, value) if not isinstance(form, Slice) else self.batched.update({var: value})
+
+    def blocked(
+        self, program: Program, reads: Sequence[Var | None], whole: Collection[int] = ()
+    ) -> tuple[Program, Sequence[int | None]]:
+        """A program in blocks, as far as what it reads is; with the dimension of each output that is."""
+        rooms = self.rooms_of(reads)
+        if rooms is None:
+            return program, [None] * len(program.outputs)
+        seeds = {i: dim for i, dim in enumerate(rooms.inputs) if dim is not None}
+        split = in_blocks(program, rooms.share, seeds, others=False, whole=whole)
+        return split.program, split.outputs
+
+    def put_together(self, var: Var) -> Any:
+        """A batched value, whole on each device: of the parts of all rows, where it was not computed whole."""
+        form = self.flow.states[var].form
+        assert isinstance(form, Slice)
+        if var in self.own and form.outer == 1 and self.fits:
+            return self.of_rows(self.batched[var], form.dim, var.aval.shape[form.dim])
+        if var in self.batched and var not in self.own:
+            return self.batched[var]
+        value = self.of_rows(self.in_turns(form, *self.shard(var), var in self.collected), 0, self.spread.nodes)
+        return self.arranged(value, form, self.units(form))
+
+    def of_rows(self, value: Any, dim: int, size: int) -> Any:
+        """What rows have parts of, whole on each of them."""
+        alone = self.spread.turns == self.spread.nodes
+        return jax.lax.slice_in_dim(value, 0, size, axis=dim) if alone else OF_ROWS.bind(value, dim=dim, size=size)
+
+    def own_part(self, atom: Atom) -> Any:
+        """The row's part of a batched value."""
+        if atom in self.own:
+            return self.batched[atom]
+        form = self.flow.state(atom).form
+        assert isinstance(atom, Var) and isinstance(form, Slice)
+        return self.in_part(form, *self.shard(atom), atom in self.collected)
+
+    def in_part(self, form: Slice, value: Any, dim: int, there: bool) -> Any:
+        """A batched value as the row's part of it; see `in_turns`."""
+        units = self.spread.turns * self.flow.local(form)
+        return self.arranged(self.in_turns(form, value, dim, there), form, units)
+
+    def arranged(self, value: Any, form: Slice, units: int) -> Any:
+        """What consecutive nodes have, in the order of the batch; see `arrange`.
+
+        Raises:
+          PartitionError: blocks of a factor, of which a room may hold more, are one dimension with examples.
+        """
+        if value.shape[form.dim + 1] != form.outer * self.flow.local(form):
+            raise PartitionError(
+                "a dimension of examples has another factor in it, which cannot be shared out in blocks"
+            )
+        return arrange(value, form, self.flow.local(form), units)
+
+    def taken_as(self, form: Form | None, atom: Atom) -> Any:
+        in_part = self.in_parts_inside and isinstance(form, Slice)  # others are read whole, batched ones too
+        return self.as_taken(form, atom) if in_part else super().taken_as(form, atom)
+
+    def as_taken(self, form: Form | None, atom: Atom) -> Any:
+        """A value in the form in which it is taken where batched values are in parts: a whole one may be cut for that,
+        such as zeros with which a loop begins, or that one branch has in the place of what others compute."""
+        if not isinstance(form, Slice):
+            return self.read(atom)
+        if self.flow.state(atom).form == form:
+            return self.own_part(atom)
+        return self.in_part(form, *self.laid_out(as_array(self.read(atom), atom), form), False)
+
+    def shard(self, var: Var) -> tuple[Any, int]:
+        if var not in self.own:
+            return super().shard(var)
+        form = self.flow.states[var].form
+        assert isinstance(form, Slice)
+        value = self.batched[var]
+        return (value, form.dim) if form.outer == 1 else (runs_apart(value, form), form.dim + 1)
+
+    def in_turns(self, form: Slice, value: Any, dim: int, there: bool) -> Any:
+        """A batched value, or the row's part of it, as the parts of the row's nodes, ``[turns, ...]``."""
+        if there:
+            return jnp.moveaxis(value, dim, 0)
+        turns, n = self.spread.turns, self.flow.local(form)
+        if value.shape[dim] != turns * n:
+            value = jax.lax.slice_in_dim(value, 0, turns * n, axis=dim)
+        value = jnp.moveaxis(value.reshape(*value.shape[:dim], turns, n, *value.shape[dim + 1 :]), dim, 0)
+        return value.reshape(turns, *value.shape[1 : form.dim + 1], form.outer * n, *value.shape[dim + 2 :])
+
+    def output(self, atom: Atom) -> Any:
+        batched = isinstance(atom, Var) and isinstance(self.flow.states[atom].form, Slice)
+        return self.own_part(atom) if batched and self.in_parts_inside else self.read(atom)
+
+    def returned(self, atom: Atom, form: Form) -> Any:
+        return self.as_taken(form, atom) if self.in_parts else self.read(atom)
+
+    def in_shards(self, value: Any, form: Form | None) -> Any:
+        if not self.mesh_axes or not isinstance(form, Slice):
+            return value
+        return bind(constraint_equation(((),) * value.ndim), [value])[0]
+
+    def run_nested(self, action: Evaluation) -> None:
+        # Shards, or slots if rows are uneven; bodies that have other nodes are given whole values.
+        self.in_parts_inside = (self.fits or not self.spread.even) and self.has_same_nodes(action)
+        super().run_nested(action)
+        if self.in_parts_inside:
+            made = zip(action.step.eqn.outvars, action.results, strict=True)
+            self.own.update(var for var, form in made if isinstance(form, Slice))
+
+    def emit_body(
+        self,
+        made: Schedule,
+        values: Sequence[Any],
+        arguments: Collection[int],
+        slotted: Collection[int] | None,
+        division: Division,
+    ) -> list[Any]:
+        later = self.groups[len(self.nodes) :]
+        in_parts = self.in_parts_inside and made.flow.batch == self.flow.batch
+        inner = Row(
+            made,
+            self.placement,
+            values,
+            self.spread,
+            self.platform,
+            self.mesh_axes,
+            later,
+            self.invariant,
+            in_parts,
+        )
+        outputs = inner.run()
+        self.nodes += inner.nodes
+        return outputs
+
+    def run_pass(self, nodes: Pass) -> Any:
+        kept = [var in self.collected for var, _ in nodes.sliced]
+        shards = [self.shard(var) for var, _ in nodes.sliced]
+        whole = [self.as_stored(var) for var in nodes.wholes]
+        made = traced(functools.partial(self.as_node, nodes), self.given_shapes(nodes), self.mesh_axes)
+        plain = without_mesh(made)
+        written = inline(plain.jaxpr, plain.consts)
+        groups = tuple(self.groups[len(self.nodes)]) if len(self.nodes) < len(self.groups) else ()
+        program = grouped(written, groups) if groups else written
+        program, dims = self.blocked(program, [None, *(var for var, _ in nodes.sliced), *nodes.wholes])
+        made_so = [*(a.var for a in nodes.accumulators), *(var for var, _ in nodes.collected)]
+        self.dims.update((var, dim) for var, dim in zip(made_so, dims, strict=True) if dim is not None)
+        sums = [
+            dataclasses.replace(s, shape=self.shape(a.var))
+            for s, a in zip(sums_of(nodes), nodes.accumulators, strict=True)
+        ]
+        captured = [value for value in made.consts if isinstance(value, jax.core.Tracer)]
+        given = frozenset(i for i, there in enumerate(kept) if not there)
+        examples = tuple(form.dim for _, form in nodes.sliced)
+        own = tuple(dims[: len(sums)])
+        self.nodes.append(Node(program, examples, given, written, groups, tuple(nodes.accumulators), own))
+
+        def turn(totals: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
+            operands = [given[0][None], *given[1:], *whole]
+            as_traced = program is written  # neither side by side nor in blocks
+            values = jaxpr_as_fun(made)(*operands) if as_traced else evaluated(program, [*operands, *captured])
+            pieces = values[: len(sums)]
+            if self.spread.turns == 1:  # there is nothing to add it to
+                totals = [piece.astype(s.dtype) for s, piece in zip(sums, pieces, strict=True)]
+                if self.invariant:
+                    totals = [s.from_zero(total) for s, total in zip(sums, totals, strict=True)]
+                return totals, values[len(sums) :]
+            return node_loops.add_all(sums, totals, pieces), values[len(sums) :]
+
+        held = zip(nodes.sliced, shards, kept, strict=True)
+        several = [self.in_turns(form, *shard, there) for (_, form), shard, there in held]
+        numbers = NUMBERS.bind(turns=self.spread.turns)
+        totals, results = jax.lax.scan(turn, [s.identity() for s in sums], [numbers, *several])
+        self.collected.update(zip((var for var, _ in nodes.collected), results, strict=True))
+        return [OVER_ROWS.bind(total, monoid=s.monoid) for s, total in zip(sums, totals, strict=True)]
+
+
+def row_program(
+    schedule: Schedule,
+    spread: Spread,
+    axes: Axes,
+    platform: str,
+    invariant: bool,
+    groups: Sequence[Sequence[Group]] = (),
+    rooms: Rooms | None = None,
+) -> RowProgram:
+    """Traces what a row computes.
+
+    Args:
+      schedule: of the step.
+      spread: of the nodes over rows.
+      axes: of the mesh, those that nodes are not spread over and that are longer than one.
+      platform: what is compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+      invariant: whether sums over nodes are formed in an order of their own: by loops, even of one turn.
+      groups: for each pass, in the order in which they are emitted, which equations of a node are evaluated side by
+        side; nothing for passes behind the last.
+      rooms: which inputs are given in blocks, of which devices have different numbers, and which outputs are wanted so.
+
+    Returns:
+      The program. Its inputs and outputs are those of the step, whole, or as they are stored in blocks; those of which
+      rows have equal parts are the row's part.
+    """
+    nodes: list[Node] = []  # and not the row, whose values belong to the trace
+    stands_for_all = Placement(spread.nodes, jax.devices()[:1])
+
+    def whole(*values: Any) -> list[Any]:
+        row = Row(schedule, stands_for_all, values, spread, platform, axes, groups, invariant, rooms=rooms)
+        row.arguments = set(schedule.flow.program.inputs)
+        outputs = zip(row.run(), schedule.flow.program.outputs, strict=True)
+        nodes.extend(row.nodes)
+        return [jnp.asarray(value, atom.aval.dtype) for value, atom in outputs]
+
+    flow = schedule.flow
+    dims = rooms.inputs if rooms is not None else [None] * len(flow.program.inputs)
+
+    def type_of(var: Var, dim: int | None) -> jax.ShapeDtypeStruct:
+        shape = spread.part(flow, var) if spread.given(flow, var) else in_room(var.aval.shape, dim, rooms)
+        return jax.ShapeDtypeStruct(shape, var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False))
+
+    shapes = list(map(type_of, flow.program.inputs, dims))
+    closed = without_mesh(traced(lambda values: whole(*values), shapes, axes))
+    return RowProgram(inline(closed.jaxpr, closed.consts), tuple(nodes))
+
+
+def in_room(shape: Sequence[int], dim: int | None, rooms: Rooms | None) -> tuple[int, ...]:
+    """The shape in which a value is given."""
+    sizes = list(shape)
+    if dim is not None and rooms is not None:
+        sizes[dim] = rooms.share.room(sizes[dim])
+    return tuple(sizes)
+
+
+def evaluated(program: Program, values: Sequence[Any]) -> list[Any]:
+    """What a program computes, equation by equation."""
+    known: dict[Var, Any] = {**program.constants, **dict(zip(program.inputs, values, strict=True))}
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else known[atom]
+
+    for eqn in program.equations:
+        with context_of(eqn):
+            known.update(zip(eqn.outvars, bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+    return [read(atom) for atom in program.outputs]
+
+
+def loop_bodies(flow: Flow, at: Path = ()) -> list[tuple[Path, Flow]]:
+    """The flows through all bodies of a program's loops and branches, outer ones first, with their places."""
+    found: list[tuple[Path, Flow]] = []
+    for number, step in enumerate(flow.steps):
+        for k, body in enumerate(step.bodies):
+            path = (*at, number, k)
+            found += [(path, body), *loop_bodies(body, path)]
+    return found
+
+
+def signature(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """What an equation is, as far as it says where a program begins in another."""
+    return (
+        eqn.primitive.name,
+        *((getattr(v.aval, "shape", None), getattr(v.aval, "dtype", None)) for v in (*eqn.invars, *eqn.outvars)),
+    )
+
+
+def position(wanted: Sequence[Any], several: Sequence[Any]) -> int | None:
+    """Where a sequence is found in another."""
+    for start in range(len(several) - len(wanted) + 1):
+        if all(several[start + k] == each for k, each in enumerate(wanted)):
+            return start
+    return None

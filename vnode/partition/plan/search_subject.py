@@ -1,0 +1,198 @@
+"""A step as a search sees it: its schedule, what its inputs are called, and which of them are handed on.
+
+Knows steps, calls and how they are analysed. Must not know machines, layouts nor costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+from jax.extend.core import Var
+
+from vnode.analysis.fingerprint import Fingerprint, Writer
+from vnode.analysis.forms import Slice
+from vnode.analysis.passes import Schedule
+from vnode.analysis.program import Made
+from vnode.analysis.recompute import Late
+from vnode.analysis.residual_remat import Kept, kept_for_later
+from vnode.errors import PartitionError, layout_message
+from vnode.placement.leaves import is_number, shape_of, shapes_of
+from vnode.placement.patterns import in_full, name_of
+from vnode.placement.placement import node_count
+from vnode.step.call import OutputTree, wrap
+from vnode.step.pipeline import analyse
+from vnode.step.protocol import Step
+from vnode.step.result_layouts import successors
+from vnode.step.virtual import VirtualStep
+from vnode.transform import virtualize
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subject:
+    """A step for arguments of some shapes.
+
+    Attributes:
+      step: a `VirtualStep`.
+      args: its arguments, as shapes.
+      schedule: what it computes.
+      fingerprint: of the user's function.
+      names: what the inputs of its program are called in patterns; None for those that no pattern can mean.
+      batch: inputs of which every node has its own part.
+      donated: inputs that are given away.
+      carried: for outputs, by number, the input that they become in the next step.
+      examples: of the whole batch.
+      kept: what its loops keep for later ones, and could be computed again.
+    """
+
+    step: Any
+    args: tuple[Any, ...]
+    schedule: Schedule
+    fingerprint: Fingerprint
+    names: tuple[str | None, ...]
+    batch: frozenset[int]
+    donated: frozenset[int]
+    carried: Mapping[int, int]
+    examples: int
+    kept: Mapping[Made, Kept] = dataclasses.field(default_factory=dict)
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """The inputs that are handed on from step to step."""
+        return tuple(sorted(set(self.carried.values())))
+
+    @property
+    def virtual_nodes(self) -> int:
+        return self.step.options.virtual_nodes
+
+    @functools.cached_property
+    def leaves(self) -> tuple[str | None, ...]:
+        """The names, with their shapes where one name is of leaves of several, as of two networks."""
+        named = [(name, tuple(var.aval.shape)) for name, var in zip(self.names, self.inputs, strict=False)]
+        shapes: dict[str | None, set[tuple[int, ...]]] = {}
+        for name, shape in named:
+            shapes.setdefault(name, set()).add(shape)
+        return tuple(name if name is None or len(shapes[name]) == 1 else in_full(name, shape) for name, shape in named)
+
+    @functools.cached_property
+    def parameters(self) -> frozenset[str]:
+        """Names of the leaves of the state that passes read, or what is made of them before: no slots."""
+        program = self.schedule.flow.program
+        read = {var for nodes in self.schedule.passes for var in nodes.wholes}
+        for eqn in reversed(program.equations):
+            if not read.isdisjoint(eqn.outvars):
+                read.update(atom for atom in eqn.invars if isinstance(atom, Var))
+        found = {self.leaves[i] for i in self.state if program.inputs[i] in read}
+        return frozenset(name for name in found if name is not None)
+
+    @property
+    def together(self) -> list[list[int]]:
+        """Inputs that no plan can tell apart, of one name and shape: as of a network and its average, given apart."""
+        found: dict[str, list[int]] = {}
+        for i, name in enumerate(self.leaves):
+            if name is not None:
+                found.setdefault(name, []).append(i)
+        return [several for several in found.values() if len(several) > 1]
+
+    @functools.cached_property
+    def late(self) -> Late:
+        """What its program reads late, if nothing of it is computed again."""
+        return Late.of(self.schedule.flow.program, self.batch)
+
+    @property
+    def inputs(self) -> Sequence[Any]:
+        """The variables of the program's inputs."""
+        return self.schedule.flow.program.inputs
+
+
+def on_nodes(fun: Any, virtual_nodes: int | str, options: Mapping[str, Any]) -> Any:
+    """A step on a number of virtual nodes.
+
+    Args:
+      fun: a function, or a step that is virtualized already.
+      virtual_nodes: V.
+      options: of `virtualize`.
+
+    Raises:
+      PartitionError: options are given of a step that is virtualized already, or such as a plan decides about.
+    """
+    decided = options.keys() & {"partition", "placement", "memory"}
+    if decided:
+        raise PartitionError(f"a plan decides about {', '.join(sorted(decided))}: leave it out")
+    if not callable(fun):
+        raise PartitionError(f"a plan is for a step, a function or what vnode.virtualize made of one, not {fun!r}")
+    if isinstance(fun, Step) and not isinstance(fun, VirtualStep):
+        raise PartitionError(
+            layout_message(
+                f"a plan is for a step of a fixed number of nodes, of pytrees, not for {fun!r}.",
+                remedies=[
+                    "give the function itself: the search tries numbers of nodes, virtual_nodes='auto'",
+                    "of a step that changes objects, a function of their state (nnx.split, nnx.merge)",
+                ],
+            )
+        )
+    if isinstance(fun, VirtualStep):
+        if options:
+            raise PartitionError(f"the step is virtualized already: options {', '.join(options)} come too late")
+        return fun
+    return cast(Any, virtualize)(fun, virtual_nodes=node_count(virtual_nodes), **options)
+
+
+def check_args(args: Any) -> None:
+    """Refuses what are no arguments.
+
+    Raises:
+      PartitionError: it is no tuple.
+    """
+    if not isinstance(args, tuple | list):
+        raise PartitionError(f"args are the arguments of the step, in a tuple, not {type(args).__name__}")
+
+
+def computing_again(step: Any, several: Collection[Made], away: Collection[Made] = ()) -> Any:
+    """A step, a `VirtualStep`, that computes some values again where they are read late, and has others on the host."""
+    options = dataclasses.replace(step.options, again=tuple(sorted(several)), away=tuple(sorted(away)))
+    return VirtualStep(dataclasses.replace(step.spec, options=options), None)
+
+
+def subject_of(step: Any, args: Sequence[Any]) -> Subject:
+    """Analyses a step.
+
+    Args:
+      step: the step, a `VirtualStep`.
+      args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      VnodeError: as calling the step does.
+    """
+    spec = step.spec
+    shapes, _ = shapes_of((tuple(args), {}), sharding="drop")
+    call, output = spec.call(shapes, {}), OutputTree()
+    made = analyse(spec.flat(call, output))
+    program = made.program
+    given, _ = spec.with_static(shapes, {})
+    placed = jax.tree.map(
+        lambda leaf: shape_of(leaf) if is_number(leaf) else leaf, tuple(wrap(arg, 0, i) for i, arg in enumerate(given))
+    )
+    wholes = set(spec.wholes(len(placed)))
+    leaves = [(path[0].idx, path[1:]) for path, _ in jax.tree.leaves_with_path(placed)]
+    named = [name_of(path) if i in wholes else None for i, path in leaves]
+    kept = kept_for_later(program)
+    results = output.merge([jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in program.outputs])
+    before = successors(results, placed, [i in wholes for i, _ in leaves])
+    forms = made.schedule.flow.output_forms  # what nodes return a part of succeeds nothing that all of them have
+    more = len(program.inputs) - len(leaves)  # what the function closed over and is being traced
+    return Subject(
+        step,
+        shapes,
+        made.schedule,
+        Writer().write(program),
+        (*named, *[None] * more),
+        frozenset(i for i, axis in enumerate(call.axes) if axis is not None and call.size > 1),
+        frozenset(i for i, (arg, _) in enumerate(leaves) if arg in spec.donate_argnums),
+        {j: i for j, i in enumerate(before) if i is not None and not isinstance(forms[j], Slice)},
+        call.size,
+        kept,
+    )

@@ -1,0 +1,154 @@
+"""What of a state lies in the host's memory between updates, so that the rest fits into a device's.
+
+Knows flows through the program of a row, and links to hosts. Must not know how layouts were found, nor files.
+
+A leaf of the state that nothing reads before the last pass is over (an optimizer's slots) is wanted for a moment only.
+It comes when the update that reads it begins, and goes back when that is done (`vnode.runtime.host_prefetch`): a device
+holds what one parameter's update reads, and what the one before has written, and each byte crosses the link twice. The
+transfers of a step follow one another, and nothing is computed beside them. Every such byte costs the same, so that the
+largest leaves go first, until what is left fits.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+from jax.extend.core import Var
+
+from vnode.partition.machine import Machine
+from vnode.partition.plan.other_replicas import OVER_ROWS
+from vnode.partition.plan.predict import Figures, local_sums, nbytes
+from vnode.runtime.host_prefetch import Work, by_output, needed_by
+from vnode.spmd.layout import Axes
+from vnode.spmd.sharding_flow import Flow
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Slots:
+    """The leaves of a state that may lie on the host.
+
+    Attributes:
+      flow: through the program of a row.
+      held: for each name the inputs that are called so, with their bytes on one device, largest first.
+      sums: bytes of one device's part of what passes sum.
+      donated: inputs that are given away.
+    """
+
+    flow: Flow
+    held: Mapping[str, Mapping[int, int]]
+    sums: int
+    donated: frozenset[int]
+
+    @staticmethod
+    def of(
+        flow: Flow,
+        names: Sequence[str | None],
+        state: Sequence[int],
+        donated: frozenset[int],
+        axes: Axes,
+        sharded: Mapping[int, int],
+    ) -> Slots:
+        """Those of a row.
+
+        Args:
+          flow: through its program.
+          names: of its inputs.
+          state: inputs that are handed on.
+          donated: inputs that are given away.
+          axes: of the mesh, those that nodes are not spread over and that are longer than one.
+          sharded: for inputs that are sharded over the rows as well, into how many parts.
+        """
+        inputs, works = flow.program.inputs, works_of(flow)
+        bits = {inputs[i]: 1 << n for n, i in enumerate(state)}
+        pinned = {atom for atom in flow.program.outputs if isinstance(atom, Var)}
+        for step, needs in zip(flow.steps, needed_by(works, [*bits]), strict=True):
+            if step.region is not None or step.eqn.primitive is OVER_ROWS:
+                pinned.update(var for var, bit in bits.items() if bit & needs)
+        read = {var for work in works for var in work.reads} - pinned
+        held: dict[str, dict[int, int]] = {}
+        for i, name in enumerate(names):
+            if name is not None:
+                bytes_ = nbytes(flow.inputs[i], inputs[i], axes) // sharded.get(i, 1)
+                held.setdefault(name, {})[i] = bytes_
+        late = {i for i in state if inputs[i] in read and math.prod(inputs[i].aval.shape) > 1}
+        found = {name: several for name, several in held.items() if several.keys() <= late}
+        order = sorted(found, key=lambda name: (-sum(found[name].values()), name))
+        sums = local_sums(flow, axes) // (max(sharded.values()) if sharded else 1)
+        return Slots(flow, {name: found[name] for name in order}, sums, donated)
+
+    @functools.cached_property
+    def works(self) -> list[Work]:
+        """What the program computes."""
+        return works_of(self.flow)
+
+    def away(self, count: int) -> dict[int, int]:
+        """The inputs of the first names, with their bytes on one device."""
+        return {i: n for name in [*self.held][:count] for i, n in self.held[name].items()}
+
+    def room(self, away: Mapping[int, int]) -> int:
+        """The most bytes of leaves that a device has fetched at a time, and of the leaves it had before these."""
+        inputs = self.flow.program.inputs
+        sizes = {inputs[i]: n for i, n in away.items()}
+        order = by_output(self.works, self.flow.program.outputs, [*sizes])
+        reads = [[var for var in self.works[k].reads if var in sizes] for k in order]
+        last = {var: place for place, several in enumerate(reads) for var in several}
+        now, most, there = 0, 0, set[Var]()
+        for place, several in enumerate(reads):
+            for var in several:
+                if var not in there:
+                    there.add(var)
+                    now += sizes[var]
+            most = max(most, now)
+            now -= sum(sizes[var] for var in {*several} if last[var] == place)
+        return 2 * most
+
+    def figures(self, without: Figures, machine: Machine, count: int) -> Figures:
+        """What a step takes with the leaves of the first names on the host.
+
+        Args:
+          without: what it takes with all in the devices' memory.
+          machine: on which.
+          count: of names.
+        """
+        away = self.away(count)
+        total = sum(away.values())
+        beside = sum(n for i, n in away.items() if i not in self.donated)  # what is not given away is written apart
+        room = max(self.sums + self.room(away) - (without.temporary - without.pending), 0)
+        link = min(kind.host_bandwidth for kind in machine.kinds)
+        seconds = 2 * (total / link + len(away) * max(kind.host_latency for kind in machine.kinds))
+        return dataclasses.replace(
+            without,
+            seconds=without.seconds + seconds,
+            arguments=without.arguments - total,
+            results=without.results - beside,
+            temporary=without.temporary + room,
+            state=without.state - total,
+            host=total,
+            transfer=without.transfer + seconds,
+        )
+
+    def fewest(self, without: Figures, machine: Machine, limit: float) -> tuple[tuple[str, ...], Figures] | None:
+        """The names of leaves to put on the host so that memory suffices, and what the step then takes.
+
+        Args:
+          without: what it takes with all in the devices' memory.
+          machine: on which.
+          limit: bytes.
+
+        Returns:
+          None if all of them do not suffice.
+        """
+        counts = range(1, len(self.held) + 1)
+        at = bisect.bisect_left(counts, True, key=lambda n: self.figures(without, machine, n).memory <= limit)
+        if at == len(counts):
+            return None
+        return tuple([*self.held][: counts[at]]), self.figures(without, machine, counts[at])
+
+
+def works_of(flow: Flow) -> list[Work]:
+    """What a program computes."""
+    return [Work([atom for atom in step.eqn.invars if isinstance(atom, Var)], step.eqn.outvars) for step in flow.steps]

@@ -1,0 +1,144 @@
+"""What of a flow through the program of a row a step is told: layouts of its state, and how its passes are divided.
+
+Knows rows, flows and records. Must not know machines, costs, nor how flows were found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import Literal, Var
+from jax.sharding import PartitionSpec
+
+from vnode.errors import PartitionError
+from vnode.partition.plan.replica import NodeFlow, RowProgram
+from vnode.partition.plan.search_subject import Subject
+from vnode.placement.patterns import Exactly, Patterns
+from vnode.placement.uneven_dimension import UnevenSpec
+from vnode.runtime.mesh_function import result
+from vnode.spmd.flow_record import RecordedFlow, digest_of, recorded
+from vnode.spmd.layout import Axes, Layout, replicated
+from vnode.spmd.sharded_program import at_the_border, spec_of
+from vnode.spmd.sharding_flow import Flow
+from vnode.spmd.uneven_blocks import Share
+
+
+def records_of(flows: Iterable[NodeFlow], axes: Axes) -> dict[str, RecordedFlow]:
+    """How every pass is divided, by the digest of what a node computes in it.
+
+    Args:
+      flows: through what nodes compute, of each pass.
+      axes: of the mesh, those that nodes are not spread over and that are longer than one.
+    """
+    records = [record_of(each, axes) for each in flows]
+    return {record.digest: record for record in records}
+
+
+def record_of(flow: NodeFlow, axes: Axes) -> RecordedFlow:
+    """The part of a loop body's flow that is one node's, as a flow through the node's own program."""
+    node, program, body, steps = flow.node, flow.node.program, flow.body, flow.steps
+    lies: dict[Any, Layout] = dict(zip(body.program.inputs, body.inputs, strict=True))
+    for step in body.steps[: flow.start]:
+        lies.update(zip(step.eqn.outvars, step.results, strict=True))
+    there: dict[Any, Layout] = {}  # by the node's own variables
+    for var, k, i in flow.readers():
+        atom = steps[k].eqn.invars[i]
+        if not isinstance(atom, Literal) and atom in lies:
+            there.setdefault(var, lies[atom])
+    for eqn, step in zip(program.equations, steps, strict=True):
+        there.update(zip(eqn.outvars, step.results, strict=True))
+    inputs = []
+    for i, var in enumerate(program.inputs):
+        none = replicated(len(getattr(var.aval, "shape", ())))
+        apart = i == 0 or i - 1 in node.given  # its number, and what each device is given whole
+        inputs.append(none if apart else at_the_border(there.get(var, none), axes))
+    there.update(zip(program.inputs, inputs, strict=True))
+    for var, k, i in flow.readers():
+        if not set(steps[k].operands[i].partial) <= set(there[var].partial):
+            raise PartitionError(f"{steps[k].eqn.primitive.name!r} reads pieces of a value that nodes are given whole")
+    ends = tuple(
+        body.outputs[j] if j < len(node.sums) or isinstance(atom, Literal) else there[atom]
+        for j, atom in enumerate(program.outputs)
+    )
+    written = tuple(map(recorded, steps))
+    return RecordedFlow(
+        digest_of(node.written), tuple(axes.items()), tuple(inputs), written, ends, ends, groups=node.groups
+    )
+
+
+def parts_of_sums(row: RowProgram, records: Mapping[str, RecordedFlow], axes: Axes) -> dict[Var, tuple[int, ...]]:
+    """The shapes of one device's parts of what passes sum, by what it is a sum of.
+
+    Args:
+      row: what a row computes.
+      records: how its passes are divided.
+      axes: of the mesh, those that nodes are not spread over and that are longer than one.
+    """
+    found: dict[Var, tuple[int, ...]] = {}
+    for node in row.nodes:
+        record = records.get(digest_of(node.written))
+        for a, end in zip(node.sums, () if record is None else record.ends, strict=False):
+            found[a.var] = result(end, a.monoid, axes).local(a.var.aval.shape, axes)
+    return found
+
+
+def unknown(row: RowProgram, records: Mapping[str, RecordedFlow]) -> int:
+    """Of how many passes of a row nobody has said how they are divided."""
+    return sum(digest_of(node.written) not in records for node in row.nodes)
+
+
+def parts_in_blocks(row: RowProgram, share: Share) -> dict[Var, tuple[int, ...]]:
+    """The shapes of one device's parts of what passes sum in blocks, with room for as many as any device has.
+
+    Args:
+      row: what a row computes, in blocks.
+      share: whose blocks are how many.
+    """
+    found: dict[Var, tuple[int, ...]] = {}
+    for node in row.nodes:
+        for a, dim in zip(node.sums, node.dims, strict=True):
+            if dim is not None:
+                shape = list(a.var.aval.shape)
+                shape[dim] = shape[dim] // share.blocks * share.most
+                found[a.var] = tuple(shape)
+    return found
+
+
+def specs_of(
+    subject: Subject, flow: Flow, axes: Axes, sharded: Mapping[int, PartitionSpec]
+) -> dict[str, PartitionSpec]:
+    """How the leaves of a step's arguments lie that are not split among nodes, by name.
+
+    Args:
+      subject: the step.
+      flow: through the program of a row.
+      axes: of the mesh, those that nodes are not spread over and that are longer than one.
+      sharded: how inputs lie that are sharded over the rows as well, by number.
+
+    Returns:
+      A spec for each of the subject's `leaves`.
+    """
+    found: dict[str, PartitionSpec] = {}
+    for i, (name, layout) in enumerate(zip(subject.leaves, flow.inputs, strict=False)):
+        if name is not None:
+            found[name] = sharded[i] if i in sharded else spec_of(at_the_border(layout, axes))
+    return found
+
+
+def over_rows_too(spec: PartitionSpec, shape: Sequence[int], rows: int, axes: Axes, nodes: str) -> PartitionSpec | None:
+    """A spec that divides the largest dimension that rows divide evenly, of one device's array, among these as well."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    cut = [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
+    local = [n // math.prod(axes[name] for name in names) for n, names in zip(shape, cut, strict=True)]
+    fitting = [d for d, n in enumerate(local) if n % rows == 0 and n > 1]
+    if not fitting:
+        return None
+    d = max(fitting, key=lambda d: (not cut[d], local[d]))
+    return PartitionSpec(*[(*names, nodes) if k == d else names or None for k, names in enumerate(cut)])
+
+
+def patterns(specs: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
+    """Specs by name as patterns, each of which means that name only."""
+    return tuple((Exactly(name), spec) for name, spec in specs.items())

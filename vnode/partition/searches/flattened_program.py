@@ -1,0 +1,378 @@
+"""A program as one list of equations, those of loops' bodies among them, with dimensions that belong together.
+
+Knows programs, loops and descriptions. Must not know layouts that are chosen, costs, nor strategies.
+
+Dimensions that one factor of an equation indexes are one *named dimension*: the batch, a layer's hidden units. They are
+found by following the factors of all equations (union-find).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from vnode.analysis.program import Atom, Program
+from vnode.operators import Algebra, LookedUp, Monoid, OperatorDescription, Prefix, Windowed
+from vnode.operators.control_flow import Region, region_of
+from vnode.spmd.branch_groups import Branches, made_at
+from vnode.spmd.layout import Axes, replicated
+from vnode.spmd.op_sharding import itemsize
+from vnode.spmd.sharding_flow import Flow, Path, Step, follow, monoid_of_one
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """An equation.
+
+    Attributes:
+      path: where it is in the program.
+      eqn: the equation.
+      description: of it; None for what cannot be cut.
+      times: how often it is evaluated in a step.
+      apart: axes along which devices evaluate other branches, so that none of them divides it.
+    """
+
+    path: Path
+    eqn: JaxprEqn
+    description: OperatorDescription | None
+    times: float
+    apart: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Link:
+    """A value that is handed into a loop or branch, from turn to turn, or out of it.
+
+    Attributes:
+      source: the variable that is handed on.
+      target: what it is called there.
+      times: how often.
+      dropped: leading dimensions that the target lacks (a slice of what is scanned), or has more (what is stacked).
+      back: it is handed to the next turn.
+      leaves: the axis whose devices of one index alone have it, as pieces of a sum: it leaves a branch.
+      stays: the axis along which pieces need not be combined: it is read by the devices that have it.
+    """
+
+    source: Var
+    target: Var
+    times: float
+    dropped: int = 0
+    back: bool = False
+    leaves: str | None = None
+    stays: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """A loop, or branches of which one is taken.
+
+    Attributes:
+      first: its first node.
+      last: its last node; that before the first if it has none.
+      reads: for each variable of the bodies that is an operand what is handed in; nothing for what is made of nothing.
+      scanned: those of which each turn reads a slice.
+      carried: those that turns hand on.
+      makes: its results.
+      stacked: those of which each turn makes a slice.
+    """
+
+    first: int
+    last: int
+    reads: Mapping[Var, Var | None]
+    scanned: frozenset[Var]
+    carried: frozenset[Var]
+    makes: tuple[Var, ...]
+    stacked: frozenset[Var]
+
+
+class Names:
+    """Union-find."""
+
+    def __init__(self) -> None:
+        self._parent: dict[Hashable, Hashable] = {}
+
+    def find(self, key: Hashable) -> Hashable:
+        """Who stands for a key's class."""
+        root = key
+        while (parent := self._parent.get(root, root)) != root:
+            root = parent
+        while (parent := self._parent.get(key, root)) != root:
+            self._parent[key], key = root, parent
+        return root
+
+    def join(self, a: Hashable, b: Hashable) -> None:
+        """Makes two classes one."""
+        self._parent[self.find(a)] = self.find(b)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Flat:
+    """A program as one list.
+
+    Attributes:
+      program: what it was.
+      nodes: its equations, without those whose results are made of nothing wherever they are needed.
+      links: between its parts.
+      names: the named dimensions: of (variable, dimension), and of (number of a node, factor).
+      free: variables that are made of nothing wherever they are needed.
+      sums: what loops carry that begins as zero: it may be carried in pieces of a sum.
+      same: variables of several bodies that are one operand of their loop or branch, and lie alike.
+      whole: what every device needs whole, and how often: which branch is taken, whether a loop goes on.
+      ends: of what a loop has carried, what its last turn hands on.
+      uncut: how many of a variable's first dimensions are not cut: turns of a loop, loops that stop for themselves.
+      apart: for variables in branches that are side by side the axes that divide nothing there.
+      beside: for what such branches compute the axis along which devices of one index have it.
+      parts: loops, and branches of which one is taken, inner ones first.
+    """
+
+    program: Program
+    nodes: tuple[Node, ...]
+    links: tuple[Link, ...]
+    names: Names
+    free: frozenset[Var]
+    sums: frozenset[Var]
+    same: Mapping[Var, Var]
+    whole: tuple[tuple[Var, float], ...]
+    ends: Mapping[Var, Atom]
+    uncut: Mapping[Var, int]
+    apart: Mapping[Var, frozenset[str]]
+    beside: Mapping[Var, str]
+    parts: tuple[Part, ...]
+
+    @functools.cached_property
+    def nothing(self) -> frozenset[Var]:
+        """The free variables, and what bodies of loops and branches are given that is such, or made of such alone."""
+        found = set(self.free)
+        for part in reversed(self.parts):  # outer ones first
+            for var, source in part.reads.items():
+                if var not in part.carried and (source is None or source in found):
+                    found.add(var)
+        return frozenset(found)
+
+    def named(self, var: Var, dim: int) -> Hashable:
+        """The named dimension of a value's dimension."""
+        return self.names.find((var, dim))
+
+    def factor(self, node: int, factor: int) -> Hashable:
+        """The named dimension of an equation's factor."""
+        return self.names.find((node, factor))
+
+
+def flat(program: Program, axes: Axes) -> Flat:
+    """Lists a program's equations and names its dimensions.
+
+    Args:
+      program: with calls inlined.
+      axes: of a mesh, those longer than one.
+    """
+    flow = follow(program, [replicated(len(getattr(var.aval, "shape", ()))) for var in program.inputs], axes)
+    walk = _Walk()
+    walk.all(flow, (), 1.0)
+    names = Names()
+    for number, node in enumerate(walk.nodes):
+        _name(names, number, node)
+    for link in walk.links:
+        skipped = max(link.dropped, 0)
+        for d in range(skipped, len(link.source.aval.shape)):
+            names.join((link.source, d), (link.target, d - link.dropped))
+    for one, other in walk.same.items():
+        for d in range(len(getattr(one.aval, "shape", ()))):
+            names.join((one, d), (other, d))
+    return Flat(
+        program,
+        tuple(walk.nodes),
+        tuple(walk.links),
+        names,
+        frozenset(walk.free),
+        frozenset(walk.sums),
+        walk.same,
+        tuple(walk.whole),
+        walk.ends,
+        walk.uncut,
+        walk.apart,
+        walk.beside,
+        tuple(walk.parts),
+    )
+
+
+class _Walk:
+    """Goes through a program and its bodies; gathers what `Flat` holds."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.links: list[Link] = []
+        self.free: set[Var] = set()
+        self.zero: set[Var] = set()
+        self.sums: set[Var] = set()
+        self.same: dict[Var, Var] = {}
+        self.whole: list[tuple[Var, float]] = []
+        self.ends: dict[Var, Atom] = {}
+        self.uncut: dict[Var, int] = {}
+        self.apart: dict[Var, frozenset[str]] = {}
+        self.beside: dict[Var, str] = {}
+        self.parts: list[Part] = []
+        self.without: frozenset[str] = frozenset()
+
+    def all(self, flow: Flow, at: Path, times: float) -> None:
+        self.free |= flow.program.constants.keys()
+        self.apart.update(dict.fromkeys(flow.program.inputs, self.without))
+        made = made_at(flow.program)
+        for number, step in enumerate(flow.steps):
+            path, eqn = (*at, number), step.eqn
+            if step.region is not None:
+                self.region(step, step.region, path, times)
+            elif step.branches is not None:
+                self.side_by_side(step, step.branches, path, times, made)
+            elif step.anyhow and all(self.is_free(atom) for atom in eqn.invars):
+                self.free.update(eqn.outvars)
+                description = flow.program.describe(eqn)
+                moves = description is not None and description.has(Algebra.MOVES)
+                if moves and eqn.invars and all(self.is_zero(atom) for atom in eqn.invars):
+                    self.zero.update(eqn.outvars)
+            else:
+                self.nodes.append(Node(path, eqn, flow.program.describe(eqn), times, self.without))
+            self.apart.update(dict.fromkeys(eqn.outvars, self.without))
+
+    def side_by_side(
+        self, step: Step, branches: Branches, path: Path, times: float, made: Mapping[Var, tuple[str, int]]
+    ) -> None:
+        """Branches that run at a time; what they take is added up all the same, so that each is divided well."""
+        eqn, axis, first = step.eqn, branches.axis, dict[int, Var]()
+        before, self.without = self.without, self.without | {axis}
+        for k, (body, reads) in enumerate(zip(step.bodies, branches.operands, strict=True)):
+            for i, var in zip(reads, body.program.inputs, strict=True):
+                atom = eqn.invars[i]
+                if i in first:
+                    self.same[var] = first[i]
+                elif self.is_free(atom):
+                    self.free.add(var)
+                else:
+                    first[i] = var
+                    assert isinstance(atom, Var)
+                    stays = axis if branches.reads_at(i, made.get(atom)) else None
+                    self.links.append(Link(atom, var, times, stays=stays))
+            self.all(body, (*path, k), times)
+        self.without = before
+        for body, makes in zip(step.bodies, branches.results, strict=True):
+            for j, atom in zip(makes, body.program.outputs, strict=True):
+                assert isinstance(atom, Var)
+                if atom in self.free:
+                    continue
+                self.links.append(Link(atom, eqn.outvars[j], times, leaves=axis))
+                if monoid_of_one(atom.aval.dtype) is Monoid.SUM:
+                    self.beside[eqn.outvars[j]] = axis
+
+    def is_free(self, atom: Atom) -> bool:
+        return isinstance(atom, Literal) or atom in self.free
+
+    def is_zero(self, atom: Atom) -> bool:
+        if isinstance(atom, Literal):
+            return not getattr(atom.aval, "shape", ()) and atom.val == 0
+        return atom in self.zero
+
+    def link(self, source: Atom, target: Var, times: float, dropped: int = 0, back: bool = False) -> None:
+        if not self.is_free(source):
+            assert isinstance(source, Var)
+            self.links.append(Link(source, target, times, dropped, back))
+
+    def region(self, step: Step, region: Region, path: Path, times: float) -> None:
+        eqn, turns, first, begins = step.eqn, times * region.times, dict[int, Var](), len(self.nodes)
+        choosers = [] if region.chooser is None else [eqn.invars[region.chooser]]
+        self.whole += [(a, times) for a in choosers if not isinstance(a, Literal) and a not in self.free]
+        tested = [atom for body in step.bodies[: region.tests] for atom in body.program.outputs]
+        stopping = max((len(atom.aval.shape) for atom in tested), default=0)
+        for k, (body, inputs) in enumerate(zip(step.bodies, region.inputs, strict=True)):
+            for i, var in zip(inputs, body.program.inputs, strict=False):
+                if i in first:
+                    self.same[var] = first[i]
+                    continue
+                first[i] = var
+                self.link(eqn.invars[i], var, times, int(i in region.scanned))
+                if i in region.carried:
+                    self.uncut[var] = stopping
+                    if region.stacks and self.is_zero(eqn.invars[i]) and adds(body.program, var):
+                        self.sums.add(var)
+            self.all(body, (*path, k), turns)
+        self.whole += [(a, turns) for a in tested if not isinstance(a, Literal) and a not in self.free]
+        for body in step.bodies[region.tests :]:
+            for j, (atom, result) in enumerate(zip(body.program.outputs, eqn.outvars, strict=True)):
+                if j < len(region.carried):
+                    held = first[region.carried[j]]
+                    self.link(atom, held, turns, back=True)
+                    self.link(held, result, times)
+                    self.ends[result] = atom
+                elif region.stacks:
+                    self.uncut[result] = 1
+                    self.link(atom, result, turns, -1)
+                else:
+                    self.link(atom, result, times)
+        given = {i: atom for i, atom in enumerate(eqn.invars) if isinstance(atom, Var) and not self.is_free(atom)}
+        part = Part(
+            begins,
+            len(self.nodes) - 1,
+            {var: given.get(i) for i, var in first.items()},
+            frozenset(var for i, var in first.items() if i in region.scanned),
+            frozenset(var for i, var in first.items() if i in region.carried),
+            tuple(eqn.outvars),
+            frozenset(eqn.outvars[len(region.carried) :] if region.stacks else ()),
+        )
+        self.parts.append(part)
+
+
+def adds(program: Program, var: Var) -> bool:
+    """Whether all that reads a variable adds to it: pieces of it would be added to pieces of something else."""
+    reading = [eqn for eqn in program.equations if var in eqn.invars]
+    several = [None if region_of(eqn) is not None else program.describe(eqn) for eqn in reading]
+    return bool(reading) and all(
+        d is not None and any(len(group) == len(d.operands) for group in d.linear) for d in several
+    )
+
+
+def _name(names: Names, number: int, node: Node) -> None:
+    d = node.description
+    if d is None:
+        return
+    for atoms, several in ((node.eqn.invars, d.operands), (node.eqn.outvars, d.results)):
+        for atom, dims in zip(atoms, several, strict=True):
+            if isinstance(atom, Literal):
+                continue
+            for k, dim in enumerate(dims):
+                major = next((f for f in dim if d.sizes[f] > 1), None)
+                if major is not None:
+                    names.join((atom, k), (number, major))
+    for lead, split in d.leads:
+        together = sorted(split.concerned(lead))
+        for f in together[1:]:
+            names.join((number, together[0]), (number, f))
+
+
+def decides(description: OperatorDescription | None) -> bool:
+    """Whether an equation is a kernel of its own, and has a strategy of its own: a contraction, a window, a look-up, a
+    running sum. What works element by element, or moves elements, is fused with its neighbours."""
+    if description is None:
+        return True
+    own = any(isinstance(x.split, LookedUp | Windowed | Prefix) for x in description.factors)
+    return own or description.has(Algebra.CONTRACTS)
+
+
+def size_of(atom: Atom) -> int:
+    """The bytes of a whole value."""
+    return math.prod(getattr(atom.aval, "shape", ())) * itemsize(atom.aval.dtype)
+
+
+def variables(atoms: Sequence[Atom]) -> Iterator[tuple[int, Var]]:
+    """Those that are no literals, with their places."""
+    return ((i, atom) for i, atom in enumerate(atoms) if not isinstance(atom, Literal))
+
+
+def readers(nodes: Sequence[Node]) -> Mapping[Var, list[tuple[int, int]]]:
+    """For each value the nodes that read it, and as which operand."""
+    found: dict[Var, list[tuple[int, int]]] = {}
+    for number, node in enumerate(nodes):
+        for i, var in variables(node.eqn.invars):
+            found.setdefault(var, []).append((number, i))
+    return found

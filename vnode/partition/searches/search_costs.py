@@ -1,0 +1,204 @@
+"""What a search asks of whoever knows what things take.
+
+Knows equations, layouts and machines by their figures. Must not know which strategies there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+
+from vnode.operators import Algebra, Prefix, kind
+from vnode.operators.cost import Cost, bytes_of
+from vnode.partition.cost import Roofline, Times, Transfer, copy_of, transfers_of_route
+from vnode.partition.machine import Machine, MachineMesh
+from vnode.partition.searches.flattened_program import decides
+from vnode.spmd.layout import Axes, Cut, Layout, count
+from vnode.spmd.op_sharding import Choice, itemsize
+from vnode.spmd.resharding import route
+from vnode.spmd.resharding_collectives import neighbours
+
+
+class CostModel(Protocol):
+    """What equations and moves take on one device of a mesh."""
+
+    def compute_time(self, eqn: JaxprEqn, choice: Choice) -> float:
+        """Seconds of a device's copy of an equation, with what it fetches of its neighbours' operands."""
+        ...
+
+    def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
+        """Seconds of bringing a value from one layout to another."""
+        ...
+
+    def bytes(self, layout: Layout, shape: Sequence[int], dtype: Any) -> float:
+        """What one device holds of a value."""
+        ...
+
+
+class Estimate:
+    """A cost model of a machine.
+
+    Times are those of the slowest kind of device, since all wait for it, and bytes of collectives go over the busiest
+    link of the mesh (`Machine.collective`). Equations that compilers fuse with their neighbours take their operations
+    or the writing of their results, whichever is longer.
+
+    Args:
+      machine: whose devices they are.
+      mesh: its devices with named axes; or only the axes, which `Machine.mesh` lays out.
+      times: of kernels, measured ones for example; by default the roofline (Williams, Waterman, Patterson,
+        Communications of the ACM 52, 2009).
+      platform: what is compiled for, where times are asked for.
+
+    Example:
+      >>> from vnode.spmd.layout import Cut, replicated
+      >>> model = Estimate(Machine.tpu("v5e:2x4"), {"x": 2, "y": 4})
+      >>> model.bytes(Layout((Cut(("y",), 1, 8), None)), (8, 3), "float32")
+      24.0
+      >>> rows = Layout((Cut(("y",), 1, 8), None))
+      >>> model.move_time(replicated(2), rows, (8, 3), "float32")  # cutting what one has takes nothing
+      0.0
+    """
+
+    def __init__(
+        self, machine: Machine, mesh: MachineMesh | Mapping[str, int], times: Times | None = None, platform: str = ""
+    ) -> None:
+        self.machine = machine
+        self.mesh = mesh if isinstance(mesh, MachineMesh) else machine.mesh(mesh)
+        self.axes: Axes = {name: n for name, n in self.mesh.shape.items() if n > 1}
+        self.times, self.platform = times or Times(), platform
+        self._roofline = self.times.is_roofline
+        self._slowest: dict[Any, float] = {}
+        self._transfers = functools.cache(self._ask)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that each device has."""
+        return min(kind.memory for kind in self.machine.kinds)
+
+    def compute_time(self, eqn: JaxprEqn, choice: Choice) -> float:
+        """See `CostModel`."""
+        return self._kernel(eqn, choice) + sum(self._seconds(each) for each in fetched(eqn, choice, self.axes))
+
+    def _kernel(self, eqn: JaxprEqn, choice: Choice) -> float:
+        cost = copy_cost(eqn, choice)
+        if not decides(choice.description):
+            fused = dataclasses.replace(cost, read=0)
+            return max(Roofline(launch=0).seconds(fused, each) for each in self.machine.kinds)
+        if self._roofline:
+            source = next((s for s in self.times.sources if isinstance(s, Roofline)), Roofline())
+            return max(source.seconds(cost, each) for each in self.machine.kinds)
+        own = kind(eqn)
+        key = (id(eqn) if own is None else own, choice.ways, choice.operands)
+        if key not in self._slowest:
+            piece = copy_of(eqn, choice, self.platform)
+            self._slowest[key] = self.times.slowest(piece, self.machine.kinds).seconds
+        return self._slowest[key]
+
+    def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
+        """The collectives of the route, one after another."""
+        return sum(map(self._seconds, self.transfers(start, end, shape, dtype)), 0.0)
+
+    def transfers(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> tuple[Transfer, ...]:
+        """The collectives of bringing a value from one layout to another."""
+        return transfers_of_route(route(start, end, shape, self.axes, dtype), _size(dtype), self.axes)
+
+    def _seconds(self, transfer: Transfer) -> float:
+        cost = self._transfers(transfer.kind, transfer.axes, transfer.devices, transfer.pairs, transfer.among)
+        return cost.seconds(transfer.bytes)
+
+    def _ask(self, name: str, axes: tuple[str, ...], devices: int, pairs: Any, among: Any) -> Any:
+        return Transfer(name, axes, 0, devices, pairs, among).cost(self.machine, self.mesh)
+
+    def bytes(self, layout: Layout, shape: Sequence[int], dtype: Any) -> float:
+        """The elements of a device's array, times their size."""
+        return float(math.prod(layout.local(shape, self.axes)) * _size(dtype))
+
+
+def of_machine(
+    machine: Machine, mesh: MachineMesh | Mapping[str, int], times: Times | None = None, platform: str = ""
+) -> Estimate:
+    """The cost model of a machine's mesh; arguments as of `Estimate`.
+
+    Example:
+      >>> machine = Machine.tpu("v5e:4x4")
+      >>> of_machine(machine, machine.mesh({"data": 16})).axes
+      {'data': 16}
+    """
+    return Estimate(machine, mesh, times, platform)
+
+
+def copy_cost(eqn: JaxprEqn, choice: Choice) -> Cost:
+    """What one device's copy of an equation costs: its share of the operations, padding included, and its bytes.
+
+    Args:
+      eqn: the whole equation.
+      choice: how it is cut.
+    """
+    description = choice.description
+    share = 1.0
+    for way in choice.ways:
+        share *= max(choice.parts[f][0][0].length / max(description.sizes[f], 1) for f in way.lead)
+    work = description.operations
+    operations, transcendental = round(work.operations * share), round(work.transcendental * share)
+    contracts = description.has(Algebra.CONTRACTS)
+    read, written = bytes_of(eqn, description, choice.sizes())
+    return Cost(
+        matrix={str(getattr(eqn.invars[0].aval, "dtype", "float32")): operations} if contracts else {},
+        vector=0 if contracts else operations,
+        transcendental=transcendental,
+        read=read,
+        written=written,
+    )
+
+
+def fetched(eqn: JaxprEqn, choice: Choice, axes: Axes) -> list[Transfer]:
+    """What a device's copy of an equation gets of its neighbours: rows at the borders of windows, running sums.
+
+    Args:
+      eqn: the whole equation.
+      choice: how it is cut.
+      axes: of the mesh.
+    """
+    d, sent = choice.description, list[Transfer]()
+    for atom, dims, lies in zip(eqn.invars, d.operands, choice.operands, strict=True):
+        if not isinstance(atom, Var):
+            continue
+        shape = list(lies.local(atom.aval.shape, axes))
+        for k, dim in enumerate(dims):
+            for f in dim:
+                if f not in choice.parts or lies.dims[k] is None or f in choice.parts[f][1].lead:
+                    continue
+                intervals, way = choice.parts[f]
+                cut = Cut(way.axes, math.prod(d.sizes[g] for g in dim[: dim.index(f)]), d.sizes[f])
+                row = math.prod(shape) // max(shape[k], 1) * (shape[k] // max(cut.block(axes), 1))
+                for interval in intervals:
+                    index = np.stack([interval.indices(p, cut.size) for p in range(len(interval.starts))])
+                    needed, pairs = neighbours(index, cut.block(axes))
+                    for distance, who in pairs.items():
+                        if distance:
+                            low = needed[distance][0] if distance == min(needed) else 0
+                            high = needed[distance][1] if distance == max(needed) else cut.block(axes) - 1
+                            size = (high - low + 1) * row * itemsize(atom.aval.dtype)
+                            ends = tuple(sorted(who))
+                            sent.append(Transfer("permute", way.axes, size, count(way.axes, axes), ends))
+                shape[k] = shape[k] // max(cut.block(axes), 1) * sum(each.length for each in intervals)
+    for way in choice.ways:
+        if isinstance(way.split, Prefix):
+            for var, dims, lies in zip(eqn.outvars, d.results, choice.results, strict=True):
+                k = next(k for k, dim in enumerate(dims) if way.lead[0] in dim)
+                shape = lies.local(var.aval.shape, axes)
+                ends = math.prod(shape) // max(shape[k], 1) * itemsize(var.aval.dtype)
+                devices = count(way.axes, axes)
+                sent.append(Transfer("all-gather", way.axes, ends * devices, devices))
+    return sent
+
+
+def _size(dtype: Any) -> int:
+    return itemsize(jnp.dtype(dtype) if isinstance(dtype, str) else dtype)

@@ -1,0 +1,1 @@
+"""Independent branches of a step that groups of devices compute side by side."""

@@ -1,0 +1,91 @@
+"""Branches of what a node computes, for groups of devices: which there are, and at which index of an axis each runs.
+
+Knows programs, what one equation takes, and groups. Must not know meshes, layouts, nor what a choice costs in all.
+
+Branches are found in the graph (`vnode.analysis.parallel_branches`), and given to indices so that the fullest has
+least, the longest first (Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969). A branch
+that reads what a branch before it has made goes where most of that is: so a backward pass is where its forward pass
+was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Var
+
+from vnode.analysis.parallel_branches import Branches, parallel_branches
+from vnode.analysis.program import Program
+from vnode.operators.control_flow import region_of
+from vnode.operators.cost import nbytes
+from vnode.partition.searches.flattened_program import decides
+from vnode.spmd.branch_groups import Group
+
+
+def stages_of(program: Program, seconds: Callable[[JaxprEqn], float]) -> list[Branches]:
+    """The stages of a program that have branches side by side.
+
+    Args:
+      program: what a node computes.
+      seconds: what an equation takes.
+
+    Returns:
+      For each stage its branches, by the numbers of their equations. A stage whose branches make random keys for others
+      is left out: keys are no sums.
+    """
+    producer = {var: number for number, eqn in enumerate(program.equations) for var in eqn.outvars}
+    reads = [{producer[a] for a in eqn.invars if isinstance(a, Var) and a in producer} for eqn in program.equations]
+    kernel = [region_of(eqn) is not None or decides(program.describe(eqn)) for eqn in program.equations]
+    weights = [seconds(eqn) if heavy else 0.0 for eqn, heavy in zip(program.equations, kernel, strict=True)]
+    return [stage for stage in parallel_branches(reads, weights) if not makes_keys(program, stage)]
+
+
+def makes_keys(program: Program, stage: Branches) -> bool:
+    """Whether a branch makes random keys."""
+    made = (var for branch in stage for number in branch for var in program.equations[number].outvars)
+    return any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in made)
+
+
+def groups_along(
+    program: Program, stages: Sequence[Branches], seconds: Callable[[JaxprEqn], float], axis: str, size: int
+) -> tuple[Group, ...]:
+    """Stages as groups along an axis.
+
+    Args:
+      program: what a node computes.
+      stages: of it, in order.
+      seconds: what an equation takes.
+      axis: of the mesh.
+      size: of the axis.
+
+    Returns:
+      A group for each stage.
+    """
+    there: dict[Var, int] = {}
+    found = []
+    for stage in stages:
+        takes = [sum(seconds(program.equations[number]) for number in branch) for branch in stage]
+        near = [at_indices(program, branch, there, size) for branch in stage]
+        loads = [0.0] * size
+        given: list[set[int]] = [set() for _ in range(size)]
+        for k in sorted(range(len(stage)), key=lambda k: (not any(near[k]), -takes[k], k)):
+            index = near[k].index(max(near[k])) if any(near[k]) else loads.index(min(loads))
+            loads[index] += takes[k]
+            given[index] |= stage[k]
+            there.update((var, index) for number in stage[k] for var in program.equations[number].outvars)
+        while not given[-1]:
+            given.pop()
+        found.append(Group(axis, tuple(map(frozenset, given))))
+    return tuple(found)
+
+
+def at_indices(program: Program, branch: frozenset[int], there: Mapping[Var, int], size: int) -> list[int]:
+    """How many bytes that a branch reads are at each index."""
+    read = {a for number in branch for a in program.equations[number].invars if isinstance(a, Var)}
+    bytes_ = [0] * size
+    for var in read:
+        if var in there:
+            bytes_[there[var]] += nbytes(var.aval)
+    return bytes_

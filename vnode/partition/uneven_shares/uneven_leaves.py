@@ -1,0 +1,61 @@
+"""Which leaves of a state are tied to a dimension that unequal devices share, and how long their pieces are.
+
+Knows steps, names of leaves, and what is cut together. Must not know machines, nor how shares are found or carried out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vnode.partition.plan.search_subject import on_nodes, subject_of
+from vnode.partition.uneven_shares.blocked import check_numbers, found
+from vnode.partition.uneven_shares.state_blocks import specs_in_blocks
+from vnode.placement.uneven_dimension import UnevenSpec
+from vnode.spmd.factor_blocks import in_blocks
+from vnode.spmd.uneven_blocks import Share
+
+
+def uneven(
+    step: Any, args: Sequence[Any], dims: Mapping[str, int], counts: Sequence[int], axis: str, **options: Any
+) -> dict[str, UnevenSpec]:
+    """How a state is shared out unevenly: all leaves that are tied to a dimension, as `vnode.virtualize` takes them.
+
+    Args:
+      step: a train step as `vnode.virtualize` takes it, or a `VirtualStep`.
+      args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+      dims: for patterns, searched in the names of the state's leaves (``params/wi``), the dimension that is shared out.
+      counts: for each index along `axis` how many of the dimension's equal blocks.
+      axis: of the mesh.
+      **options: of `vnode.virtualize`, if the step is not virtualized yet: `in_axes` says what is no state.
+
+    Returns:
+      For each leaf that is tied to what is named, by a pattern of its name, which dimension it has and how many indices
+      of it each device has: for ``partition``.
+
+    Raises:
+      PartitionError: an equation cannot be evaluated block by block (source line, why); a pattern is found nowhere;
+        blocks do not divide the dimension.
+      VnodeError: the step cannot be virtualized.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def train_step(state, x):
+      ...     loss = lambda w: jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"]) ** 2)
+      ...     return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss)(state))
+      >>> state = {"up": jnp.ones((4, 16)), "down": jnp.ones((16, 4))}
+      >>> for name, spec in uneven(train_step, (state, jnp.ones((8, 4))), {"up": 1}, (5, 3), "model").items():
+      ...     print(name, spec)
+      ^down$ UnevenSpec(dim=0, axis='model', counts=(10, 6))
+      ^up$ UnevenSpec(dim=1, axis='model', counts=(10, 6))
+    """
+    check_numbers(dims, counts)
+    subject = subject_of(on_nodes(step, 1, options), args)
+    program, share = subject.schedule.flow.program, Share((axis,), tuple(counts))
+    named = {number: name for number, name in enumerate(subject.names) if name is not None}
+    numbers = list(named)
+    asked = {numbers[i]: dim for pattern, dim in dims.items() for i in found(pattern, list(named.values()))}
+    several = in_blocks(program, share, asked, names=named).inputs
+    cut = {number: dim for number in named if (dim := several[number]) is not None}
+    return {f"^{re.escape(name)}$": spec for name, spec in specs_in_blocks(subject, cut, share).items()}

@@ -1,0 +1,372 @@
+"""Arrays that several processes hold together: made of what each has, compared first, and sent to those that have none.
+
+Knows processes, devices and placements. Must not know steps.
+
+After `jax.distributed.initialize` every process runs the same program and has devices of its own. A placement's devices
+may then be those of several processes. A value that each of them has (a NumPy array, an array on its own devices) is
+put by each onto its own devices, and nothing else travels. That is right only if all have the same value, so they
+compare checksums first: a process that was left out for some steps and still holds an older state, or one whose
+examples are not those of the others, is found out instead of becoming a replica that differs.
+
+Bits are sent as integers, of which all but one are zero: sums of floating-point numbers would lose negative zeros.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from vnode.errors import PlacementError, layout_message
+from vnode.placement.device_cache import device_cache
+from vnode.placement.donated import check_there
+from vnode.placement.leaves import bytes_of, is_array, is_key
+from vnode.placement.placement import Placement
+from vnode.placement.process_barrier import exchange_words, process_names, ready
+from vnode.placement.sharded import ShardedBatch
+from vnode.placement.static_scalars import map_arrays
+from vnode.placement.transfer import lies_on, replicated, resharding, target_sharding, to_placement
+from vnode.placement.world import in_world, is_local, is_shared, world, world_of
+from vnode.show.units import several
+
+NONE, COPY, SPREAD, HERE = range(4)
+"""How a process has an array: not at all; a copy of its own; a part, and others the rest; where it is to be."""
+
+ASYNCHRONOUS = 16 << 10
+"""Bytes that are sent at least. On CPUs jax runs programs of less than 1,000 operations in the thread that calls them,
+which could then not see that another process has failed."""
+
+Vote = tuple[int, int, int]
+"""What a process says of an array: a checksum of its type, how it has it, and one of its value or its devices."""
+
+
+def exchanged(leaves: Sequence[Any], placement: Placement, names: Sequence[str], *, batch: bool = False) -> list[Any]:
+    """Arrays on a placement's devices, from wherever they are. All processes concerned must call it.
+
+    Those are the processes of the placement's devices, and of those where the arrays are.
+
+    Args:
+      leaves: arrays of any kind, and Python numbers.
+      placement: where to.
+      names: what messages call them.
+      batch: whether they are a batch, of which processes may be meant to have different rows.
+
+    Returns:
+      The same arrays. What a process has for itself alone is taken to be what all have, and is compared.
+
+    Raises:
+      PlacementError: processes have different arrays, or put them on different devices.
+      ProcessError: one of them did not come in time.
+    """
+    made = [leaf.whole() if isinstance(leaf, ShardedBatch) and leaf.placement != placement else leaf for leaf in leaves]
+    moving = [i for i, leaf in enumerate(made) if not isinstance(leaf, ShardedBatch)]
+    here = world_of(placement.devices)
+    move = between_processes if is_shared(here) else to_placements
+    with in_world(here):
+        arrays = move([made[i] for i in moving], placement, [names[i] for i in moving], batch)
+    for i, array in zip(moving, arrays, strict=True):
+        made[i] = array
+    return made
+
+
+def to_placements(leaves: Sequence[Any], placement: Placement, names: Sequence[str] = (), batch: bool = False) -> list:
+    """Arrays on a placement's devices, all of which are this process's."""
+    return [to_placement(leaf, placement) for leaf in leaves]
+
+
+def between_processes(leaves: Sequence[Any], placement: Placement, names: Sequence[str], batch: bool) -> list[Any]:
+    """`exchanged` of arrays that are in one piece."""
+    devices = {*placement.devices, *(device for leaf in leaves for device in devices_of(leaf))}
+    processes = {device.process_index for device in devices}
+    if not leaves or processes == {world().index}:
+        return to_placements(leaves, placement)
+    if world().index not in processes:
+        return [moved(leaf, placement, [NONE], devices, own=NONE) for leaf in leaves]
+    what = "to compare a batch" if batch else "to compare a state that is put on devices"
+    mine = np.array([vote(leaf, placement) for leaf in leaves], np.uint32)
+    votes = np.broadcast_to(mine, (len(processes), *mine.shape))
+    if not agreed(mine, names, placement, what, processes):
+        votes = gathered(mine.reshape(-1), what, processes).reshape(votes.shape)
+    compare(votes, names, leaves, placement, sorted(processes), batch=batch)
+    ways = [[int(kind) for kind in votes[:, i, 1]] for i in range(len(leaves))]
+    return [moved(leaf, placement, ways[i], devices, own=int(mine[i][1])) for i, leaf in enumerate(leaves)]
+
+
+def put(tree: Any, placement: Placement) -> Any:
+    """A state on a placement's devices; as `exchanged`, of any pytree, whose other leaves stay as they are.
+
+    Raises:
+      VnodeError: arrays of it are gone.
+    """
+    check_there({"argument 0": tree})
+    arrays: list[Any] = []
+    map_arrays(arrays.append, tree)
+    paths = [jax.tree_util.keystr(path) for path, leaf in jax.tree.leaves_with_path(tree) if is_array(leaf)]
+    names = paths if len(paths) == len(arrays) else [f"array {i}" for i in range(len(arrays))]
+    placed = iter(exchanged(arrays, placement, names))
+    return map_arrays(lambda leaf: next(placed), tree)
+
+
+def agreed(mine: np.ndarray, names: Sequence[str], placement: Placement, what: str, processes: set[int]) -> bool:
+    """Whether all processes say the same; their answers may then be of different lengths without one waiting for more.
+
+    Args:
+      mine: what this process says.
+      names: of the arrays.
+      placement: where they go.
+      what: the processes have come for.
+      processes: all that are concerned.
+
+    Raises:
+      PlacementError: they have other arrays, or put them elsewhere.
+    """
+    where = (placement.counts, placement.axis, [device.id for device in placement.devices])
+    facts = [len(names), *(zlib.crc32(repr(fact).encode()) for fact in (list(names), where))]
+    digests = gathered(np.array([*facts, zlib.crc32(mine.tobytes())], np.uint32), what, processes)
+    same = (digests == digests[0]).all(axis=0)
+    if not same[:3].all():
+        raise PlacementError(
+            layout_message(
+                f"{len(digests)} processes were to put the same arrays on the same devices, and each does another "
+                "thing.",
+                facts=[
+                    f"this one: {several(len(names), 'array')}, {', '.join(names[:8])}, on {placement}",
+                    f"numbers of arrays, by process: {', '.join(map(str, digests[:, 0].tolist()))}",
+                ],
+                remedies=[
+                    "make states and placements in the same way in every process",
+                    "call put and the step in every process, with what the last call returned",
+                ],
+            )
+        )
+    return bool(same[3])
+
+
+def devices_of(leaf: Any) -> set[Any]:
+    """The devices of an array that all processes know of: one on a mesh, also if all of that is this process's own.
+
+    What this process has of an array of another world is its own copy, of which these processes need not know.
+    """
+    known = isinstance(leaf, jax.Array) and (isinstance(leaf.sharding, NamedSharding) or not leaf.is_fully_addressable)
+    devices = leaf.sharding.device_set if known else set()
+    return devices if world_of([*devices]) is world() else set()
+
+
+def vote(leaf: Any, placement: Placement) -> Vote:
+    """What this process says of an array."""
+    aval = jax.typeof(leaf)
+    kind = zlib.crc32(f"{aval.dtype}{aval.shape}{getattr(aval, 'weak_type', False)}".encode())
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        devices = leaf.sharding.device_set
+        numbers = zlib.crc32(repr(sorted(device.id for device in devices)).encode())
+        if devices == set(placement.devices):
+            return kind, HERE, numbers
+        if not leaf.is_fully_replicated and len({device.process_index for device in devices}) > 1:
+            return kind, SPREAD, numbers
+        if not leaf.sharding.addressable_devices:
+            return kind, NONE, 0
+    return kind, COPY, zlib.crc32(bytes_of(own_copy(leaf)))
+
+
+def own_copy(leaf: Any) -> np.ndarray:
+    """The value of an array that is whole in this process; of typed keys, their data."""
+    if isinstance(leaf, jax.Array):
+        data = jax.random.key_data(leaf) if is_key(leaf) else leaf
+        ready(data, "an array to be put on other devices")
+        return np.asarray(data if data.is_fully_addressable else data.addressable_data(0))
+    return np.asarray(leaf, jax.typeof(leaf).dtype)
+
+
+def compare(
+    votes: np.ndarray,
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    placement: Placement,
+    processes: Sequence[int],
+    *,
+    batch: bool,
+) -> None:
+    """Refuses arrays that are not the same in all processes.
+
+    Args:
+      votes: ``uint32[processes, arrays, 3]``.
+      names: of the arrays.
+      leaves: what this process has.
+      placement: where they were to go.
+      processes: whose votes they are.
+      batch: whether they are a batch.
+
+    Raises:
+      PlacementError: some are not.
+    """
+    differing = []
+    for i, name in enumerate(names):
+        kinds, ways, values = votes[:, i].T
+        known = ways != NONE
+        if (kinds != kinds[0]).any() or len(set(ways[known].tolist())) > 1 or len(set(values[known].tolist())) > 1:
+            odd = [process for process, row in zip(processes, votes[:, i], strict=True) if differs(row, votes[0, i])]
+            differing.append(f"{name}: {jax.typeof(leaves[i])}, another one in {process_names(odd)}")
+        elif not known.any():
+            differing.append(f"{name}: no process has it")
+    if differing:
+        raise PlacementError(
+            layout_message(
+                f"{len(votes)} processes were to put the same arrays on {placement}, and have different ones.",
+                facts=[*differing[:8], *([f"and {len(differing) - 8} more"] if len(differing) > 8 else [])],
+                remedies=[
+                    "give all processes the same batch",
+                    "or each its own rows: vnode.data.local_batch, or vnode.data.Batches",
+                ]
+                if batch
+                else [
+                    "call put and the step in every process, with what the last call returned, also in those whose "
+                    "devices the step does not use",
+                    "make the first state from the same seed, or restore it from one checkpoint",
+                ],
+            )
+        )
+
+
+def differs(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two processes say different things of an array; one that has none of it says nothing."""
+    return bool(one[0] != other[0] or (NONE not in (one[1], other[1]) and (one[1:] != other[1:]).any()))
+
+
+def moved(leaf: Any, placement: Placement, ways: list[int], devices: set[Any], own: int) -> Any:
+    """An array that all processes agree about, on the placement's devices.
+
+    Args:
+      leaf: the array, as this process has it.
+      placement: where to.
+      ways: how each process has it, in the order of processes.
+      devices: those of all processes concerned.
+      own: how this process has it.
+    """
+    target = target_sharding(leaf, placement)
+    if isinstance(leaf, jax.Array) and lies_on(leaf.sharding, placement.devices):
+        return leaf if leaf.sharding == target else resharding(target)(leaf)
+    key = jax.random.key_impl(leaf) if is_key(leaf) else None
+    if SPREAD in ways:
+        leaf = replicated(leaf)
+        here = bool(leaf.sharding.addressable_devices)
+        processes = sorted({device.process_index for device in devices})
+        holders = {device.process_index for device in leaf.sharding.device_set}
+        ways = [COPY if process in holders else NONE for process in processes]
+        own = COPY if here else NONE
+    aval = jax.eval_shape(jax.random.key_data, leaf) if key is not None else jax.typeof(leaf)
+    value = own_copy(leaf) if own == COPY else np.zeros(aval.shape, aval.dtype)
+    if NONE in ways and COPY in ways:
+        value = sent(value, ways.index(COPY), devices)
+    made = global_array(value, target, weak=bool(getattr(aval, "weak_type", False)))
+    return made if key is None else jax.random.wrap_key_data(made, impl=key)
+
+
+def global_array(value: np.ndarray, sharding: NamedSharding, *, weak: bool) -> jax.Array:
+    """An array that each process gives its own devices' part of.
+
+    Args:
+      value: the whole array; in a process that has none of the devices, only its shape and dtype matter.
+      sharding: how the array lies on devices.
+      weak: whether it is weakly typed, as Python numbers are.
+    """
+    if weak and value.size:
+        return of_numbers(sharding, value.shape)(value.reshape(-1).tolist())
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index], dtype=value.dtype)
+
+
+@device_cache(maxsize=16)
+def of_numbers(sharding: NamedSharding, shape: tuple[int, ...]) -> Callable[[list[Any]], jax.Array]:
+    """A program that makes a weakly typed array of Python numbers; there are no other ways to."""
+    return jax.jit(lambda numbers: jnp.stack(numbers).reshape(shape), out_shardings=sharding)
+
+
+def whole_everywhere(tree: Any) -> Any:
+    """A tree whose arrays are whole in each process that has a part of them; all of these must call it.
+
+    The last program of these processes must be one by which the arrays were computed (`vnode.placement.succession`).
+    """
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return leaf
+        from vnode.placement.succession import leave, smallest  # a single process needs none
+
+        made = replicated(leaf)
+        leave([made], smallest([made]))
+        return made
+
+    return jax.tree.map(whole, tree)
+
+
+def meeting(devices: Sequence[Any] | set[Any]) -> list[Any]:
+    """One device of each process that has any of these, by process."""
+    first: dict[int, Any] = {}
+    for device in sorted(devices, key=lambda device: device.id):
+        first.setdefault(device.process_index, device)
+    return [first[process] for process in sorted(first)]
+
+
+def rows(mine: np.ndarray, devices: Sequence[Any] | set[Any]) -> jax.Array:
+    """An array of one row of each process, ``[processes, ...]``, each where it comes from."""
+    there = meeting(devices)
+    sharding = NamedSharding(Mesh(np.array(there), ("process",)), PartitionSpec("process"))
+    shape = (len(there), *mine.shape)
+    return jax.make_array_from_callback(shape, sharding, lambda index: mine[None], dtype=mine.dtype)
+
+
+def gathered(mine: np.ndarray, what: str, processes: set[int] | None = None) -> np.ndarray:
+    """What each of some processes says; all of them must call it, and wait for one another.
+
+    Args:
+      mine: what this process says, integers of 32 bits, ``[n]``; n may differ.
+      what: as for `vnode.placement.process_barrier.meet`.
+      processes: which; by default all there are.
+
+    Returns:
+      ``uint32[processes, n]``, by process.
+    """
+    words = exchange_words(what, np.asarray(mine, np.uint32).tobytes().hex() or "-", processes)
+    return np.array([np.frombuffer(bytes.fromhex(words[process].strip("-")), np.uint32) for process in sorted(words)])
+
+
+def everywhere(mine: Sequence[int], what: str) -> np.ndarray:
+    """What every process there is says; all must call it, and wait for one another.
+
+    Args:
+      mine: what this process says, integers of 32 bits, as many as the others do.
+      what: as for `vnode.placement.process_barrier.meet`.
+
+    Returns:
+      ``uint32[processes, n]``.
+    """
+    row = np.array(mine, np.uint32)
+    return gathered(row, what) if is_shared() else row[None]
+
+
+def sent(value: np.ndarray, holder: int, devices: Sequence[Any] | set[Any]) -> np.ndarray:
+    """The value that one process has, bit by bit; all processes of these devices must call it.
+
+    Args:
+      value: the value, in the process that has it; elsewhere of the same shape and dtype.
+      holder: that process's position among them.
+      devices: any devices.
+    """
+    there = meeting(devices)
+    data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    words = np.pad(data, (0, max(-data.size % 4, ASYNCHRONOUS - data.size))).view(np.uint32)
+    if not is_local(there[holder]):
+        words = np.zeros_like(words)
+    row = rows(words, devices)
+    total = ready(summed(NamedSharding(row.sharding.mesh, PartitionSpec()))(row), "a state of another process")
+    return np.asarray(total.addressable_data(0)).view(np.uint8)[: data.size].view(value.dtype).reshape(value.shape)
+
+
+@device_cache(maxsize=128)
+def summed(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """A program that adds up rows."""
+    return jax.jit(lambda row: row.sum(0, dtype=row.dtype), out_shardings=target)

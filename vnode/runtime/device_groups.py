@@ -1,0 +1,296 @@
+"""Runs a schedule on groups of devices, with programs for each: devices of several kinds cannot share one.
+
+Knows pieces of a schedule, groups and what an emission leaves undone. Must not know how a step was analysed, nor any
+primitive.
+
+Each piece is a program for each group; a loop or branch with passes of its own runs here, in Python. What the pass of
+a piece leaves of a sum goes to all groups, and each adds it up in tree order when the next piece begins. Programs are
+launched without waiting for any.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from vnode.analysis.forms import Slice
+from vnode.analysis.passes import Pass, Schedule
+from vnode.analysis.program import Atom
+from vnode.analysis.recipe import Evaluation
+from vnode.analysis.states import Flow
+from vnode.operators.control_flow import Loop, Run
+from vnode.operators.in_program import as_array
+from vnode.placement.placement import Placement
+from vnode.placement.sharded import ShardedBatch
+from vnode.runtime import device_reductions
+from vnode.runtime.emit import Emission
+from vnode.runtime.evaluate_recipe import typed
+from vnode.runtime.group_arrays import Replicas, join_along, part
+from vnode.runtime.mode import Mode
+from vnode.runtime.one_pass import sums_of
+from vnode.runtime.program_split import Key, ProgramPlan
+
+Held = dict[Key, Any]
+
+
+class GroupProgram:
+    """A step on groups, compiled when it is called first.
+
+    Args:
+      schedule: the step.
+      placement: with several groups.
+      mode: what is asked of the emission.
+      lane: as for `emit`.
+      name: what compilers and profiles call the programs.
+      shared: for each input whether it is given in `ShardedBatch`.
+
+    Attributes:
+      returned: which inputs are outputs as they are.
+    """
+
+    def __init__(
+        self, schedule: Schedule, placement: Placement, mode: Mode, lane: int, name: str, shared: Sequence[bool]
+    ) -> None:
+        self.schedule = schedule
+        self.placement = placement
+        self.groups = placement.working
+        self.mode, self.lane, self.name = mode, lane, name
+        outputs = {atom for atom in schedule.flow.program.outputs if isinstance(atom, Var)}
+        self.returned = frozenset(i for i, var in enumerate(schedule.flow.program.inputs) if var in outputs)
+        self.alike = len({group.kinds for group in self.groups}) == 1
+        inputs = zip(schedule.flow.program.inputs, shared, strict=True)
+        collected: list[Key] = [("collected", var) for var, is_shared in inputs if is_shared]
+        self._plans: dict[Schedule, ProgramPlan] = {schedule: ProgramPlan(schedule, collected)}
+        self._programs: dict[tuple[Schedule, int | Var, int], Callable[..., Any]] = {}
+        self._replicas = Replicas()
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """Runs the step.
+
+        Args:
+          inputs: values of the program's inputs at their global shapes, wherever they live.
+
+        Returns:
+          The program's outputs on the devices of the first group.
+        """
+        flow = self.schedule.flow
+        held: list[Held] = [{} for _ in self.groups]
+        for var, value in zip(flow.program.inputs, inputs, strict=True):
+            form = flow.states[var].form
+            for g, (mine, group) in enumerate(zip(held, self.groups, strict=True)):
+                if isinstance(value, ShardedBatch):
+                    mine["collected", var] = value.parts[g]
+                    continue
+                if not isinstance(form, Slice):
+                    mine["whole", var] = self._replicas.of(value, g, group)
+                    continue
+                mine["batched", var] = part(value, form, flow, group)
+                if var in self.schedule.gathered:
+                    mine["full", var] = jax.device_put(value, group.sharding())
+        outputs = []
+        for atom, values in zip(flow.program.outputs, self.run(self.schedule, held), strict=True):
+            form = flow.states[atom].form if isinstance(atom, Var) else None
+            if isinstance(form, Slice):
+                outputs.append(self.joined(values, form, flow, self.groups[0]))
+                continue
+            if self.alike:
+                self._replicas.keep(values)
+            outputs.append(values[0])
+        return typed(outputs, flow.program.outputs)
+
+    def run(self, schedule: Schedule, held: list[Held]) -> list[list[Any]]:
+        """Runs a schedule whose inputs the groups hold; of every output what each group has, of batched ones a part."""
+        if schedule not in self._plans:
+            self._plans[schedule] = ProgramPlan(schedule)
+        plan = self._plans[schedule]
+        for number, piece in enumerate(plan.pieces):
+            for key in plan.reads[number]:
+                self.resolve(key, plan, held)
+            if piece.nested is not None:
+                self.run_nested(piece.nested, held)
+            if piece.nested is not None or piece.idle:
+                continue
+            left = [mine["left", piece.completes[0]] for mine in held] if piece.completes else []
+            for g, (mine, group) in enumerate(zip(held, self.groups, strict=True)):
+                given = [mine[key] for key in plan.reads[number] if key[0] != "left"]
+                made = self.program(plan, number, g)(jax.device_put(left, group.sharding()), *given)
+                mine.update(zip(plan.hands_on[number], made, strict=True))
+        outputs = []
+        for atom in schedule.flow.program.outputs:
+            if isinstance(atom, Literal):
+                outputs.append([jnp.asarray(atom.val, atom.aval.dtype)] * len(held))
+                continue
+            key = plan.result(atom)
+            self.resolve(key, plan, held)
+            outputs.append([mine[key] for mine in held])
+        return outputs
+
+    def resolve(self, key: Key, plan: ProgramPlan, held: list[Held]) -> None:
+        """Brings a value to where it is read, if it is not there so.
+
+        A batched one is put together from the parts that groups hold, or divided; a constant is copied to them all.
+        """
+        kind, var = key
+        if key in held[0]:
+            return
+        constants = plan.schedule.flow.program.constants
+        if kind == "whole" and var in constants:
+            for g, (mine, group) in enumerate(zip(held, self.groups, strict=True)):
+                mine[key] = self._replicas.of(constants[var], g, group)
+        if kind not in ("full", "batched"):
+            return
+        form = plan.states[var].form
+        assert isinstance(form, Slice)
+        if ("collected", var) in held[0] and ("batched", var) not in held[0]:
+            for g, mine in enumerate(held):
+                mine["batched", var] = self.in_order(plan, var, g)(mine["collected", var])
+            return self.resolve(key, plan, held)
+        parts = [mine.get(("batched", var)) for mine in held]
+        for mine, group in zip(held, self.groups, strict=True):
+            if kind == "full":
+                mine[key] = self.joined(parts, form, plan.schedule.flow, group)
+            else:
+                mine[key] = part(mine["full", var], form, plan.schedule.flow, group)
+
+    def program(self, plan: ProgramPlan, number: int, g: int) -> Callable[..., list[Any]]:
+        """What group `g` runs for a piece: from what passes left, and what it reads, to what it hands on."""
+        key = (plan.schedule, number, g)
+        if key in self._programs:
+            return self._programs[key]
+        piece, group = plan.pieces[number], self.groups[g]
+        reads = [key for key in plan.reads[number] if key[0] != "left"]
+
+        def run(left: list[Any], *given: Any) -> list[Any]:
+            emission = Emission(plan.schedule, group, None, self.mode, self.lane)
+            places = {
+                "whole": emission.whole,
+                "full": emission.whole,
+                "batched": emission.batched,
+                "collected": emission.collected,
+            }
+            for (kind, var), value in zip(reads, given, strict=True):
+                places[kind][var] = value
+            if piece.completes is not None:
+                nodes = piece.completes[1]
+                emission.complete(nodes, self.totals(nodes, left))
+            for action in piece.once:
+                emission.run_once(action)
+            rest = emission.run_pass(piece.nodes) if piece.nodes is not None else None
+            made: list[Any] = []
+            for kind, what in plan.hands_on[number]:
+                if kind == "left":
+                    made.append(rest)
+                elif kind == "batched":
+                    made.append(emission.batched[what] if what in emission.batched else emission.in_order(what))
+                else:
+                    made.append(places[kind][what])
+            return made
+
+        run.__name__ = run.__qualname__ = self.name
+        self._programs[key] = jax.jit(run)
+        return self._programs[key]
+
+    def in_order(self, plan: ProgramPlan, var: Var, g: int) -> Callable[[Any], Any]:
+        """What group `g` runs to bring a collected value into the order of the batch."""
+        key = (plan.schedule, var, g)
+        if key not in self._programs:
+            emission = Emission(plan.schedule, self.groups[g], None, self.mode, self.lane)
+
+            def run(value: Any) -> Any:
+                emission.collected[var] = value
+                return emission.in_order(var)
+
+            self._programs[key] = jax.jit(run)
+        return self._programs[key]
+
+    def totals(self, nodes: Pass, left: Sequence[Any]) -> list[Any]:
+        """The totals of a pass, from what it left in each group."""
+        sums = sums_of(nodes)
+        if self.mode is not Mode.INVARIANT:
+            return [
+                device_reductions.folded(s.monoid, jnp.stack(values)) for s, *values in zip(sums, *left, strict=True)
+            ]
+        blocks, exact = [blocks for blocks, _ in left], [exact for _, exact in left]
+        return device_reductions.across_programs(sums, blocks, exact, [group.nodes for group in self.groups], self.lane)
+
+    def joined(self, parts: Sequence[Any], form: Slice, flow: Flow, group: Placement) -> Any:
+        """A batched value whole in one group, from the parts of all."""
+        n = flow.local(form)
+        real = [value for value, g in zip(parts, self.groups, strict=True) if g.first * n < form.units]
+        return join_along(form.dim, form.outer)(jax.device_put(real, group.sharding()))
+
+    def run_nested(self, action: Evaluation, held: list[Held]) -> None:
+        """Runs a loop or branch whose bodies have passes of their own, on batched values as a whole."""
+        eqn = action.step.eqn
+        operands = [[operand(mine, atom) for mine in held] for atom in eqn.invars]
+
+        def body(made: Schedule, inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
+            flow = made.flow
+            inner: list[Held] = [{} for _ in held]
+            for var, values in zip(flow.program.inputs, inputs, strict=True):
+                kind = "full" if isinstance(flow.states[var].form, Slice) else "whole"
+                for mine, value in zip(inner, values, strict=True):
+                    mine[kind, var] = value
+            results = self.run(made, inner)
+            for k, atom in enumerate(flow.program.outputs):
+                form = flow.states[atom].form if isinstance(atom, Var) else None
+                if isinstance(form, Slice):
+                    results[k] = [self.joined(results[k], form, flow, group) for group in self.groups]
+            return results
+
+        region = action.step.region
+        assert region is not None
+        results = region.run(
+            Stepwise(eqn, len(held)), [functools.partial(body, made) for made in action.schedules], operands
+        )
+        for var, form, values in zip(eqn.outvars, action.results, results, strict=True):
+            if form is None:
+                continue
+            for mine, value in zip(held, values, strict=True):
+                mine["full" if isinstance(form, Slice) else "whole", var] = value
+
+
+class Stepwise:
+    """Runs loops and branches in Python, on values of which every group has one.
+
+    Args:
+      eqn: the loop or branch.
+      groups: how many.
+    """
+
+    def __init__(self, eqn: JaxprEqn, groups: int) -> None:
+        self._eqn, self._groups = eqn, groups
+
+    def scan(self, body: Callable[[Any, Any], Any], carry: list[Any], xs: list[Any], loop: Loop) -> Any:
+        rows = []
+        order = range(loop.length)
+        for i in reversed(order) if loop.reverse else order:
+            carry, row = body(carry, [[value[i] for value in column] for column in xs])
+            rows.append(row)
+        if not rows:
+            empty = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in self._eqn.outvars[loop.carries :]]
+            return carry, [[value] * self._groups for value in empty]
+        stacks = zip(*(rows[::-1] if loop.reverse else rows), strict=True)
+        return carry, [[jnp.stack(column) for column in zip(*values, strict=True)] for values in stacks]
+
+    def repeat(
+        self, condition: Run, body: Run, condition_constants: list[Any], constants: list[Any], carry: list[Any]
+    ) -> list[Any]:
+        while bool(condition([*condition_constants, *carry])[0][0]):
+            carry = body([*constants, *carry])
+        return carry
+
+    def switch(self, index: Any, branches: Sequence[Run], operands: list[Any]) -> list[Any]:
+        return branches[min(max(int(index[0]), 0), len(branches) - 1)](operands)
+
+
+def operand(mine: Held, atom: Atom) -> Any:
+    """The value of an atom, all of it."""
+    if isinstance(atom, Literal):
+        return as_array(atom.val, atom)
+    return mine["full", atom] if ("full", atom) in mine else mine["whole", atom]

@@ -1,0 +1,426 @@
+"""Evaluates recipes: once on whole values, or as one node.
+
+Knows recipes, and how to bind an equation's primitive again with other shapes. Must not know passes or devices, nor any
+primitive by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from vnode.analysis.forms import WHOLE, Form, Location, Partial, Slice, stands_in
+from vnode.analysis.independent_subgraphs import Part, parts_of
+from vnode.analysis.low_precision_sums import is_narrow
+from vnode.analysis.program import Atom, Program, bind, context_of
+from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
+from vnode.operators import Algebra, OperatorDescription, Role, cast, evaluate_wide
+from vnode.operators import evaluate as evaluate_operator
+from vnode.operators.control_flow import Region, Run, region_of
+from vnode.operators.in_program import InProgram, as_array
+from vnode.operators.multi_operand_barrier import as_written, evaluate_together
+from vnode.operators.ordering_barrier import as_it_was
+from vnode.operators.separate_rounding import Rounding
+from vnode.runtime.node import Node, Once, leading, mask_dim
+
+Env = dict[Key, Any]
+
+
+def evaluate_whole(
+    eqn: JaxprEqn, description: OperatorDescription | None, place: Node | Once, operands: Sequence[Any]
+) -> list[Any]:
+    """Evaluates an equation at its full size."""
+    if description is not None and (place.platform in description.replaced_on or description.layout is not None):
+        results = evaluate_operator(description, eqn, operands, description.sizes, {}, place.platform)
+    else:
+        results = bind(eqn, operands)
+    rounding = place.rounding if isinstance(place, Once) else None
+    return results if rounding is None else rounding.each(eqn, description, results)
+
+
+class Known:
+    """What has been evaluated: an equation is not evaluated again for the same operands.
+
+    Compilers find such equations too, but those for one device later than those for many, and what they make of the
+    rest differs with that. For the same reason operands that an equation would spread are spread beforehand, once.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.describe, self.bodies, self.readers = program.describe, program.bodies, program.readers
+        # With the operands, or another could get the number of one.
+        self._results: dict[Any, tuple[list[Any], list[Any]]] = {}
+
+    def evaluate(
+        self,
+        eqn: JaxprEqn,
+        operands: list[Any],
+        run: Callable[[list[Any]], list[Any]],
+        how: Any = None,
+        rounding: Rounding | None = None,
+    ) -> list[Any]:
+        """What `run` makes of the operands of an equation, or made of them before.
+
+        Args:
+          eqn: the equation.
+          operands: values of its operands.
+          run: evaluates it.
+          how: what else the results depend on.
+          rounding: by which compilers do not see that what is divided by is one number everywhere; None if they may.
+        """
+        if eqn.effects:
+            return run(operands)
+        description = self.describe(eqn)
+        if description is not None and description.has(Algebra.SPREADS):
+            shape = np.broadcast_shapes(*[np.shape(value) for value in operands])
+            others = not_linear(description)
+            operands = [self._spread(v, shape, rounding if i in others else None) for i, v in enumerate(operands)]
+        settings = eqn.ctx.threefry_partitionable
+        key = (eqn.primitive, how, settings, tuple(eqn.params.items()), *map(identity, operands))
+        try:
+            found = self._results.get(key)
+        except TypeError:  # a parameter that cannot be hashed
+            return run(operands)
+        if found is None:
+            found = self._results[key] = (run(list(operands)), operands)
+        return found[0]
+
+    def _spread(self, value: Any, shape: tuple[int, ...], rounding: Rounding | None) -> Any:
+        """A value at another shape; jax would spread it where it is used, each use anew."""
+        if np.shape(value) == shape or not isinstance(value, jax.Array):
+            return value
+        key = (id(value), shape, rounding is None)
+        if key not in self._results:
+            dims = range(len(shape))[len(shape) - np.ndim(value) :]
+            spread = lax.broadcast_in_dim(value, shape, dims)
+            self._results[key] = ([spread if rounding is None else rounding.apart(spread)], [value])
+        return self._results[key][0][0]
+
+
+SCALARS = (np.ndarray, np.generic, float, int)
+
+
+def identity(value: Any) -> Any:
+    """What tells a value from others: itself if it is a constant scalar."""
+    if isinstance(value, SCALARS) and np.ndim(value) == 0:
+        return (type(value), np.asarray(value).dtype.str, np.asarray(value).tobytes())
+    return id(value)
+
+
+def evaluate_once(action: Evaluation, read: Callable[[Atom], Any], known: Known, place: Once) -> list[Any]:
+    """Evaluates an equation on whole values.
+
+    Args:
+      action: an evaluation all of whose forms are whole.
+      read: gives the whole value of an atom.
+      known: what has been evaluated so far.
+      place: where.
+
+    Returns:
+      The results, those that nobody wants included.
+    """
+    eqn = action.step.eqn
+    with context_of(eqn):
+        if not action.bodies:
+            return evaluate_equation(eqn, [read(atom) for atom in eqn.invars], known, place)
+        return evaluate_region(action, place, lambda atom, form: read(atom))
+
+
+def evaluate_equation(eqn: JaxprEqn, operands: list[Any], known: Known, place: Once) -> list[Any]:
+    """Evaluates an equation on whole values; what is in the bodies of a loop or branch as all else."""
+    region, description = None if eqn.effects else region_of(eqn), known.describe(eqn)
+    if region is None:
+        run = functools.partial(evaluate_whole, eqn, description, place)
+    else:
+        bodies = [functools.partial(evaluate_program, program, place) for program in known.bodies(eqn)]
+        operands = [as_array(value, atom) for value, atom in zip(operands, eqn.invars, strict=True)]
+        run = functools.partial(region.run, InProgram(eqn), bodies)
+    rounding = place.rounding
+    results = known.evaluate(eqn, operands, run, rounding=rounding)
+    spreads = description is not None and description.has(Algebra.MOVES) and is_spread(operands, results)
+    divides = rounding is not None and spreads and is_divided_by(eqn.outvars[0], known)
+    return [*map(rounding.apart, results)] if rounding is not None and divides else results
+
+
+def is_spread(operands: Sequence[Any], results: Sequence[Any]) -> bool:
+    """Whether a result is one number everywhere, which is computed."""
+    return [np.size(value) for value in operands if isinstance(value, jax.core.Tracer)] == [1] and results[0].size > 1
+
+
+def is_divided_by(var: Var, known: Known) -> bool:
+    """Whether something is computed of a value that is not linear in it, as a quotient is not in what divides."""
+    for eqn in known.readers.get(var, ()):
+        description = known.describe(eqn) if region_of(eqn) is None else None
+        places = {i for i, atom in enumerate(eqn.invars) if atom is var}
+        if description is None or places & not_linear(description):
+            return True
+    return False
+
+
+def not_linear(description: OperatorDescription) -> frozenset[int]:
+    """The operands in which an operator is not linear, alone or together with others."""
+    return frozenset(range(len(description.operands))).difference(*description.linear)
+
+
+def evaluate_program(program: Program, place: Once, values: Sequence[Any]) -> list[Any]:
+    """Evaluates a program on whole values of its inputs."""
+    known, rounding = Known(program), place.rounding
+    held = dict(zip(program.inputs, values, strict=True))
+    for var, value in program.constants.items():
+        held[var] = value if rounding is None else rounding.unknown(value)
+
+    def read(atom: Atom) -> Any:
+        return atom.val if isinstance(atom, Literal) else held[atom]
+
+    for eqn in program.equations:
+        with context_of(eqn):
+            results = evaluate_equation(eqn, [read(atom) for atom in eqn.invars], known, place)
+        held.update(zip(eqn.outvars, results, strict=True))
+    return [as_array(read(atom), atom) for atom in program.outputs]
+
+
+def evaluate_recipe(recipe: Recipe, env: Env, node: Node | Once, one_by_one: bool = False) -> list[Any]:
+    """Evaluates a recipe.
+
+    Args:
+      recipe: what to evaluate.
+      env: the leaves' values; extended in place.
+      node: the node that evaluates, or where a recipe of whole values is evaluated.
+      one_by_one: whether parts that share nothing wait for one another, whatever the compiler would do.
+
+    Returns:
+      The requested values, in order.
+    """
+    flow = recipe.flow
+    for var, value in flow.program.constants.items():
+        env.setdefault((var, WHOLE), value)
+
+    def read(atom: Atom, form: Form) -> Any:
+        if not isinstance(atom, Literal):
+            return env[(atom, form)]
+        if not isinstance(form, Slice | Partial):
+            return atom.val
+        assert isinstance(node, Node)
+        return converted(as_array(atom.val, atom), atom, WHOLE, form)
+
+    def converted(value: Any, atom: Atom, source: Form, target: Form) -> Any:
+        if isinstance(target, Partial):
+            value = cast(value, target.dtype(atom.aval.dtype))
+        value = node.convert(value, source, target, flow.state(atom).zero)
+        return cast(value, atom.aval.dtype) if isinstance(source, Partial) else value
+
+    known = Known(flow.program)
+    latest: Any = None
+    for part in parts_of(recipe) if one_by_one else [Part(tuple(recipe.actions))]:
+        for key in part.begins if latest is not None else ():
+            env[key] = as_it_was(env[key], latest)
+        for action, *others in as_written(part.actions, equation_of, flow.program.describe, is_made_by):
+            if isinstance(action, Conversion):
+                assert isinstance(node, Node)
+                value = env[(action.var, action.source)]
+                env[(action.var, action.target)] = converted(value, action.var, action.source, action.target)
+                continue
+            several = [action, *(other for other in others if isinstance(other, Evaluation))]
+            values = (
+                evaluate_parts(several, read, known, node) if others else evaluate_action(action, read, node, known)
+            )
+            wanted = [key for each in several for key in zip(each.step.eqn.outvars, each.results, strict=True)]
+            for (var, form), value in zip(wanted, values, strict=True):
+                if form is not None:
+                    env[(var, form)] = value
+        latest = next((env[key] for key in reversed(part.ends) if can_be_waited_for(env[key])), latest)
+    return [read(atom, form) for atom, form in recipe.requests]
+
+
+def can_be_waited_for(value: Any) -> bool:
+    """Whether something can be computed when a value is there, and not before: it is of floating-point numbers."""
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating) and value.size > 0
+
+
+def equation_of(action: Conversion | Evaluation) -> JaxprEqn | None:
+    """What is evaluated, if it is an equation."""
+    return action.step.eqn if isinstance(action, Evaluation) else None
+
+
+def is_made_by(action: Conversion | Evaluation, others: Sequence[Conversion | Evaluation]) -> bool:
+    """Whether what is converted is a result of one of several evaluations."""
+    made = {var for other in others if isinstance(other, Evaluation) for var in other.step.eqn.outvars}
+    return isinstance(action, Conversion) and action.var in made
+
+
+def evaluate_parts(
+    parts: Sequence[Evaluation], read: Callable[[Atom, Form], Any], known: Known, node: Node | Once
+) -> list[Any]:
+    """Evaluates the parts of an identity of several operands together, in whatever forms these are."""
+    eqn = parts[0].step.eqn
+    operands = [
+        read(atom, form)
+        for part in parts
+        for atom, form in zip(part.step.eqn.invars, part.operands, strict=True)
+        if form is not None
+    ]
+    with context_of(eqn):
+        return evaluate_together(eqn, known.describe, operands, node.platform)
+
+
+def typed(values: Sequence[Any], atoms: Sequence[Atom]) -> list[Any]:
+    """Values as weakly typed as the program's own: what the caller computes of them depends on it."""
+
+    def as_weak_as(value: Any, aval: Any) -> Any:
+        weak = getattr(aval, "weak_type", False)
+        if getattr(jax.typeof(value), "weak_type", False) == weak:
+            return value
+        return lax.convert_element_type_p.bind(value, new_dtype=aval.dtype, weak_type=weak, sharding=None)
+
+    return [as_weak_as(value, atom.aval) for value, atom in zip(values, atoms, strict=True)]
+
+
+def evaluate_action(
+    action: Evaluation, read: Callable[[Atom, Form], Any], node: Node | Once, known: Known
+) -> list[Any]:
+    """Evaluates one equation in the forms that `action` names."""
+    eqn = action.step.eqn
+    with context_of(eqn):
+        if action.bodies:
+            return evaluate_region(action, node, read)
+        operands = [
+            None if form is None else read(atom, form) for atom, form in zip(eqn.invars, action.operands, strict=True)
+        ]
+        description, location, wide = known.describe(eqn), action.location, wide_type(action)
+        if isinstance(node, Once) or description is None or (location is None and wide is None):
+            return known.evaluate(eqn, operands, functools.partial(evaluate_whole, eqn, description, node))
+        if location is None:
+            run = functools.partial(evaluate_wide, description, eqn, platform=node.platform, dtype=wide)
+        else:
+            run = functools.partial(evaluate_split, action, node=node, wide=wide)
+        return known.evaluate(eqn, operands, run, (location, wide))
+
+
+def wide_type(action: Evaluation) -> Any:
+    """The type of the pieces that an equation gives, where it is not that of its results; else None."""
+    for var, form in zip(action.step.eqn.outvars, action.results, strict=True):
+        if isinstance(form, Partial) and is_narrow(var, form):
+            return form.dtype(var.aval.dtype)
+    return None
+
+
+def evaluate_split(action: Evaluation, operands: list[Any], node: Node, wide: Any) -> list[Any]:
+    """Evaluates a node's copy of an equation: masks padding out of reductions, enters once what enters once.
+
+    Its results are of type `wide`, if that is not None.
+    """
+    description, location = action.description, action.location
+    assert description is not None and location is not None
+    sizes = node.sizes(description.sizes, location)
+    monoid = description.reduced.get(location.factor)
+    if monoid is not None:
+        for i in description.role(Role.ONCE):
+            if not stands_in(location.factor, description.operands[i]):
+                operands[i] = node.at_first(operands[i], monoid)
+        if node.padded(location.batch):
+            operands = mask(action, operands, sizes, node)
+    elif node.padded(location.batch):
+        operands = mask_terms(action, operands, sizes, node)
+    positions = {location.factor: node.positions(location)}
+    eqn, platform = action.step.eqn, node.platform
+    if wide is not None:
+        return evaluate_wide(description, eqn, operands, sizes, positions, platform, wide)
+    return evaluate_operator(description, eqn, operands, sizes, positions, platform)
+
+
+def mask(action: Evaluation, operands: list[Any], sizes: Sequence[int], node: Node) -> list[Any]:
+    """Overwrites padding in every operand that has the reduced factor."""
+    description, location = action.description, action.location
+    assert description is not None and location is not None
+    having = {i for i, dims in enumerate(description.operands) if stands_in(location.factor, dims)}
+    fills = {i: description.fill(location.factor, operands[i].dtype) for i in having - description.role(Role.INDEX)}
+    return masked(action, operands, sizes, node, fills)
+
+
+def mask_terms(action: Evaluation, operands: list[Any], sizes: Sequence[int], node: Node) -> list[Any]:
+    """Overwrites padding with zeros where it would be added up in a result that lacks the factor."""
+    description, location = action.description, action.location
+    assert description is not None and location is not None
+    concerned = description.adds_along(location.factor)
+    return masked(action, operands, sizes, node, {i: np.zeros((), operands[i].dtype) for i in concerned})
+
+
+def masked(
+    action: Evaluation, operands: list[Any], sizes: Sequence[int], node: Node, fills: Mapping[int, Any]
+) -> list[Any]:
+    """Overwrites padding in the operands that have a fill, where they have the factor that is split."""
+    description, location = action.description, action.location
+    assert description is not None and location is not None
+    real = node.real(location)
+    results = list(operands)
+    for i, fill in fills.items():
+        for d, dim in enumerate(description.operands[i]):
+            if location.factor in dim:
+                results[i] = mask_dim(results[i], real, d, leading(tuple(sizes), dim, location.factor), fill)
+    return results
+
+
+# Loops and branches
+
+
+def evaluate_region(action: Evaluation, node: Node | Once, read: Callable[[Atom, Form], Any]) -> list[Any]:
+    """Evaluates what is wanted of a loop or branch, in the forms that `action` names; None for the other results."""
+    eqn, region = action.step.eqn, action.step.region
+    assert region is not None
+    operands = [
+        None if form is None else read(atom, form) for atom, form in zip(eqn.invars, action.operands, strict=True)
+    ]
+    for i in region.carried:
+        if operands[i] is not None:
+            operands[i] = as_array(operands[i], eqn.invars[i])
+    bodies = [
+        functools.partial(run_body, made, None if k < region.tests else action, node)
+        for k, made in enumerate(action.bodies)
+    ]
+    if action.step.over_batch and isinstance(node, Node):
+        return run_over_batch(action, region, bodies[0], operands, node)
+    return region.run(InProgram(eqn), bodies, operands)
+
+
+def run_body(recipe: Recipe, action: Evaluation | None, node: Node | Once, values: Sequence[Any]) -> list[Any]:
+    """What a body's recipe returns, given its inputs: as the results of `action` if it is for one."""
+    inputs = dict(zip(recipe.flow.program.inputs, values, strict=True))
+    env = {(var, form): inputs[var] for var, form in recipe.leaves if var in inputs}
+    made = evaluate_recipe(recipe, env, node)
+    made = [as_array(value, atom) for value, (atom, _) in zip(made, recipe.requests, strict=True)]
+    if action is None:
+        return made
+    results: list[Any] = [None] * len(action.results)
+    for i, value in zip(action.returned, made, strict=True):
+        results[i] = value
+    return results
+
+
+def run_over_batch(action: Evaluation, region: Region, body: Run, operands: list[Any], node: Node) -> list[Any]:
+    """Runs a loop over a node's own examples; padding adds nothing to what it carries."""
+    form = next(action.step.operands[i] for i in region.scanned if isinstance(action.step.operands[i], Slice))
+    assert isinstance(form, Slice)
+    real = node.real(Location(form.batch, 0, form.outer, form.ratio)) if node.padded(form.batch) else None
+
+    def for_real(counts: jax.Array, values: list[Any]) -> list[Any]:
+        """Host code is called for examples, not for padding."""
+        shapes = jax.eval_shape(body, values)
+        return lax.cond(counts, body, lambda _: jax.tree.map(lambda s: lax.empty(s.shape, s.dtype), shapes), values)
+
+    def masked(values: list[Any]) -> list[Any]:
+        *values, counts = values
+        out = for_real(counts, values) if counts is not None and action.step.eqn.effects else body(values)
+        if counts is not None:
+            for k, i in enumerate(region.carried):
+                out[k] = None if out[k] is None else jnp.where(counts, out[k], values[i])
+        return out
+
+    own = dataclasses.replace(region, length=node.local(form.batch, form.ratio), operands=region.operands + 1)
+    return own.run(InProgram(action.step.eqn), [masked], [*operands, real])

@@ -1,0 +1,182 @@
+"""Whole values that lie in the host's memory: brought to the devices for what reads them, one after another.
+
+Knows memory spaces, and orders of work. Must not know steps, nor who decided where a value lies.
+
+Compilers start a transfer as soon as they can, and barriers do not keep them from it (libtpu 0.0.42): all slots of an
+optimizer would come at once, and lie beside the gradients until they are read. A loop that copies a value piece by
+piece into a buffer made of an earlier result does not begin before that is there; short loops are unrolled, so that
+where a piece begins is computed from that result as well. What is computed once is ordered by the outputs that it is
+for, those that need most of such values first: a parameter's slots come when the update of the parameter before is
+done.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from vnode.operators.memory_spaces import DEVICE, on_host
+from vnode.runtime.node_loops import zero_of
+
+PIECE = 16 << 20
+"""Bytes that are copied at a time, about: rows of at most so many."""
+
+SMALL = 1 << 20
+"""Bytes that may come at any time: what is larger is copied in two pieces at least, since one piece comes as early."""
+
+
+def is_away(value: Any) -> bool:
+    """Whether a value lies in the host's memory.
+
+    >>> is_away(jnp.ones(3))
+    False
+    """
+    return on_host(jax.typeof(value))
+
+
+def can_be_waited_for(value: Any) -> bool:
+    """Whether a value has an element of which a buffer can be made: it has any, and they are real numbers.
+
+    >>> can_be_waited_for(jnp.ones(3)), can_be_waited_for(jnp.ones(0)), can_be_waited_for(jax.random.key(0))
+    (True, False, False)
+    """
+    real = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.number) and not jnp.iscomplexobj(value)
+    return real and value.size > 0
+
+
+def fetched(value: Any, after: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
+    """A value in the devices' memory.
+
+    Args:
+      value: an array in the host's memory, any shape and dtype.
+      after: a result before which the copy is not to begin, one that `can_be_waited_for`; None for any time.
+      spec: how the value is sharded.
+      mesh: over which.
+
+    Returns:
+      The same array elsewhere, sharded as it was.
+    """
+    whole = PartitionSpec()
+    run = jax.shard_map(brought, mesh=mesh, in_specs=(spec, whole), out_specs=spec, check_vma=False)
+    return run(value, None if after is None else element(after))
+
+
+def element(value: Any) -> Any:
+    """The first element of an array."""
+    return lax.slice(value, (0,) * jnp.ndim(value), (1,) * jnp.ndim(value)).reshape(())
+
+
+def brought(value: Any, after: Any) -> Any:
+    """The same on one device: its array of the value, in its memory."""
+    if after is None or not jnp.issubdtype(value.dtype, jnp.number):
+        return jax.device_put(value, DEVICE)
+    first = element(after)
+    least = 1 if value.size * value.dtype.itemsize <= SMALL else 2
+    dim, pieces = pieces_of(value.shape, value.dtype.itemsize, least=least)
+    if pieces == 1:
+        return jax.device_put(lax.optimization_barrier((value, first))[0], DEVICE)
+    rows, start = value.shape[dim] // pieces, zero_of(first)
+
+    def body(i: jax.Array, buffer: jax.Array) -> jax.Array:
+        piece = jax.device_put(lax.dynamic_slice_in_dim(value, start + i * rows, rows, dim), DEVICE)
+        return lax.dynamic_update_slice_in_dim(buffer, piece, i * rows, dim)
+
+    return lax.fori_loop(0, pieces, body, jnp.broadcast_to(first.astype(value.dtype), value.shape))
+
+
+def pieces_of(shape: Sequence[int], itemsize: int, piece: int = PIECE, least: int = 1) -> tuple[int, int]:
+    """The dimension along which an array is copied in pieces, of so many bytes or less if rows allow, and in how many.
+
+    >>> pieces_of((24, 4096, 1024), 4), pieces_of((1, 1000, 40000), 4), pieces_of((100,), 4)
+    ((0, 24), (1, 10), (0, 1))
+    >>> pieces_of((100,), 4, least=2)
+    (0, 2)
+    """
+    dim = next((d for d, n in enumerate(shape) if n > 1), 0)
+    least = max(least, -(-math.prod(shape) * itemsize // piece))
+    if least < 2 or shape[dim] < 2:
+        return dim, 1
+    return dim, next(k for k in range(min(least, shape[dim]), shape[dim] + 1) if shape[dim] % k == 0)
+
+
+class Work(NamedTuple):
+    """Something to do.
+
+    Attributes:
+      reads: the variables that it needs.
+      makes: those that it gives.
+    """
+
+    reads: Sequence[Any]
+    makes: Sequence[Any]
+
+
+def by_output(works: Sequence[Work], outputs: Sequence[Any], away: Collection[Any]) -> list[int]:
+    """An order of works: output by output, those first that need most of some values.
+
+    Args:
+      works: in an order in which they can be done.
+      outputs: what is wanted in the end, variables and others.
+      away: the values in question.
+
+    Returns:
+      The number of each; those that no output needs are last.
+
+    >>> slots, works = ["m", "n"], [Work("m", "M"), Work("n", "N"), Work("M", "p"), Work("N", "q")]
+    >>> by_output(works, ["M", "N", "p", "q"], slots)
+    [0, 2, 1, 3]
+    """
+    made = {var: k for k, work in enumerate(works) for var in work.makes}
+    needs = needed_by(works, away)
+    ends = [made[atom] for atom in outputs if isinstance(atom, Hashable) and atom in made]
+    order: dict[int, None] = {}
+    # An update that reads a parameter's slots comes before the slots that it has made on its way.
+    for end in sorted(ends, key=lambda k: (-needs[k].bit_count(), needs[k])):
+        stack = [end]
+        while stack:
+            k = stack[-1]
+            before = [made[var] for var in works[k].reads if var in made and made[var] not in order]
+            if k in order or not before:
+                order[stack.pop()] = None
+            else:
+                stack += reversed(before)
+    return [*order, *(k for k in range(len(works)) if k not in order)]
+
+
+def can_wait(works: Sequence[Work], wanted: Collection[Any], away: Collection[Any]) -> set[int]:
+    """The numbers of works that need some values, and that neither others need nor who wants some results early.
+
+    Args:
+      works: in an order in which they can be done.
+      wanted: the results that are wanted early.
+      away: the values in question.
+
+    >>> works = [Work("m", "M"), Work("n", "N"), Work("x", "y"), Work("M", "P")]
+    >>> can_wait(works, wanted=["N", "y"], away=["m", "n"])
+    {0, 3}
+    """
+    needs, early, found = needed_by(works, away), set(wanted), set[int]()
+    for k in range(len(works) - 1, -1, -1):
+        if needs[k] and early.isdisjoint(works[k].makes):
+            found.add(k)
+        else:
+            early.update(works[k].reads)
+    return found
+
+
+def needed_by(works: Sequence[Work], away: Collection[Any]) -> list[int]:
+    """For each work the values of some that it needs, itself or through others, as bits."""
+    bits = {var: 1 << i for i, var in enumerate(away)}
+    needs = []
+    for work in works:
+        needs.append(functools.reduce(operator.or_, (bits.get(var, 0) for var in work.reads), 0))
+        bits.update(dict.fromkeys(work.makes, needs[-1]))
+    return needs

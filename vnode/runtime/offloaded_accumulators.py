@@ -1,0 +1,245 @@
+"""Sums that wait for others in tree order, the lowest of a stack in the host's memory.
+
+Knows memory spaces and the order of a `Fold`. Must not know trees, nodes, nor who decided how many are there.
+
+The lower a sum is on the stack, the larger is the block that it stands for, and the longer it waits; it is written and
+read seldom. It goes to the host when the next piece comes, and comes back part by part, each added when it is there, so
+that the device needs no room for it. Sums are sent and fetched one after another: otherwise the compiler begins all at
+once, and copies what is on the chip to the device's memory before (libtpu 0.0.42).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from vnode.operators.memory_spaces import DEVICE, HOST
+from vnode.runtime.host_prefetch import pieces_of
+from vnode.runtime.node_loops import PartialBlocks, Pieces, Sum, loop_of_nodes, named_loop, room
+
+LEAST = 1 << 20
+"""Bytes of a sum from which it may be on the host: of smaller ones the latency of the link is felt."""
+
+PIECE = 1 << 20
+"""Bytes that come back at a time, about. Of larger pieces a transformer's step takes more memory: 1,038 MiB with 4 MiB,
+950 with 1 MiB (libtpu 0.0.42)."""
+
+
+def can_be_far(shape: Sequence[int], dtype: Any) -> bool:
+    """Whether a sum may wait on the host: a large array of real numbers.
+
+    >>> can_be_far((1024, 256), jnp.float32), can_be_far((1024,), jnp.float32), can_be_far((1024, 256), jnp.complex64)
+    (True, False, False)
+    """
+    large = math.prod(shape) * jnp.dtype(dtype).itemsize >= LEAST
+    return large and len(shape) > 0 and jnp.issubdtype(dtype, jnp.floating)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where what waits of one sum is.
+
+    Attributes:
+      sum: the sum.
+      far: how many of the lowest are on the host.
+      near: how many others there may be.
+    """
+
+    sum: Sum
+    far: int
+    near: int
+
+    @staticmethod
+    def of(s: Sum, depth: int, far: int) -> Place:
+        """That of a sum, of which so many wait, and so many of these may be on the host."""
+        far = min(depth, far) if can_be_far(s.shape, s.dtype) else 0
+        return Place(s, far, depth - far)
+
+    @functools.cached_property
+    def cut(self) -> tuple[int, int]:
+        """Along which dimension a sum comes back in pieces, those before it being of one element, and in how many."""
+        return pieces_of(self.sum.shape, jnp.dtype(self.sum.dtype).itemsize, PIECE)
+
+    @property
+    def pieces(self) -> int:
+        """In how many a sum comes back."""
+        return self.cut[1]
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """The shape of a piece."""
+        dim, pieces = self.cut
+        return (*self.sum.shape[:dim], self.sum.shape[dim] // pieces, *self.sum.shape[dim + 1 :])
+
+    def begun(self) -> Stack:
+        """Room for what waits."""
+        zero = jnp.zeros((), self.sum.dtype)
+        there = jax.device_put(zero, HOST)
+        far = [lax.broadcast(there, (self.far * self.pieces, *self.part))] if self.far else []
+        return far, [lax.broadcast(zero, (self.near, *self.sum.shape))] if self.near else []
+
+    def pushed(self, stack: Stack, value: Any, height: Any, after: Any) -> tuple[Stack, Any]:
+        """A value on top of others.
+
+        Args:
+          stack: what waits.
+          value: what is to wait too.
+          height: how many wait, with this one: int32 scalar; zero if there is none.
+          after: a number that is not negative, and known only when this is to begin.
+
+        Returns:
+          What waits, and another such number: it is known when this is done.
+        """
+        far, near = stack
+        later = (after < 0).astype(jnp.int32)
+
+        def send(turn: jax.Array, carry: Any) -> Any:
+            (buffer,), turns = carry
+            there = jax.device_put(value.reshape(self.pieces, *self.part), HOST)
+            at = (height - 1 + turn + later) * self.pieces
+            return [lax.dynamic_update_slice_in_dim(buffer, there, at, 0)], turns + 1
+
+        def put(turn: jax.Array, carry: Any) -> Any:
+            (buffer,), turns = carry
+            at = height - 1 - self.far + turn + later
+            return [lax.dynamic_update_index_in_dim(buffer, value, at, 0)], turns + 1
+
+        low = ((height > 0) & (height <= self.far)).astype(jnp.int32)
+        if far:
+            far, after = named_loop("send", 0, low, send, (far, after))
+        if near:
+            near, after = named_loop("push", 0, (height > self.far).astype(jnp.int32), put, (near, after))
+        return (far, near), after
+
+    def merged(self, stack: Stack, value: Any, height: Any, place: Any, after: Any) -> tuple[Any, Any]:
+        """Those from the top down to a place, added to a value one after another.
+
+        Args:
+          stack: what waits.
+          value: what they are added to.
+          height: how many wait.
+          place: the lowest that joins.
+          after: as for `pushed`.
+
+        Returns:
+          The sum, and a number as that of `pushed`.
+        """
+        far, near = stack
+        later = (after < 0).astype(jnp.int32)
+
+        def merge(turn: jax.Array, value: jax.Array) -> jax.Array:
+            return self.sum.add(lax.dynamic_index_in_dim(near[0], top - turn, 0, keepdims=False), value)
+
+        if near:
+            top = height - 1 - self.far
+            value = named_loop("merge", 0, height - jnp.maximum(place, self.far), merge, value)
+        if far:
+            low = jnp.minimum(height, self.far)
+            value, after = self.fetched(far[0], low - 1 - later, low - place, value, self.sum.add, after)
+        return value, after
+
+    def fetched(
+        self, far: Any, top: Any, count: Any, value: Any, of: Callable[[Any, Any], Any], after: Any
+    ) -> tuple[Any, Any]:
+        """What becomes, part by part, of a value and those on the host, one after another.
+
+        It is one loop over the parts of all: a compiler takes loops in loops for long ones, and keeps nothing on the
+        chip that is not read there.
+
+        Args:
+          far: those on the host.
+          top: the place of the first, from which they go down.
+          count: of them.
+          value: what meets them.
+          of: from a part of one and of the value to what that becomes.
+          after: as for `pushed`.
+        """
+
+        def fetch(turn: jax.Array, carry: Any) -> Any:
+            whole, turns = carry
+            down, i = jnp.divmod(turn, self.pieces) if self.pieces > 1 else (turn, jnp.int32(0))
+            part = lax.dynamic_index_in_dim(far, (top - down) * self.pieces + i, 0, keepdims=False)
+            part = jax.device_put(part, DEVICE)
+            return lax.dynamic_update_index_in_dim(whole, of(part, whole[i]), i, 0), turns + 1
+
+        whole = value.reshape(self.pieces, *self.part)
+        whole, after = named_loop("fetch", 0, count * self.pieces, fetch, (whole, after))
+        return whole.reshape(value.shape), after
+
+    def taken(self, stack: Stack, at: int, value: Any, turns: Any) -> Any:
+        """One of those that wait, if there are any turns; else a value of its shape."""
+        far, near = stack
+        if at < self.far:
+            return self.fetched(far[0], at, turns, value, lambda part, _: part, jnp.int32(0))[0]
+        return named_loop("take", 0, turns, lambda turn, _: near[0][at - self.far + turn], value)
+
+
+Stack = tuple[list[Any], list[Any]]
+"""Of one sum, if there is any: what waits on the host, in pieces ``[far * pieces, *part]``; on the device ``[near,
+*shape]``."""
+
+
+def stacked_far(
+    pieces: Pieces,
+    sums: Sequence[Sum],
+    count: jax.Array,
+    merges: jax.Array,
+    depth: int,
+    most: int,
+    state: Any,
+    after: Sequence[Any] = (),
+    *,
+    far: int,
+    left: int,
+) -> tuple[PartialBlocks, Any]:
+    """Adds pieces in the order of a `Fold`, as `loops.stacked` does, with what waits on the host.
+
+    Args:
+      pieces: as there.
+      sums: as there.
+      count: as there.
+      merges: as there.
+      depth: as there.
+      most: as there; not needed.
+      state: as there.
+      after: as there.
+      far: how many of the lowest that wait are on the host, at least one.
+      left: how many blocks remain in the end, at most.
+
+    Returns:
+      As there: all that remains is on the device.
+    """
+    places = [Place.of(s, depth, far) for s in sums]
+
+    def body(index: jax.Array, carry: Any) -> Any:
+        (stacks, last, height), state = carry
+        waiting, turns = [], jnp.int32(0)
+        for place, stack, value in zip(places, stacks, last, strict=True):
+            stack, turns = place.pushed(stack, value, height, turns)
+            waiting.append(stack)
+        piece, state = pieces(index, state, last, turns)
+        low = height - merges[index]
+        added, turns = [], jnp.int32(0)
+        for place, stack, value in zip(places, waiting, piece, strict=True):
+            value, turns = place.merged(stack, value, height, low, turns)
+            added.append(value)
+        return (waiting, added, low + 1), state
+
+    begun = [place.begun() for place in places], room([(s.shape, s.dtype) for s in sums], after), jnp.int32(0)
+    (stacks, last, height), state = loop_of_nodes(count, sums, body, (begun, state))
+    if left == 1:
+        return PartialBlocks(last, [], last, height), state
+    several = (height > 1).astype(jnp.int32)
+    first = [p.taken(stack, 0, value, several) for p, stack, value in zip(places, stacks, last, strict=True)]
+    others = []
+    for p, stack, value in zip(places, stacks, last, strict=True) if depth > 1 else ():
+        there = [(height > at + 1).astype(jnp.int32) for at in range(1, depth)]
+        others.append(jnp.stack([p.taken(stack, at + 1, value, turns) for at, turns in enumerate(there)]))
+    return PartialBlocks(first, others, last, height), state

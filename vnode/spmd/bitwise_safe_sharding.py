@@ -1,0 +1,250 @@
+"""Layouts over further axes of a mesh, on whose size no bit of a result may depend.
+
+Knows flows over other axes, and the choice for one equation. Must not know how those layouts were found, nor virtual
+nodes.
+
+How a program is divided over the other axes stays as it is, so that it does not depend on the further axes at all.
+Along these an equation is cut only if every element of its results is computed of single elements of its operands
+(values are moved, scaled, added to others), or of several in a way that has the same bits in any order: whether all are
+finite, how many are. What sums over a dimension that is cut, or does anything else with it, is given it whole. So that
+this is computed in the same kernels as if nothing were cut, what it is made of is gathered where it lies in memory:
+inputs are, not what is made of them on the way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from vnode.analysis.program import Atom
+from vnode.operators import Algebra, Free, Monoid, OperatorDescription, Reduced
+from vnode.operators.control_flow import Region
+from vnode.spmd.layout import Axes, Layout, over, replicated
+from vnode.spmd.op_sharding import Choice, Given, Way, candidates, carried_out, reached, remembered, total_cost
+from vnode.spmd.resharding import finest
+from vnode.spmd.sharding_flow import Flow, Step
+
+
+def followed_further(
+    flow: Flow,
+    inputs: Sequence[Layout],
+    inner: Axes,
+    axes: Axes,
+    wishes: Mapping[Var, Layout] | None = None,
+    outputs: Sequence[Layout | None] | None = None,
+) -> Flow:
+    """A flow, divided over further axes.
+
+    Args:
+      flow: layouts over some axes.
+      inputs: how each input lies over all axes; over those of `flow` as there.
+      inner: the axes of `flow`.
+      axes: all of them, in the mesh's order.
+      wishes: how single variables shall lie if nothing but the further axes tells that from how they lie in `flow`.
+      outputs: for each output how it shall be handed on; None where that is left open, or for all of them.
+
+    Returns:
+      A flow over all axes.
+    """
+    made = _Further(inner, axes, wishes or {}).follow(flow, [Given(layout) for layout in inputs])
+    several = zip(made.outputs, outputs or [None] * len(made.outputs), strict=True)
+    return dataclasses.replace(made, outputs=tuple(end if want is None else want for end, want in several))
+
+
+class _Further:
+    """Follows one program once; `states` says how its variables lie."""
+
+    def __init__(self, inner: Axes, axes: Axes, wishes: Mapping[Var, Layout]) -> None:
+        self.inner, self.axes, self.wishes = inner, axes, wishes
+        self.states: dict[Var, Given] = {}
+        self.kept: set[int] = set()  # steps that stay as they are, by their number as objects
+
+    def follow(self, flow: Flow, inputs: Sequence[Given]) -> Flow:
+        self.program = program = flow.program
+        self.states.update(zip(program.inputs, inputs, strict=True))
+        self.states.update((var, Given(replicated(len(var.aval.shape)))) for var in program.constants)
+        steps = tuple(map(self.step, flow.steps))
+        while more := self.read_whole(flow.steps, steps):
+            self.kept |= more
+            steps = tuple(map(self.step, flow.steps))
+        ends = tuple(self.state(atom).layout for atom in program.outputs)
+        outputs = tuple(end.complete for end in ends)
+        return Flow(program, tuple(given.layout for given in inputs), steps, outputs, ends)
+
+    def state(self, atom: Atom) -> Given:
+        if isinstance(atom, Literal):
+            return Given(replicated(len(getattr(atom.aval, "shape", ()))), anyhow=True)
+        return self.states[atom]
+
+    def read_whole(self, before: Sequence[Step], after: Sequence[Step]) -> set[int]:
+        """Steps, as numbers of objects, that were cut though what they make is read whole, perhaps by way of others."""
+        wanted: set[Var] = set()
+        found: set[int] = set()
+        for base, step in zip(reversed(before), reversed(after), strict=True):
+            if step is not base and base.region is None and wanted.intersection(base.eqn.outvars):
+                found.add(id(base))
+                step = base
+            for atom, layout in zip(step.eqn.invars, step.operands, strict=True):
+                lost = self.state(atom).layout.cut_axes.keys() - self.inner.keys() - layout.cut_axes.keys()
+                if isinstance(atom, Var) and lost:
+                    wanted.add(atom)
+        return found
+
+    def step(self, base: Step) -> Step:
+        given = [self.state(atom) for atom in base.eqn.invars]
+        step = self.region_step(base, base.region, given) if base.region is not None else self.divided(base, given)
+        self.states.update(
+            (var, Given(layout, step.anyhow)) for var, layout in zip(base.eqn.outvars, step.results, strict=True)
+        )
+        return step
+
+    def divided(self, base: Step, given: Sequence[Given]) -> Step:
+        """An equation, cut along further axes if it can be; else as it is, of what is gathered."""
+        eqn, ways = base.eqn, base.choice.ways if base.choice is not None else ()
+        description = self.program.describe(eqn) if base.branches is None else None
+        partial = any(layout.partial for layout in (*base.operands, *base.made))
+        if id(base) in self.kept or base.asks or partial or description is None:
+            return base
+        if not (description.by_element or alike_in_any_order(eqn, description)):
+            return base
+        wishes = [self.wishes.get(var) for var in eqn.outvars]
+        choice = chosen_further(eqn, description, ways, given, wishes, self.inner, self.axes)
+        if choice is None:
+            return base
+        made = reached(eqn, choice)
+        several = zip(eqn.outvars, base.results, wishes, (layout.complete for layout in made), strict=True)
+        results = [self.first(var, layout, *finer) for var, layout, *finer in several]
+        return Step(eqn, choice.operands, made, tuple(results), choice)
+
+    def first(self, atom: Atom, base: Layout, *several: Layout | None) -> Layout:
+        """The first of several layouts that over the axes that were there before is `base`; else that."""
+        shape = getattr(atom.aval, "shape", ())
+        fitting = (each for each in several if each is not None and over(self.inner, each, shape) == base)
+        return next(fitting, base)
+
+    # Loops and branches
+
+    def region_step(self, base: Step, region: Region, given: Sequence[Given]) -> Step:
+        """A loop or branch; what it carries is cut along further axes if the bodies hand it on as they are given it."""
+        atoms, results = base.eqn.invars, base.eqn.outvars
+        operands = [
+            self.first(atom, layout, g.layout) for atom, layout, g in zip(atoms, base.operands, given, strict=True)
+        ]
+        if region.chooser is not None:
+            operands[region.chooser] = base.operands[region.chooser]
+        tested = any(atom.aval.shape for flow in base.bodies[: region.tests] for atom in flow.program.outputs)
+        for i in range(len(operands)):
+            cut = operands[i].dims[0] if i in region.scanned else None
+            if (cut is not None and base.operands[i].dims[0] is None) or (tested and i in region.carried):
+                operands[i] = base.operands[i]
+        while True:
+            bodies = self.bodies(base, region, operands)
+            ends = [body.ends for body in bodies[region.tests :]]
+            changed = [
+                i
+                for i, *several in zip(region.carried, *ends, strict=False)
+                if operands[i] != base.operands[i] and any(end != operands[i] for end in several)
+            ]
+            if not changed:
+                break
+            for i in changed:
+                operands[i] = base.operands[i]
+        made = []
+        for j, (var, layout) in enumerate(zip(results, base.made, strict=True)):
+            if j < len(region.carried):
+                made.append(operands[region.carried[j]])
+                continue
+            several = {Layout((None, *e[j].dims), e[j].partial) if region.stacks else e[j] for e in ends}
+            one = several.pop() if len(several) == 1 else finest(several, var.aval.shape, self.axes, var.aval.dtype)
+            made.append(self.first(var, layout, one))
+        bodies = [
+            dataclasses.replace(body, outputs=base.bodies[k].outputs if k < region.tests else inside(made, region))
+            for k, body in enumerate(bodies)
+        ]
+        finished = [self.first(*each) for each in zip(results, base.results, made, strict=True)]
+        return dataclasses.replace(
+            base, operands=tuple(operands), made=tuple(made), results=tuple(finished), bodies=tuple(bodies)
+        )
+
+    def bodies(self, base: Step, region: Region, operands: Sequence[Layout]) -> list[Flow]:
+        """Follows each body once."""
+        flows = []
+        for flow, inputs in zip(base.bodies, region.inputs, strict=True):
+            given = [Given(Layout(operands[i].dims[1:]) if i in region.scanned else operands[i]) for i in inputs]
+            flows.append(_Further(self.inner, self.axes, self.wishes).follow(flow, given))
+        return flows
+
+
+def alike_in_any_order(eqn: JaxprEqn, description: OperatorDescription) -> bool:
+    """Whether an equation only reduces, and by what has the same bits in any order: no sums of numbers with fractions.
+
+    Nor the greatest of those: of the two zeros either may be that.
+    """
+    monoids = {*description.reduced.values()}
+    whole = not any(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in (*eqn.invars, *eqn.outvars))
+    only = all(isinstance(factor.split, Free | Reduced) for factor in description.factors)
+    return only and not description.has(Algebra.CONTRACTS) and (monoids <= BITWISE or whole)
+
+
+BITWISE = {Monoid.AND, Monoid.OR, Monoid.XOR}
+
+
+@remembered
+def chosen_further(
+    eqn: JaxprEqn,
+    description: OperatorDescription,
+    ways: tuple[Way, ...],
+    given: Sequence[Given],
+    wishes: Sequence[Layout | None],
+    inner: Axes,
+    axes: Axes,
+) -> Choice | None:
+    """How an equation that is cut in some ways is cut along further axes as well; None if it is not.
+
+    Args:
+      eqn: the equation.
+      description: of it.
+      ways: how it is cut over `inner`; of a `Choice`, which may count elements where the description counts blocks.
+      given: what is known of each operand.
+      wishes: for each result the layout that it should have, if somebody says so.
+      inner: the axes that were there before.
+      axes: all of them.
+    """
+    ways = tuple(dataclasses.replace(way, split=description.factors[way.lead[0]].split) for way in ways)
+    found, best = ways, total_cost(eqn, description, ways, given, axes, (), wishes)
+    for axis in (name for name in axes if name not in inner):
+        for more in with_axis(description, given, wishes, found, axis, axes):
+            cost = total_cost(eqn, description, more, given, axes, (), wishes)
+            if cost is not None and (best is None or cost < best):
+                found, best = more, cost
+    return carried_out(eqn, description, found, given, axes, ()) if found != ways else None
+
+
+def with_axis(
+    description: OperatorDescription,
+    given: Sequence[Given],
+    wishes: Sequence[Layout | None],
+    ways: tuple[Way, ...],
+    axis: str,
+    axes: Axes,
+) -> Iterator[tuple[Way, ...]]:
+    """Ways with one more axis, as the minor one of those that divide the same, or as the major one."""
+    layouts = [each.layout for each in given]
+    for more in candidates(description, layouts, given, wishes, ways, axis, axes):
+        yield more
+        for k, way in enumerate(more):
+            if axis in way.axes and len(way.axes) > 1:
+                others = tuple(name for name in way.axes if name != axis)
+                yield (*more[:k], dataclasses.replace(way, axes=(axis, *others)), *more[k + 1 :])
+
+
+def inside(made: Sequence[Layout], region: Region) -> tuple[Layout, ...]:
+    """How bodies hand on what a loop or branch gives: of a stack, each turn its piece."""
+    first = len(region.carried)
+    return tuple(
+        Layout(layout.dims[1:], layout.partial) if region.stacks and j >= first else layout
+        for j, layout in enumerate(made)
+    )

@@ -1,0 +1,583 @@
+"""Carrying out a program by its layouts: one device's part of it, with explicit collectives.
+
+Knows flows, descriptions and exchange. Must not know how layouts were found, virtual nodes, nor which devices there
+are. What it makes runs inside `jax.shard_map` that is manual over all axes, or in a loop or branch of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from vnode.analysis.program import Atom, bind, context_of
+from vnode.operators import (
+    Algebra,
+    Free,
+    Monoid,
+    OperatorDescription,
+    Prefix,
+    Reduced,
+    Role,
+    Windowed,
+    evaluate,
+    evaluate_wide,
+)
+from vnode.operators.in_program import InProgram, as_array
+from vnode.operators.multi_operand_barrier import as_written, evaluate_together
+from vnode.operators.ordering_barrier import behind
+from vnode.operators.separate_rounding import Rounding
+from vnode.spmd.branch_groups import Branches
+from vnode.spmd.factor_blocks import Loop
+from vnode.spmd.layout import Axes, Cut, Layout, replicated
+from vnode.spmd.op_sharding import Choice, Given, Way, carried_out, is_narrow, itemsize, ways_to
+from vnode.spmd.resharding import sent
+from vnode.spmd.resharding_collectives import (
+    BRANCHES,
+    combine,
+    convert,
+    convert_after,
+    fetch,
+    in_step,
+    index_along,
+    moves,
+    placed,
+)
+from vnode.spmd.sharding_flow import Flow, Step
+
+FAR = 4
+"""So many times a copy's bytes are computed between two readings of it, if it is rather made again than held."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Alike:
+    """What it takes that compilers compute elements alike whatever the sizes of some axes.
+
+    Attributes:
+      axes: these axes.
+      in_memory: gives an array that what reads it finds in memory, in the common order of its dimensions.
+      rounding: of single elements; None where it is to be made of a program's values.
+    """
+
+    axes: Collection[str]
+    in_memory: Callable[[Any], Any]
+    rounding: Rounding | None = None
+
+    def there(self, values: Sequence[Any]) -> Alike:
+        """The same with a rounding, given values of the program that is being traced."""
+        return dataclasses.replace(self, rounding=self.rounding or Rounding.of(values))
+
+
+@dataclasses.dataclass(frozen=True)
+class Later:
+    """An input that is made when it is read first.
+
+    Attributes:
+      of: gives this device's array, of the latest result with floating-point numbers; of None if there is none yet.
+    """
+
+    of: Callable[[Any], Any]
+
+
+def run(
+    flow: Flow,
+    values: Sequence[Any],
+    axes: Axes,
+    platform: str,
+    everywhere: bool = True,
+    alike: Alike | None = None,
+    latest: Any = None,
+) -> list[Any]:
+    """Evaluates a program on one device of a mesh.
+
+    Args:
+      flow: layouts through it.
+      values: this device's arrays of its inputs, as `flow.inputs` says; or `Later`.
+      axes: of the mesh, those longer than one.
+      platform: what is compiled for.
+      everywhere: whether all devices of the mesh evaluate it.
+      alike: if compilers shall compute elements alike whatever the sizes of some axes.
+      latest: what was computed before.
+
+    Returns:
+      This device's arrays of the outputs, as `flow.outputs` says.
+    """
+    made = _Run(flow, axes, platform, alike)
+    made.latest = latest
+    with placed(axes), in_step(everywhere=everywhere or platform != "cpu", in_branches=True):
+        return made.all(values)
+
+
+class _Run:
+    """One evaluation of a program; holds each value in the layouts in which it was needed so far."""
+
+    def __init__(self, flow: Flow, axes: Axes, platform: str, alike: Alike | None) -> None:
+        self.flow, self.axes, self.platform = flow, axes, platform
+        self.alike = alike
+        self.held: dict[Var, dict[Layout, Any]] = {}
+        self.anyhow: dict[Var, JaxprEqn] = {}
+        self.asked: set[Var] = set()  # variables whose layout the program asks for
+        self.renamed: dict[Var, Step] = {}  # values in pieces that are other values in another shape
+        self.last: dict[tuple[Var, Layout], int] = {}  # copies of these: how much was computed when one was read
+        self.computed = 0  # bytes of results so far
+        self.latest: Any = None  # the last result that has floating-point numbers
+
+    def all(self, values: Sequence[Any]) -> list[Any]:
+        program = self.flow.program
+        self.alike = self.alike and self.alike.there(values)
+        for var, value, layout in zip(program.inputs, values, self.flow.inputs, strict=True):
+            self.held[var] = {layout: value}
+        rounding = self.rounding
+        for var, value in program.constants.items():
+            known = value if rounding is None else rounding.unknown(value)
+            self.held[var] = {replicated(len(var.aval.shape)): known}
+        for steps in as_written(self.flow.steps, equation_of, program.describe, lambda *_: True):
+            if len(steps) > 1:
+                with context_of(steps[0].eqn):
+                    for step, value in zip(steps, self.parts(steps), strict=True):
+                        self.hold(step, [value])
+                continue
+            (step,) = steps
+            if step.anyhow:
+                self.anyhow.update(dict.fromkeys(step.eqn.outvars, step.eqn))
+                continue
+            with context_of(step.eqn):
+                results = self.step(step)
+                if rounding is not None and not step.bodies:
+                    results = rounding.each(step.eqn, program.describe(step.eqn), results)
+            self.hold(step, results)
+        return [self.read(atom, layout) for atom, layout in zip(program.outputs, self.flow.outputs, strict=True)]
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """Of single elements, if compilers shall not choose."""
+        return None if self.alike is None else self.alike.rounding
+
+    def hold(self, step: Step, results: Sequence[Any]) -> None:
+        """Keeps what a step makes."""
+        for var, value, made, layout in zip(step.eqn.outvars, results, step.made, step.results, strict=True):
+            self.held[var] = {made: value}  # whoever needs it as it is made may have it so
+            if made.partial and in_another_shape(step):
+                self.renamed[var] = step
+            if layout != made:
+                self.held[var][layout] = self.converted(var, made, layout)
+                if step.leaves:
+                    del self.held[var][made]
+            self.computed += nbytes(value)
+            if nbytes(value) and jnp.issubdtype(value.dtype, np.floating):
+                self.latest = value
+            if step.asks:
+                self.asked.add(var)
+
+    def parts(self, steps: Sequence[Step]) -> list[Any]:
+        """What the parts of an identity of several operands make, evaluated together."""
+        operands = [
+            self.operand(step.eqn, step.choice, 0) if step.choice else self.read(step.eqn.invars[0], step.operands[0])
+            for step in steps
+        ]
+        return evaluate_together(steps[0].eqn, self.flow.program.describe, operands, self.platform)
+
+    def read(self, atom: Atom, layout: Layout) -> Any:
+        """A value in a layout."""
+        shape = getattr(atom.aval, "shape", ())
+        if isinstance(atom, Literal):
+            value = jnp.asarray(atom.val, atom.aval.dtype) if not layout.whole else atom.val
+            return convert(value, replicated(len(shape)), layout.complete, shape, self.axes)
+        if atom in self.anyhow and layout.complete not in self.held.setdefault(atom, {}):
+            self.held[atom][layout.complete] = self.made(self.anyhow[atom], layout.complete)
+        held = self.held[atom]
+        if atom in self.anyhow:
+            return held[layout.complete]
+        for start, value in held.items():
+            if isinstance(value, Later):
+                held[start] = value.of(self.latest)
+        if layout not in held:
+            if layout.partial and not any(start.partial for start in held):
+                return self.read(atom, layout.complete)  # zero is a piece of zero
+            start = self.nearest(atom, [start for start in held if {*layout.partial} <= {*start.partial}], layout)
+            held[layout] = self.gathered(self.converted(atom, start, layout), start, layout)
+        elif atom in self.asked and self.is_far(atom, layout):
+            start, *_ = held
+            value = behind(held[start], self.latest)
+            held[layout] = lax.bitcast_convert_type(convert(value, start, layout, shape, self.axes), atom.aval.dtype)
+        self.last[atom, layout] = self.computed
+        return held[layout]
+
+    def read_after(self, atom: Atom, layout: Layout, others: Sequence[Var]) -> Any:
+        """A value in a layout, gathered for who asks alone, when others are there."""
+        if isinstance(atom, Literal) or atom in self.anyhow or layout.partial:
+            return self.read(atom, layout)
+        held, latest = self.held[atom], [next(iter(self.held[var].values())) for var in others]
+        least = min(map(nbytes, held.values()))
+        start = self.nearest(atom, [start for start, value in held.items() if nbytes(value) == least], layout)
+        return convert_after(held[start], start, layout, atom.aval.shape, self.axes, latest)
+
+    def nearest(self, atom: Atom, several: Sequence[Layout], layout: Layout) -> Layout:
+        """That of several layouts of a value from which least is sent to bring it to another."""
+        shape, dtype = getattr(atom.aval, "shape", ()), atom.aval.dtype
+        return min(several, key=lambda start: sent(moves(start, layout, shape, self.axes, dtype), self.axes))
+
+    def converted(self, var: Var, start: Layout, layout: Layout) -> Any:
+        """A value that is held in another layout.
+
+        What is another value in another shape is made of that one's sum: whoever else reads that shares it. (XLA for
+        CPUs sums once for each shape.)
+        """
+        step = self.renamed.get(var)
+        if step is not None and step.choice is not None and start == step.made[0] and layout == start.complete:
+            (whole,) = (each.complete for each in step.choice.operands)
+            with context_of(step.eqn):
+                (value,) = self.evaluated(step.eqn, dataclasses.replace(step.choice, operands=(whole,), passed=()))
+            return value
+        return convert(self.held[var][start], start, layout, var.aval.shape, self.axes)
+
+    def gathered(self, value: Any, before: Layout, after: Layout) -> Any:
+        """A value that was perhaps gathered: compilers leave it in an order of dimensions that depends on which one."""
+        if self.alike is None or not jnp.issubdtype(value.dtype, np.inexact):
+            return value
+        lost = before.cut_axes.keys() - after.cut_axes.keys()
+        inside = any(before.cut_axes[name] > 0 for name in lost.intersection(self.alike.axes))
+        return self.alike.in_memory(value) if inside else value
+
+    def is_far(self, atom: Var, layout: Layout) -> bool:
+        """Whether so much was computed since a copy was read that it is rather made again.
+
+        What a program asks for is how a value is to be kept, too (Korthikanti et al., "Reducing activation
+        recomputation in large transformer models", 2022, section 4.2.2, gather again in the backward pass).
+        """
+        first, *_ = self.held[atom].values()
+        copy = self.held[atom][layout]
+        if nbytes(copy) <= nbytes(first) or not jnp.issubdtype(copy.dtype, np.floating) or self.latest is None:
+            return False
+        return self.computed - self.last[atom, layout] > FAR * nbytes(copy)
+
+    def made(self, eqn: JaxprEqn, layout: Layout) -> Any:
+        """A value from nothing, in a layout; made whole and cut where its equation cannot be cut so."""
+        description = self.flow.program.describe(eqn)
+        assert description is not None
+        with context_of(eqn):
+            ways = ways_to(description, 0, layout, self.axes)
+            given = [Given(replicated(len(getattr(atom.aval, "shape", ())))) for atom in eqn.invars]
+            choice = None if ways is None else carried_out(eqn, description, ways, given, self.axes, ())
+            if choice is not None and choice.results[0] == layout:
+                return self.apart(eqn, description, self.evaluated(eqn, choice))
+            whole = replicated(len(layout.dims))
+            operands = [self.read(atom, replicated(len(getattr(atom.aval, "shape", ())))) for atom in eqn.invars]
+            results = evaluate(description, eqn, operands, description.sizes, {}, self.platform)
+            value = self.apart(eqn, description, results)
+            return convert(value, whole, layout, eqn.outvars[0].aval.shape, self.axes)
+
+    def apart(self, eqn: JaxprEqn, description: OperatorDescription, results: Sequence[Any]) -> Any:
+        """A value from nothing of which compilers do not see what it is made of, unless that is constants.
+
+        On how many devices other arrays have the same shape (`Rounding.apart`) depends on the sizes of parts.
+        """
+        (value,) = results if self.rounding is None else self.rounding.each(eqn, description, results)
+        computed = any(isinstance(atom, Var) and atom not in self.anyhow for atom in eqn.invars)
+        return value if self.rounding is None or not computed else self.rounding.apart(value)
+
+    def step(self, step: Step) -> list[Any]:
+        if step.region is not None:
+            return self.region(step)
+        if step.branches is not None:
+            return self.side_by_side(step, step.branches)
+        if step.loop is not None:
+            return self.in_blocks(step, step.loop)
+        if step.choice is None:
+            operands = [self.read(atom, layout) for atom, layout in zip(step.eqn.invars, step.operands, strict=True)]
+            description = self.flow.program.describe(step.eqn)
+            if description is not None and description.layout is not None:
+                return operands
+            if description is not None and self.platform in description.replaced_on:
+                return evaluate(description, step.eqn, operands, description.sizes, {}, self.platform)
+            return bind(step.eqn, operands)
+        return self.evaluated(step.eqn, step.choice)
+
+    def evaluated(self, eqn: JaxprEqn, choice: Choice) -> list[Any]:
+        """A device's copy of an equation."""
+        d, sizes = choice.description, choice.sizes()
+        operands = [self.operand(eqn, choice, i) for i in range(len(eqn.invars))]
+        positions = {
+            f: functools.partial(places, way, choice.parts[f][0][0].length) for way in choice.ways for f in way.lead
+        }
+        partial = any(way.split.partial(way.lead) is not None for way in choice.ways)
+        narrow = partial and not choice.passed and any(is_narrow(var.aval.dtype) for var in eqn.outvars)
+        if narrow:
+            results = evaluate_wide(d, eqn, operands, sizes, positions, self.platform)
+        else:
+            results = evaluate(d, eqn, operands, sizes, positions, self.platform)
+        for way in choice.ways:
+            if isinstance(way.split, Prefix):
+                results = [self.continued(value, way, choice, d.results[i]) for i, value in enumerate(results)]
+        if narrow:
+            results = [
+                self.rounded(value, var, layout)
+                for value, var, layout in zip(results, eqn.outvars, choice.results, strict=True)
+            ]
+        for k in d.summed if not choice.passed else ():
+            if is_narrow(eqn.outvars[k].aval.dtype):
+                results[k] = self.rounded(results[k].astype(jnp.float32), eqn.outvars[k], choice.results[k])
+        return results
+
+    def rounded(self, value: Any, var: Var, layout: Layout) -> Any:
+        """A sum in pieces, combined before it is rounded."""
+        for monoid in dict.fromkeys(monoid for _, monoid in layout.partial):
+            value = combine(value, tuple(name for name, m in layout.partial if m is monoid), monoid)
+        return value.astype(var.aval.dtype)
+
+    def operand(self, eqn: JaxprEqn, choice: Choice, i: int) -> Any:
+        """What a device's copy is given of an operand."""
+        atom, want, d = eqn.invars[i], choice.operands[i], choice.description
+        value = self.read(atom, want)
+        dims = d.operands[i]
+        factors = {f for dim in dims for f in dim}
+        for k, dim in enumerate(dims):
+            for f in dim:
+                if f not in choice.parts:
+                    continue
+                intervals, way = choice.parts[f]
+                n, outer = atom.aval.shape[k], math.prod(d.sizes[g] for g in dim[: dim.index(f)])
+                cut = Cut(way.axes, outer, d.sizes[f])
+                if f not in way.lead:
+                    fill, lies_cut = around(way, i, value), want.dims[k] is not None
+                    value = fetch(value, k, cut, lies_cut, n, intervals, fill, self.axes)
+                elif d.sizes[f] < intervals[0].length * len(intervals[0].starts):
+                    value = self.masked(value, k, cut, n, way, choice, i)
+        for way in choice.ways:
+            monoid = way.split.partial(way.lead)
+            if d.roles.get(i) is Role.ONCE and monoid is not None and not factors & set(way.lead):
+                value = jnp.where(index_along(way.axes) == 0, value, monoid.identity(jnp.result_type(value)))
+        return value
+
+    def masked(self, value: Any, k: int, cut: Cut, n: int, way: Way, choice: Choice, i: int) -> Any:
+        """Overwrites what lies behind the end of a factor, where it would count."""
+        d, (f, *_) = choice.description, way.lead
+        if d.roles.get(i) is Role.INDEX or jnp.issubdtype(value.dtype, jax.dtypes.extended):
+            return value
+        if isinstance(way.split, Reduced):
+            fill = d.fill(f, value.dtype)
+        elif isinstance(way.split, Prefix):
+            fill = way.split.around.identity(value.dtype)
+        elif d.has(Algebra.CONTRACTS) or (isinstance(way.split, Free) and d.adds_along(f)):
+            fill = Monoid.SUM.identity(value.dtype)
+        else:
+            return value
+        length, inner = cut.block(self.axes), n // (cut.outer * cut.size)
+        real = places(way, length) < cut.size
+        shape = value.shape
+        value = value.reshape(*shape[:k], cut.outer, length, inner, *shape[k + 1 :])
+        real = lax.broadcast_in_dim(real, value.shape, (k + 1,))
+        return jnp.where(real, value, jnp.asarray(fill, value.dtype)).reshape(shape)
+
+    def continued(self, value: Any, way: Way, choice: Choice, dims: Any) -> Any:
+        """Running values, with those of the parts before taken up."""
+        split, (factor,) = way.split, way.lead
+        assert isinstance(split, Prefix)
+        axis = next(k for k, dim in enumerate(dims) if factor in dim)
+        ends = (
+            lax.slice_in_dim(value, 0, 1, axis=axis)
+            if split.reverse
+            else lax.slice_in_dim(value, value.shape[axis] - 1, value.shape[axis], axis=axis)
+        )
+        ends = lax.all_gather(ends, way.axes)
+        me, order = index_along(way.axes), list(range(ends.shape[0]))[:: -1 if split.reverse else 1]
+        before = ends[order[0]]
+        taken = before
+        for last, part in itertools.pairwise(order[1:]):
+            before = split.combine(before, ends[last]).astype(value.dtype)
+            taken = jnp.where(me == part, before, taken)
+        return jnp.where(me == order[0], value, split.combine(taken, value).astype(value.dtype))
+
+    def region(self, step: Step) -> list[Any]:
+        """A loop or branch, each device running its own part of the bodies."""
+        eqn, region = step.eqn, step.region
+        assert region is not None
+        whole = {*range(len(eqn.invars))} - {*region.carried, *region.scanned} if step.after else ()
+        operands = [
+            self.read_after(atom, layout, step.after) if i in whole else self.read(atom, layout)
+            for i, (atom, layout) in enumerate(zip(eqn.invars, step.operands, strict=True))
+        ]
+        for i in region.carried:
+            operands[i] = as_array(operands[i], eqn.invars[i])
+        bodies = [functools.partial(self.body, flow) for flow in step.bodies]
+        decided = region.chooser is not None or region.tests  # by what may be another value in another node
+        with in_step(everywhere=not (decided and BRANCHES.get()), in_branches=True):
+            return list(region.run(InProgram(eqn), bodies, operands))
+
+    def side_by_side(self, step: Step, branches: Branches) -> list[Any]:
+        """Branches of which this device evaluates one, or none; of what others compute it has nothing."""
+        atoms, axis = step.eqn.invars, branches.axis
+        operands = [as_array(self.read(atom, layout), atom) for atom, layout in zip(atoms, step.operands, strict=True)]
+        inner = {name: size for name, size in self.axes.items() if name != axis}
+
+        def nothing(i: int) -> jax.Array:
+            aval, layout = step.eqn.outvars[i].aval, step.made[i]
+            identity = dict(layout.partial)[axis].identity(aval.dtype)
+            return jnp.full(layout.local(aval.shape, self.axes), identity, aval.dtype)
+
+        def evaluate_branch(number: int, values: Sequence[Any]) -> list[Any]:
+            flow, makes = step.bodies[number], branches.results[number]
+            made = run(
+                flow,
+                [values[i] for i in branches.operands[number]],
+                inner,
+                self.platform,
+                everywhere=False,
+                alike=self.alike,
+            )
+            own = {i: as_array(x, a) for i, x, a in zip(makes, made, flow.program.outputs, strict=True)}
+            return [own[i] if i in own else nothing(i) for i in range(len(step.results))]
+
+        count = len(step.bodies)
+        several: list[Any] = [functools.partial(evaluate_branch, number) for number in range(count)]
+        if count < self.axes[axis]:
+            several.append(lambda _: [nothing(i) for i in range(len(step.results))])
+        return lax.switch(index_along((axis,)), several, operands)  # indices behind the last are clamped to it
+
+    def in_blocks(self, step: Step, loop: Loop) -> list[Any]:
+        """A loop over this device's blocks, as often as it has some; nothing is exchanged along their axes within."""
+        atoms, share, (flow,) = step.eqn.invars, loop.share, step.bodies
+        operands = [as_array(self.read(atom, layout), atom) for atom, layout in zip(atoms, step.operands, strict=True)]
+        inner = {name: size for name, size in self.axes.items() if name not in share.axes}
+        if loop.at is None:
+            me = index_along(share.axes)
+            count, first = (jnp.asarray(several, jnp.int32)[me] for several in (share.counts, share.starts))
+        else:
+            count, first = map(np.int32, loop.at)
+        places = self.in_place(step, loop)
+        held = [operands[places[j]] if j in places else self.room(step, loop, j) for j in range(len(loop.results))]
+        sources = {i: j for j, i in places.items()}
+
+        def turn(k: jax.Array, held: list[Any]) -> list[Any]:
+            own, place = [], k if loop.at is None else None
+            for i, (value, dim) in enumerate(zip(operands, loop.operands, strict=True)):
+                value = held[sources[i]] if i in sources else value  # where block k is as it was
+                own.append(value if dim is None else block_at(value, dim, place, share.most))
+            made = run(flow, [first + k, *own], inner, self.platform, everywhere=False, alike=self.alike)
+            taken = [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
+            return [
+                result.combine(before, value) if isinstance(result, Monoid) else put_at(before, value, result, place)
+                for before, value, result in zip(held, taken, loop.results, strict=True)
+            ]
+
+        made = turned(count, turn, held)
+        for i, (var, result) in enumerate(zip(step.eqn.outvars, loop.results, strict=True)):
+            if isinstance(result, Monoid) and is_narrow(var.aval.dtype):
+                names = (*share.axes, *(name for name, _ in flow.outputs[i].partial))
+                made[i] = combine(made[i], names, result).astype(var.aval.dtype)
+        return made
+
+    def in_place(self, step: Step, loop: Loop) -> dict[int, int]:
+        """For results of a loop the operand in whose place they are written: one that nobody reads afterwards.
+
+        Inputs and outputs are paired in order, so that a state that is donated is updated where it is.
+        """
+        program, found = self.flow.program, dict[int, int]()
+        order = {var: number for number, var in reversed([*enumerate(program.inputs)])}
+        ends = {var: number for number, var in reversed([*enumerate(program.outputs)]) if isinstance(var, Var)}
+        free = sorted(
+            (order.get(atom, len(order)), i)
+            for i, atom in enumerate(step.eqn.invars)
+            if isinstance(atom, Var) and loop.operands[i] is not None and self.last_reader.get(atom) is step.eqn
+        )
+        for _, j in sorted((ends.get(var, len(ends)), j) for j, var in enumerate(step.eqn.outvars)):
+            aval = step.eqn.outvars[j].aval
+            for place in free:
+                (_, i), given = place, step.eqn.invars[place[1]].aval
+                alike = given.shape == aval.shape and given.dtype == aval.dtype
+                if alike and loop.operands[i] == loop.results[j] and step.operands[i] == step.made[j]:
+                    found[j] = i
+                    free.remove(place)
+                    break
+        return found
+
+    @functools.cached_property
+    def last_reader(self) -> dict[Var, JaxprEqn | None]:
+        """The equation that reads a variable last; None if it is returned."""
+        last: dict[Var, JaxprEqn | None] = {}
+        for eqn in self.flow.program.equations:
+            last.update((atom, eqn) for atom in eqn.invars if isinstance(atom, Var))
+        return last | {atom: None for atom in self.flow.program.outputs if isinstance(atom, Var)}
+
+    @functools.cached_property
+    def handed(self) -> set[Var]:
+        """What loops and branches are given: they may return it as it is."""
+        regions = (step.eqn for step in self.flow.steps if step.region is not None)
+        return {atom for eqn in regions for atom in eqn.invars if isinstance(atom, Var)}
+
+    def room(self, step: Step, loop: Loop, j: int) -> Any:
+        """Where a loop begins to write a result, or to add one up."""
+        (flow,), result, var = step.bodies, loop.results[j], step.eqn.outvars[j]
+        dtype = flow.program.outputs[j].aval.dtype
+        if isinstance(result, Monoid):
+            return jnp.full(flow.outputs[j].local(var.aval.shape, self.axes), result.identity(dtype), dtype)
+        shape = step.made[j].local(var.aval.shape, self.axes)
+        returned = self.last_reader.get(var) is None  # by the caller, who may look behind the blocks
+        return jnp.zeros(shape, dtype) if returned or var in self.handed else lax.empty(shape, dtype)
+
+    def body(self, flow: Flow, values: Sequence[Any]) -> list[Any]:
+        made = run(flow, values, self.axes, self.platform, alike=self.alike)
+        return [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
+
+
+def in_another_shape(step: Step) -> bool:
+    """Whether a step gives its only operand, which is in pieces, another shape."""
+    if step.choice is None or not step.choice.passed or len(step.eqn.invars) != 1 or len(step.eqn.outvars) != 1:
+        return False
+    d, (x,), (out,) = step.choice.description, step.eqn.invars, step.eqn.outvars
+    same = isinstance(x, Var) and x.aval.size == out.aval.size and x.aval.dtype == out.aval.dtype
+    return same and d.has(Algebra.MOVES) and all(isinstance(factor.split, Free) for factor in d.factors)
+
+
+def turned(count: Any, turn: Callable[[jax.Array, list[Any]], list[Any]], held: list[Any]) -> list[Any]:
+    """A loop of so many turns, of which it is not made known to compilers that they are a certain number."""
+    state = jnp.int32(0), held
+    return lax.while_loop(lambda s: s[0] < count, lambda s: (s[0] + np.int32(1), turn(s[0], s[1])), state)[1]
+
+
+def block_at(value: Any, dim: int, k: jax.Array | None, blocks: int) -> Any:
+    """Block `k` of `blocks` along a dimension.
+
+    For who wants to know what it takes, and gives no `k`, it is the first one: slices from places that are known at run
+    time only are taken by kernels of their own on TPUs, but for those that a loop goes along.
+    """
+    length = value.shape[dim] // blocks
+    if k is None:
+        return lax.slice_in_dim(value, 0, length, axis=dim)
+    return lax.dynamic_slice_in_dim(value, k * length, length, axis=dim)
+
+
+def put_at(value: Any, block: Any, dim: int, k: jax.Array | None) -> Any:
+    """A value with one of its blocks replaced; see `block_at`."""
+    return lax.dynamic_update_slice_in_dim(value, block, 0 if k is None else k * block.shape[dim], axis=dim)
+
+
+def equation_of(step: Step) -> JaxprEqn | None:
+    """What is evaluated in its turn."""
+    return None if step.anyhow else step.eqn
+
+
+def nbytes(value: Any) -> int:
+    """Of one device's array; none of keys."""
+    return int(getattr(value, "size", 0)) * itemsize(getattr(value, "dtype", None))
+
+
+def places(way: Way, length: int) -> jax.Array:
+    """The indices of this device's block of what a way cuts, int32."""
+    return index_along(way.axes) * length + jnp.arange(length, dtype=jnp.int32)
+
+
+def around(way: Way, operand: int, value: Any) -> Any:
+    """What stands where a window reaches beyond an operand; None for anything."""
+    if not isinstance(way.split, Windowed):
+        return None
+    return way.split.around[operand].identity(value.dtype) if way.split.around else np.zeros((), value.dtype)

@@ -1,0 +1,323 @@
+"""What is cut together with a dimension: the dimensions and factors that it is tied to through a program.
+
+Knows programs, descriptions, loops and branches, and how many equal blocks there are. Must not know meshes, nor which
+device has what.
+
+A block of a dimension is a range of consecutive indices. An equation that reads a value by such a range has the same
+range of one of its factors, and with it of every other value that the factor indexes. What that makes of a
+program is hidden units with all weights, activations and gradients that have them; heads, channels, words. What a loop
+or branch is given, and what it carries and returns, is cut inside as it is outside.
+
+An equation that would be cut along two of its factors at once, as a product of hidden units with a recurrent weight, is
+cut along the one with which fewer bytes are brought together. What has the other one it reads, or makes, in one piece.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from jax.extend.core import JaxprEqn, Var
+
+from vnode.analysis.program import Atom, Program, message_about
+from vnode.errors import PartitionError
+from vnode.operators import Free, LookedUp, Monoid, OperatorDescription, Reduced
+from vnode.operators.control_flow import Region, region_of
+from vnode.operators.description import Dims
+from vnode.spmd.op_sharding import itemsize
+
+Place = tuple[Program, int]
+"""An equation: of which program, the whole one or a body, and its number there."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tied:
+    """What is cut together.
+
+    Attributes:
+      dims: for each value that is cut, the dimension; of all bodies as well.
+      factors: for each equation that is cut, by number, the factor.
+      bodies: for each loop or branch that is cut, by number, what is cut in each of `Program.bodies`.
+    """
+
+    dims: Mapping[Var, int]
+    factors: Mapping[int, int]
+    bodies: Mapping[int, tuple[Tied, ...]]
+
+
+def tied(program: Program, dims: Mapping[Var, int], blocks: int) -> Tied:
+    """Follows a dimension through a program, forward and backward.
+
+    Args:
+      program: with calls inlined.
+      dims: values, and the dimension of each that is cut.
+      blocks: how many equal blocks.
+
+    Raises:
+      PartitionError: an equation cannot be evaluated block by block; the message says which, where, and why.
+    """
+    decided = _Decided({}, set())
+    while True:
+        try:
+            return _Follower(program, blocks, decided).all(dims)
+        except _Otherwise:  # what followed from what was decided before is forgotten
+            continue
+
+
+def taken(program: Program, factors: Mapping[int, int], blocks: int) -> Tied:
+    """What single equations cut, along given factors; others are left as they are.
+
+    Args:
+      program: with calls inlined.
+      factors: for equations, by number, the factor.
+      blocks: how many equal blocks.
+
+    Raises:
+      PartitionError: as `tied`.
+    """
+    follower = _Follower(program, blocks, _Decided({}, set()))
+    for number, factor in factors.items():
+        place = program, number
+        description = follower.described(place)
+        if description.sizes[factor] % blocks:
+            eqn = program.equations[number]
+            refuse(eqn, f"has a factor of {description.sizes[factor]} there, which is not {blocks} equal blocks")
+        follower.cut(place, description, factor)
+    return follower.found(program)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Decided:
+    """What is known where a dimension meets itself.
+
+    Attributes:
+      dims: for values that loops and branches hand on, along which of two dimensions they are cut.
+      apart: for equations the factors along which they are not cut.
+    """
+
+    dims: dict[Var, int]
+    apart: set[tuple[Place, int]]
+
+
+class _Otherwise(Exception):
+    """Something that was followed already was decided otherwise."""
+
+
+class _Follower:
+    """Follows one dimension; `dims` and `factors` are what it finds.
+
+    Args:
+      program: the whole program.
+      blocks: how many.
+      decided: what it keeps to, and adds to.
+    """
+
+    def __init__(self, program: Program, blocks: int, decided: _Decided) -> None:
+        self.program, self.blocks, self.decided = program, blocks, decided
+        self.dims: dict[Var, int] = {}
+        self.factors: dict[Place, int] = {}
+        self.entered: dict[Place, None] = {}
+        self.waiting: collections.deque[Var] = collections.deque()  # what is nearest to where it began first
+        self.readers: dict[Var, list[Place]] = {}
+        self.links: dict[Var, list[tuple[JaxprEqn, Var, int]]] = {}
+        self.register(program)
+
+    def all(self, dims: Mapping[Var, int]) -> Tied:
+        """Follows the dimensions of values wherever they lead."""
+        self.dims.update(dims)
+        self.waiting.extend(dims)
+        while self.waiting:
+            for place in self.readers.get(var := self.waiting.popleft(), ()):
+                self.look(place, var)
+            for eqn, other, further in self.links.get(var, ()):
+                self.link(eqn, var, other, self.dims[var] + further)
+        return self.found(self.program)
+
+    def found(self, program: Program) -> Tied:
+        """What is cut in a program."""
+        factors = {number: factor for (of, number), factor in self.factors.items() if of is program}
+        inside = sorted(number for of, number in self.entered if of is program)
+        bodies = {n: tuple(map(self.found, program.bodies(program.equations[n]))) for n in inside}
+        return Tied(self.dims, dict(sorted(factors.items())), bodies)
+
+    def register(self, program: Program) -> None:
+        for number, eqn in enumerate(program.equations):
+            for atom in dict.fromkeys(a for a in (*eqn.invars, *eqn.outvars) if isinstance(a, Var)):
+                self.readers.setdefault(atom, []).append((program, number))
+
+    def give(self, var: Var, dim: int) -> None:
+        """Says along which dimension a value is kept in blocks; the first that is said holds.
+
+        Equations that have it along another one bring it into that form.
+        """
+        if var not in self.dims:
+            self.dims[var] = self.decided.dims.get(var, dim)
+            self.waiting.append(var)
+
+    def look(self, place: Place, var: Var) -> None:
+        """Follows a value that is cut through one equation."""
+        program, number = place
+        eqn = program.equations[number]
+        region = region_of(eqn)
+        if region is not None:
+            if place not in self.entered:
+                self.enter(place, region)
+            return
+        description = self.described(place)
+        found: dict[int, None] = {}
+        for atoms, several in ((eqn.invars, description.operands), (eqn.outvars, description.results)):
+            for atom, dims in zip(atoms, several, strict=True):
+                if atom is var:
+                    found[self.major(eqn, description, dims, self.dims[var])] = None
+        for factor in found:
+            self.cut(place, description, factor)
+
+    def cut(self, place: Place, description: OperatorDescription, factor: int) -> None:
+        """Cuts an equation along one of its factors, unless along another one less is brought together."""
+        program, number = place
+        eqn = program.equations[number]
+        if (place, factor) in self.decided.apart:
+            return
+        before = self.factors.get(place, factor)
+        if before != factor:
+            worse = max((factor, before), key=lambda f: self.brought(eqn, description, f))
+            self.decided.apart.add((place, worse))
+            if worse == before:
+                raise _Otherwise
+            return
+        self.factors[place] = factor
+        self.check(eqn, description, factor)
+        for atoms, several in ((eqn.invars, description.operands), (eqn.outvars, description.results)):
+            for atom, dims in zip(atoms, several, strict=True):
+                self.follow(eqn, description, factor, atom, dims)
+
+    def brought(self, eqn: JaxprEqn, description: OperatorDescription, factor: int) -> int:
+        """Bytes that are brought together for an equation that is cut along a factor: gathered, or added up."""
+        gathered = 0
+        for atoms, several in ((eqn.invars, description.operands), (eqn.outvars, description.results)):
+            for atom, dims in zip(atoms, several, strict=True):
+                if isinstance(atom, Var) and atom in self.dims and dim_of(factor, dims) != self.dims[atom]:
+                    gathered += nbytes(atom)
+        monoid = partial(description, factor)
+        return gathered + (0 if monoid is None else sum(map(nbytes, eqn.outvars)))
+
+    # Loops and branches
+
+    def enter(self, place: Place, region: Region) -> None:
+        """Ties what a loop or branch is given and returns to what its bodies have of it."""
+        program, number = place
+        eqn = program.equations[number]
+        self.entered[place] = None
+        if eqn.effects:
+            refuse(eqn, "has an effect, and would have it once a device")
+        for k, (body, inputs) in enumerate(zip(program.bodies(eqn), region.inputs, strict=True)):
+            self.register(body)
+            given = dict(zip(inputs, body.inputs, strict=True))
+            for i, var in given.items():
+                self.tie(eqn, eqn.invars[i], var, -1 if i in region.scanned else 0)
+            if k < region.tests:
+                continue
+            for j, (atom, var) in enumerate(zip(body.outputs, eqn.outvars, strict=True)):
+                if j < len(region.carried):
+                    self.tie(eqn, given[region.carried[j]], atom, 0)
+                    self.tie(eqn, var, atom, 0)
+                else:
+                    self.tie(eqn, var, atom, -1 if region.stacks else 0)
+
+    def tie(self, eqn: JaxprEqn, outer: Atom, inner: Atom, further: int) -> None:
+        if isinstance(outer, Var) and isinstance(inner, Var):
+            for var, other, step in ((outer, inner, further), (inner, outer, -further)):
+                self.links.setdefault(var, []).append((eqn, other, step))
+                if var in self.dims:
+                    self.waiting.append(var)
+
+    def link(self, eqn: JaxprEqn, var: Var, other: Var, dim: int) -> None:
+        """Cuts what a loop or branch has of a value as the value is cut."""
+        if dim < 0:
+            refuse(eqn, "goes along it, one index after the other", [f"a value of shape {var.aval.shape}"])
+        self.give(other, dim)
+        if self.dims[other] != dim:
+            if other not in self.decided.dims:
+                self.decided.dims[other] = dim
+                raise _Otherwise
+            facts = [f"a value of shape {other.aval.shape} is cut along dimensions {self.dims[other]} and {dim}"]
+            refuse(eqn, "ties a dimension to another one of the same value", facts)
+
+    # Single equations
+
+    def described(self, place: Place) -> OperatorDescription:
+        """The description of an equation that is to be cut."""
+        program, number = place
+        eqn = program.equations[number]
+        if region_of(eqn) is not None:
+            refuse(eqn, "is a loop or a branch, and has no factors")
+        description = program.describe(eqn)
+        if description is None:
+            refuse(eqn, "has no description, or is in blocks already")
+        if eqn.effects:
+            refuse(eqn, "has an effect, and would have it once a block")
+        return description
+
+    def major(self, eqn: JaxprEqn, description: OperatorDescription, dims: Dims, dim: int) -> int:
+        """The factor whose ranges are ranges of a dimension."""
+        major = next((f for f in dims[dim] if description.sizes[f] > 1), None)
+        if major is None or description.sizes[major] % self.blocks:
+            size = 1 if major is None else description.sizes[major]
+            refuse(eqn, f"has a factor of {size} there, which is not {self.blocks} equal blocks")
+        return major
+
+    def check(self, eqn: JaxprEqn, description: OperatorDescription, factor: int) -> None:
+        """Checks that an equation gives independent results, or pieces, for each range of a factor."""
+        split = description.factors[factor].split
+        if isinstance(split, Free | Reduced | LookedUp):
+            return
+        why = {
+            "Windowed": "slides a window along it: a block needs some of its neighbours",
+            "Shifted": "moves elements along it, out of one block into another",
+            "Prefix": "makes running values along it: a block needs those before",
+        }.get(type(split).__name__, "needs all of its indices at once")
+        refuse(eqn, why)
+
+    def follow(self, eqn: JaxprEqn, description: OperatorDescription, factor: int, atom: Atom, dims: Dims) -> None:
+        """Cuts another value of an equation."""
+        having = [d for d, dim in enumerate(dims) if factor in dim]
+        if not having or not isinstance(atom, Var):
+            return
+        if len(having) > 1:
+            refuse(eqn, "has it as two dimensions of one value")
+        (dim,) = having
+        if next(f for f in dims[dim] if description.sizes[f] > 1) != factor:
+            shape = atom.aval.shape
+            refuse(eqn, f"puts it behind other indices: blocks would lie apart in dimension {dim} of {shape}")
+        self.give(atom, dim)
+
+
+def refuse(eqn: JaxprEqn, why: str, facts: Sequence[str] = ()) -> NoReturn:
+    """Says why an equation cannot be evaluated block by block."""
+    raise PartitionError(
+        message_about(
+            eqn,
+            f"A dimension cannot be cut into blocks: {eqn.primitive.name!r} {why}.",
+            facts=facts,
+            remedies=["cut another dimension", "or share the samples unevenly instead: nodes in different numbers"],
+        )
+    )
+
+
+def partial(description: OperatorDescription, factor: int) -> Monoid | None:
+    """How the results of an equation's blocks combine; None if each is a block of the whole."""
+    split = description.factors[factor].split
+    return split.partial((factor,))
+
+
+def dim_of(factor: int, dims: Dims) -> int | None:
+    """The dimension of a value that has a factor."""
+    return next((d for d, dim in enumerate(dims) if factor in dim), None)
+
+
+def nbytes(atom: Atom) -> int:
+    """Of a whole value."""
+    return math.prod(atom.aval.shape) * itemsize(atom.aval.dtype)

@@ -1,0 +1,526 @@
+"""Blocks of a factor in loops of run-time length: virtual nodes along hidden units, heads, channels, words.
+
+Knows programs, what is cut together in them, and how many blocks each device has. Must not know layouts, nor how
+anything is carried out.
+
+All equations that have a factor are evaluated block by block, as virtual nodes are example by example: one loop over a
+device's own blocks, as often as it has blocks. What has the factor is written block by block, what is reduced
+over it is added up, first in the loop and then over devices. An equation that reads such a sum is in a later loop.
+The loops of a train step are few: one forward, one backward with the optimizer's update in it. Loops and branches of
+the program itself stay what they are: what they carry and stack is in blocks, and so are their bodies.
+
+Source: unequal shares of an operator's dimensions are AccPar's (Song et al., HPCA 2020, section 5). There they were
+simulated; programs of one shape for all devices, as XLA's, pad all to the largest share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import JaxprEqn, Literal, Primitive, Var
+
+from vnode.analysis.program import Atom, Program, barrier_equation, bind, context_of, inline
+from vnode.errors import PartitionError
+from vnode.operators import Monoid, OperatorDescription, Role, evaluate, evaluate_wide
+from vnode.operators.control_flow import region_of, with_bodies
+from vnode.operators.sharding import constraint_equation
+from vnode.spmd.dimension_propagation import Tied, dim_of, nbytes, partial, refuse, taken, tied
+from vnode.spmd.op_sharding import is_narrow
+from vnode.spmd.uneven_blocks import Share, check_divides, restored, stored
+
+in_blocks_p = Primitive("in_blocks")
+in_blocks_p.multiple_results = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """What an `in_blocks` equation consists of.
+
+    Attributes:
+      share: whose blocks are how many.
+      program: of one block: from the block's number, int32, and the operands, to the results. Sums of narrow types are
+        handed on in float32.
+      operands: for each operand the dimension of which the program is given a block; None for all of it.
+      results: for each result the dimension of which the program makes a block, or how the blocks' results combine.
+      dtypes: of each result.
+      at: how many blocks, and from which one on, a device has that stands for all, for who wants to know what it takes;
+        None where each finds out which are its own.
+    """
+
+    share: Share
+    program: Program
+    operands: tuple[int | None, ...]
+    results: tuple[int | Monoid, ...]
+    dtypes: tuple[Any, ...]
+    at: tuple[int, int] | None = None
+
+
+@in_blocks_p.def_abstract_eval
+def _(*_: Any, loop: Loop) -> list[Any]:
+    """The types of results, as a program that is traced anew has them."""
+    found = []
+    for atom, result, dtype in zip(loop.program.outputs, loop.results, loop.dtypes, strict=True):
+        shape = list(atom.aval.shape)
+        if not isinstance(result, Monoid):
+            shape[result] *= loop.share.most * len(loop.share.counts)
+        found.append(ShapedArray(tuple(shape), dtype))
+    return found
+
+
+def loop_of(eqn: JaxprEqn) -> Loop | None:
+    """The loop that an equation is; None if it is none of `in_blocks`."""
+    return eqn.params["loop"] if eqn.primitive is in_blocks_p else None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InBlocks:
+    """A program with a dimension in blocks.
+
+    Attributes:
+      program: for `vnode.spmd.sharding_flow.follow` over a mesh that has the share's axes. What has the dimension is
+      given and
+        returned as `vnode.spmd.uneven_blocks.stored` stores it.
+      share: whose blocks are how many.
+      inputs: for each input the dimension that is in blocks, or None.
+      outputs: the same of outputs.
+      gathered: values that are made in blocks and read in one piece, those of bodies among them.
+    """
+
+    program: Program
+    share: Share
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+    gathered: tuple[Var, ...] = ()
+
+    def put(self, values: Sequence[Any]) -> list[Any]:
+        """Inputs as the program takes them, of inputs in the user's shapes."""
+        return [x if d is None else stored(x, d, self.share) for x, d in zip(values, self.inputs, strict=True)]
+
+    def get(self, values: Sequence[Any]) -> list[Any]:
+        """Outputs in the user's shapes, of outputs as the program makes them."""
+        return [x if d is None else restored(x, d, self.share) for x, d in zip(values, self.outputs, strict=True)]
+
+
+def in_blocks(
+    program: Program,
+    share: Share,
+    dims: Mapping[int, int],
+    others: bool = True,
+    whole: Collection[int] = (),
+    names: Mapping[int, str] | None = None,
+) -> InBlocks:
+    """A program in which everything that has a dimension is computed block by block.
+
+    Args:
+      program: with calls inlined, its gradients and updates in it.
+      share: whose blocks are how many.
+      dims: for some inputs, by number, the dimension that is cut into blocks. What is tied to it through the program is
+        found: one weight of a layer says enough.
+      others: whether other inputs that are tied to them are given in blocks as well, or in one piece.
+      whole: outputs, by number, that are returned in one piece.
+      names: what errors call inputs, by number.
+
+    Returns:
+      The program, and which of its inputs and outputs are stored in blocks.
+
+    Raises:
+      PartitionError: an equation that has the dimension is neither free in it nor a reduction of it; or the blocks do
+        not divide it.
+
+    Example:
+      >>> def perceptron(w, v, x):
+      ...     return jax.nn.relu(x @ w) @ v
+      >>> shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 16), (16, 4), (2, 4))]
+      >>> closed = jax.make_jaxpr(perceptron)(*shapes)
+      >>> split = in_blocks(inline(closed.jaxpr, closed.consts), Share(("model",), (5, 3)), {0: 1})
+      >>> split.inputs, [var.aval.shape for var in split.program.inputs]
+      ((1, 0, None), [(4, 20), (20, 4), (2, 4)])
+      >>> [eqn.primitive.name for eqn in split.program.equations]
+      ['in_blocks']
+    """
+    for number, dim in dims.items():
+        if not 0 <= number < len(program.inputs):
+            raise PartitionError(f"input {number} is to be cut, of a program that has {len(program.inputs)}")
+        check_divides(share, program.inputs[number].aval.shape, dim, (names or {}).get(number, f"input {number}"))
+    found = tied(program, {program.inputs[number]: dim for number, dim in dims.items()}, share.blocks)
+    outputs = [
+        found.dims.get(atom) if isinstance(atom, Var) and i not in whole else None
+        for i, atom in enumerate(program.outputs)
+    ]
+    inputs = [found.dims.get(var) if others or i in dims else None for i, var in enumerate(program.inputs)]
+    return _Builder(program, share, found, inputs, outputs).build()
+
+
+def some_in_blocks(program: Program, share: Share, factors: Mapping[int, int]) -> InBlocks:
+    """A program in which single equations are computed block by block, and others as they were.
+
+    Values that both have are brought from one form to the other in between; inputs that are read in blocks are
+    stored so.
+
+    Args:
+      program: with calls inlined.
+      share: whose blocks are how many.
+      factors: for equations, by number, the factor of their description that is cut.
+
+    Returns:
+      The program, and which of its inputs and outputs are stored in blocks. Equations that are not cut are the same
+      objects as before.
+
+    Raises:
+      PartitionError: as `in_blocks`.
+    """
+    found = taken(program, factors, share.blocks)
+    return _Builder(program, share, found, [found.dims.get(var) for var in program.inputs]).build()
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A loop.
+
+    Attributes:
+      inside: the equations that it evaluates, by number.
+      makes: what it hands on.
+    """
+
+    inside: tuple[int, ...]
+    makes: tuple[Var, ...]
+
+
+class _Builder:
+    """Makes loops of the equations that are cut, and the program with them.
+
+    A value has a form: in one piece, None, or in blocks along a dimension. It is brought into others as they are read.
+
+    Args:
+      program: what is built anew.
+      share: whose blocks are how many.
+      found: what is cut.
+      inputs: the form in which each input is given.
+      outputs: the form in which each output is handed on; by default as it is made.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        share: Share,
+        found: Tied,
+        inputs: Sequence[int | None],
+        outputs: Sequence[int | None] | None = None,
+    ) -> None:
+        self.program, self.share, self.found, self.factors = program, share, found, found.factors
+        self.monoids = {number: self.monoid(number) for number in self.factors}
+        self.makers = {var: number for number, eqn in enumerate(program.equations) for var in eqn.outvars}
+        self.made = self.made_in(inputs)
+        self.outputs = [self.made.get(a) for a in self.vars(program.outputs)] if outputs is None else list(outputs)
+        self.readers: dict[Var, dict[int, None]] = {}
+        for number in range(len(program.equations)):
+            for var, _ in self.reads(number):
+                self.readers.setdefault(var, {})[number] = None
+        self.returned = {atom for atom in program.outputs if isinstance(atom, Var)}
+        self.stages = self.soonest()
+        self.loops = self.planned()
+        self.names: dict[tuple[Var, int | None], Var] = {}
+        self.gathered: list[Var] = []
+
+    @staticmethod
+    def vars(atoms: Sequence[Atom]) -> list[Var | None]:
+        """Variables, with None for literals."""
+        return [atom if isinstance(atom, Var) else None for atom in atoms]
+
+    def monoid(self, number: int) -> Monoid | None:
+        """How an equation's blocks combine; None if they stand one beside the other."""
+        eqn, factor = self.program.equations[number], self.factors[number]
+        description = self.described(number)
+        monoid = partial(description, factor)
+        having = [dim_of(factor, dims) is not None for dims in description.results]
+        if any(has is (monoid is not None) for has in having):
+            refuse(eqn, "has results that have the factor, and others that do not")
+        if any(jnp.issubdtype(atom.aval.dtype, jax.dtypes.extended) for atom in eqn.outvars):
+            refuse(eqn, "makes random keys")
+        return monoid
+
+    def described(self, number: int) -> OperatorDescription:
+        """What an equation that is cut does."""
+        description = self.program.describe(self.program.equations[number])
+        assert description is not None
+        return description
+
+    # Forms
+
+    def made_in(self, inputs: Sequence[int | None]) -> dict[Var | None, int | None]:
+        """The form in which each value is given or made."""
+        made: dict[Var | None, int | None] = dict(zip(self.program.inputs, inputs, strict=True))
+        for number, factor in self.factors.items():
+            outvars = self.program.equations[number].outvars
+            for var, dims in zip(outvars, self.described(number).results, strict=True):
+                made[var] = dim_of(factor, dims)
+        for number in self.found.bodies:
+            made.update((var, self.found.dims.get(var)) for var in self.program.equations[number].outvars)
+        return made
+
+    def forms(self, number: int) -> list[int | None]:
+        """The form in which an equation reads each operand."""
+        eqn = self.program.equations[number]
+        if number in self.factors:
+            return [dim_of(self.factors[number], dims) for dims in self.described(number).operands]
+        if number in self.found.bodies:
+            return [self.found.dims.get(atom) if isinstance(atom, Var) else None for atom in eqn.invars]
+        return [None] * len(eqn.invars)
+
+    def reads(self, number: int) -> list[tuple[Var, int | None]]:
+        """The values that an equation reads, without literals, and in which form."""
+        several = zip(self.program.equations[number].invars, self.forms(number), strict=True)
+        return [(atom, form) for atom, form in several if isinstance(atom, Var)]
+
+    # Which equation is in which loop
+
+    def soonest(self) -> dict[int, int]:
+        """For each equation how many loops must have ended before it: those whose sums it depends on."""
+        stages: dict[int, int] = {}
+        for number in range(len(self.program.equations)):
+            sources = [(self.makers[var], var, form) for var, form in self.reads(number) if var in self.makers]
+            stages[number] = max((stages[s] + self.ends(var, number, form) for s, var, form in sources), default=0)
+        return stages
+
+    def ends(self, var: Var, reader: int, form: int | None) -> bool:
+        """Whether a loop must have ended before what it makes is read: all but a block by the same block."""
+        return self.makers.get(var) in self.factors and (reader not in self.factors or not self.is_own(var, form))
+
+    def is_own(self, var: Var, form: int | None) -> bool:
+        """Whether what is read of a value by a block is what the same block of a loop makes of it."""
+        return self.monoids.get(self.makers.get(var, -1), Monoid.SUM) is None and form == self.made[var]
+
+    def planned(self) -> dict[int, Planned]:
+        """The loops by stage: what each evaluates and hands on, found backward from what others read.
+
+        What a loop needs of an earlier one is handed on, or evaluated again where that holds fewer bytes.
+        """
+        wanted: dict[int, set[Var]] = {}
+        for number in range(len(self.program.equations)):
+            for var, form in self.reads(number):
+                if self.ends(var, number, form):
+                    wanted.setdefault(self.stages[self.makers[var]], set()).add(var)
+        for var in self.returned:
+            if self.makers.get(var) in self.factors:
+                wanted.setdefault(self.stages[self.makers[var]], set()).add(var)
+        loops: dict[int, Planned] = {}
+        for stage in range(max(self.stages.values(), default=0), -1, -1):
+            makes = wanted.get(stage, set())
+            inside, border = self.needed({self.makers[var] for var in makes}, stage)
+            handed = {var for var in border if not self.is_cheap(var)}
+            for var in sorted(border - handed, key=self.order):
+                again, sources = self.again(var, handed)
+                if sum(map(nbytes, sources - handed)) <= nbytes(var):
+                    handed |= sources
+                    inside |= again
+                else:
+                    handed.add(var)
+            for var in handed:
+                wanted.setdefault(self.stages[self.makers[var]], set()).add(var)
+            if inside:
+                loops[stage] = Planned(tuple(sorted(inside)), tuple(sorted(makes, key=self.order)))
+        return loops
+
+    def order(self, var: Var) -> tuple[int, int]:
+        """Where a value is made."""
+        maker = self.makers[var]
+        return maker, self.program.equations[maker].outvars.index(var)
+
+    def needed(self, roots: set[int], stage: int) -> tuple[set[int], set[Var]]:
+        """The equations of a stage that others of it need, and what they need of earlier ones in blocks."""
+        inside, border, pending = set(roots), set[Var](), list(roots)
+        while pending:
+            for var, form in self.reads(pending.pop()):
+                maker = self.makers.get(var, -1)
+                if not self.is_own(var, form) or maker in inside:
+                    continue
+                if self.stages[maker] < stage:
+                    border.add(var)
+                else:
+                    inside.add(maker)
+                    pending.append(maker)
+        return inside, border
+
+    def again(self, var: Var, handed: Container[Var]) -> tuple[set[int], set[Var]]:
+        """The equations that make a value again of what is given or handed on, and what must be handed on for it."""
+        inside, sources, pending = set[int](), set[Var](), [(var, self.made[var])]
+        while pending:
+            var, form = pending.pop()
+            maker = self.makers.get(var, -1)
+            if not self.is_own(var, form) or maker in inside:
+                continue
+            if var in handed or not self.is_cheap(var):
+                sources.add(var)
+            else:
+                inside.add(maker)
+                pending += self.reads(maker)
+        return inside, sources
+
+    def is_cheap(self, var: Var) -> bool:
+        """Whether a value is made element by element, or of nothing."""
+        return self.described(self.makers[var]).by_element
+
+    # The program
+
+    def build(self) -> InBlocks:
+        equations: list[JaxprEqn] = []
+        there: set[tuple[Var, int | None]] = {(var, self.made[var]) for var in self.program.inputs}
+
+        def there_is(var: Var, form: int | None) -> Var:
+            """A value in a form, brought into it if it was not yet."""
+            made = self.made.get(var)
+            if form != made and (var, form) not in there:
+                change, start, dim = (gathered, made, made) if form is None else (stored, None, form)
+                self.gathered += [var] if form is None else []
+                equations.extend(between(change, there_is(var, start), self.name(var, form), dim, self.share))
+                there.add((var, form))
+            return self.name(var, form)
+
+        for stage in range(max(self.stages.values(), default=0) + 1):
+            for number in sorted(number for number, own in self.stages.items() if own == stage):
+                if number not in self.factors:
+                    for var, form in self.reads(number):
+                        there_is(var, form)
+                    cut = number in self.found.bodies
+                    equations.append(self.region(number) if cut else self.program.equations[number])
+            if stage in self.loops:
+                loop, reads = self.loop(self.loops[stage])
+                invars: list[Atom] = [there_is(*read) for read in reads]
+                makes = self.loops[stage].makes
+                equations.append(loop.replace(invars=invars, outvars=[self.name(v, self.made[v]) for v in makes]))
+        outputs = [
+            atom if isinstance(atom, Literal) else there_is(atom, form)
+            for atom, form in zip(self.program.outputs, self.outputs, strict=True)
+        ]
+        inputs = [self.made[var] for var in self.program.inputs]
+        program = dataclasses.replace(
+            self.program,
+            inputs=[self.name(var, form) for var, form in zip(self.program.inputs, inputs, strict=True)],
+            equations=equations,
+            outputs=outputs,
+            _descriptions={},
+            _bodies={},
+        )
+        return InBlocks(program, self.share, tuple(inputs), tuple(self.outputs), tuple(self.gathered))
+
+    def name(self, var: Var, form: int | None) -> Var:
+        """The variable for a value in a form."""
+        if form is None:
+            return var
+        if (var, form) not in self.names:
+            shape = list(var.aval.shape)
+            shape[form] = self.share.room(shape[form])
+            self.names[var, form] = Var(var.aval.update(shape=tuple(shape)))
+        return self.names[var, form]
+
+    def region(self, number: int) -> JaxprEqn:
+        """A loop or branch whose bodies are in blocks."""
+        eqn = self.program.equations[number]
+        region = region_of(eqn)
+        assert region is not None
+        bodies = []
+        for k, (body, found) in enumerate(zip(self.program.bodies(eqn), self.found.bodies[number], strict=True)):
+            outputs = [found.dims.get(var) if var is not None else None for var in self.vars(body.outputs)]
+            inputs = [found.dims.get(var) for var in body.inputs]
+            ends = [None] * len(outputs) if k < region.tests else outputs
+            made = _Builder(body, self.share, found, inputs, ends).build()
+            self.gathered += made.gathered
+            bodies.append(made.program.closed(region.bodies[k].jaxpr))
+        several = zip(eqn.invars, self.forms(number), strict=True)
+        return with_bodies(eqn, bodies).replace(
+            invars=[atom if isinstance(atom, Literal) else self.name(atom, form) for atom, form in several],
+            outvars=[self.name(var, self.made[var]) for var in eqn.outvars],
+        )
+
+    def loop(self, planned: Planned) -> tuple[JaxprEqn, list[tuple[Var, int | None]]]:
+        """The equation that stands for a loop, and what it reads."""
+        inside, makes = planned.inside, planned.makes
+        made = {var for n in inside for var in self.program.equations[n].outvars}
+        every = dict.fromkeys(read for n in inside for read in self.reads(n))
+        reads = [(var, form) for var, form in every if var not in made or not self.is_own(var, form)]
+        results = tuple(self.result(var) for var in makes)
+        traced = jax.make_jaxpr(functools.partial(self.block, inside, reads, makes))(
+            jax.ShapeDtypeStruct((), np.int32), *(self.block_shape(*read) for read in reads)
+        )
+        operands, dtypes = tuple(form for _, form in reads), tuple(var.aval.dtype for var in makes)
+        loop = Loop(self.share, inline(traced.jaxpr, traced.consts), operands, results, dtypes)
+        source = self.program.equations[inside[0]].source_info
+        eqn = barrier_equation().replace(primitive=in_blocks_p, params={"loop": loop}, source_info=source)
+        return eqn, reads
+
+    def result(self, var: Var) -> int | Monoid:
+        monoid, dim = self.monoids[self.makers[var]], self.made[var]
+        if monoid is not None:
+            return monoid
+        assert dim is not None
+        return dim
+
+    def block_shape(self, var: Var, form: int | None) -> jax.ShapeDtypeStruct:
+        shape = list(var.aval.shape)
+        if form is not None:
+            shape[form] //= self.share.blocks
+        return jax.ShapeDtypeStruct(tuple(shape), var.aval.dtype)
+
+    def block(
+        self, inside: Sequence[int], reads: Sequence[tuple[Var, int | None]], makes: Sequence[Var], k: Any, *values: Any
+    ) -> Any:
+        """Evaluates equations on block `k` of all."""
+        held = dict(zip(reads, values, strict=True))
+        for number in inside:
+            eqn = self.program.equations[number]
+            several = zip(eqn.invars, self.forms(number), strict=True)
+            operands = [atom.val if isinstance(atom, Literal) else held[atom, form] for atom, form in several]
+            with context_of(eqn):
+                results = self.copy(number, eqn, operands, k)
+            held.update(((var, self.made[var]), x) for var, x in zip(eqn.outvars, results, strict=True))
+        return [held[var, self.made[var]] for var in makes]
+
+    def copy(self, number: int, eqn: JaxprEqn, operands: list[Any], k: Any) -> list[Any]:
+        """An equation on block `k` of its factor."""
+        factor, monoid, description = self.factors[number], self.monoids[number], self.described(number)
+        if description.layout is not None:
+            asked = [
+                None if factor in dim else names
+                for names, dim in zip(description.layout, description.results[0], strict=True)
+            ]
+            return bind(constraint_equation(tuple(asked)), operands) if any(asked) else operands
+        length = description.sizes[factor] // self.share.blocks
+        sizes = tuple(length if f == factor else n for f, n in enumerate(description.sizes))
+        positions = {factor: lambda: k * length + jnp.arange(length, dtype=jnp.int32)}
+        for i in description.role(Role.ONCE):
+            if monoid is not None and not any(factor in dim for dim in description.operands[i]):
+                dtype = jnp.result_type(operands[i])
+                operands[i] = jnp.where(k == 0, operands[i], monoid.identity(dtype))
+        if monoid is not None and any(is_narrow(var.aval.dtype) for var in eqn.outvars):
+            return evaluate_wide(description, eqn, operands, sizes, positions)
+        return evaluate(description, eqn, operands, sizes, positions)
+
+
+def gathered(value: Any, dim: int, share: Share) -> jax.Array:
+    """A value in one piece, of one that is stored in blocks: all rooms at once, and then what is in them."""
+    everywhere = constraint_equation(tuple(() if d == dim else None for d in range(value.ndim)))
+    return restored(bind(everywhere, [value])[0], dim, share)
+
+
+def between(change: Callable[..., Any], start: Var, end: Var, dim: int | None, share: Share) -> list[JaxprEqn]:
+    """Equations that bring a value from one form to another."""
+    traced = jax.make_jaxpr(lambda value: change(value, dim, share))(
+        jax.ShapeDtypeStruct(start.aval.shape, start.aval.dtype)
+    )
+    program = inline(traced.jaxpr, traced.consts)
+    (first,), (last,) = program.inputs, program.outputs
+    names = {first: start, last: end}
+    return [
+        eqn.replace(
+            invars=[a if isinstance(a, Literal) else names.get(a, a) for a in eqn.invars],
+            outvars=[names.get(var, var) for var in eqn.outvars],
+        )
+        for eqn in program.equations
+    ]

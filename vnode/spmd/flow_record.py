@@ -1,0 +1,271 @@
+"""A flow written down: how each equation of a program is cut and each value lies, for an equal program in any process.
+
+Knows flows and plain data. Must not know how layouts were found, files, nor virtual nodes.
+
+Equations are known by their place. So a record is good for one program only, which its digest tells: the fingerprint of
+what is computed (`vnode.analysis.fingerprint`), shapes and constants included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import Var
+
+from vnode.analysis.fingerprint import Writer
+from vnode.analysis.program import Program, message_about
+from vnode.errors import PartitionError, layout_message
+from vnode.operators import Monoid
+from vnode.operators.control_flow import region_of
+from vnode.spmd.branch_groups import Branches, Group, branches_of, grouped, made_at
+from vnode.spmd.layout import Axes, Cut, Layout
+from vnode.spmd.op_sharding import Given, Way, carried_out, reached
+from vnode.spmd.sharding_flow import Flow, Step, of_branches, on_one
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RecordedStep:
+    """How one equation is carried out.
+
+    Attributes:
+      operands: how each operand has to lie.
+      made: how each result lies where it is made.
+      results: how each result lies for who reads it.
+      ways: the factors that are cut, by their numbers, and over which axes; None for what is evaluated whole.
+      anyhow: it is evaluated wherever its result is needed.
+      asks: it asks for a layout, and computes nothing.
+      bodies: of a loop or branch.
+    """
+
+    operands: tuple[Layout, ...]
+    made: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    ways: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...] | None = None
+    anyhow: bool = False
+    asks: bool = False
+    bodies: tuple[RecordedFlow, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RecordedFlow:
+    """Layouts through a program, without the program.
+
+    Attributes:
+      digest: of the program; empty for the body of a loop or branch, which is part of one.
+      axes: of the mesh, those longer than one, each with its size; empty for a body.
+      inputs: how each input lies.
+      steps: one per equation, in order.
+      outputs: how each output is handed on.
+      ends: how each output lies where it is made.
+      groups: which equations are evaluated side by side; steps are those of the program with these.
+    """
+
+    digest: str
+    axes: tuple[tuple[str, int], ...]
+    inputs: tuple[Layout, ...]
+    steps: tuple[RecordedStep, ...]
+    outputs: tuple[Layout, ...]
+    ends: tuple[Layout, ...]
+    groups: tuple[Group, ...] = ()
+
+    @staticmethod
+    def of(flow: Flow, axes: Axes | None = None) -> RecordedFlow:
+        """Writes a flow down; without axes, as part of another."""
+        digest = "" if axes is None else digest_of(flow.program)
+        return RecordedFlow(
+            digest, tuple((axes or {}).items()), flow.inputs, tuple(map(recorded, flow.steps)), flow.outputs, flow.ends
+        )
+
+    def flow(self, program: Program, axes: Axes) -> Flow:
+        """The flow through an equal program.
+
+        Args:
+          program: with calls inlined; that of which the digest speaks.
+          axes: of the mesh, those longer than one, as they were.
+
+        Raises:
+          PartitionError: the mesh is another, or the program is another after all.
+        """
+        if self.axes and dict(self.axes) != dict(axes):
+            raise PartitionError(
+                layout_message(
+                    "a plan is carried out on the mesh that it was made for, as far as nodes are not spread over it.",
+                    facts=[f"axes then: {dict(self.axes)}", f"axes now: {dict(axes)}"],
+                    remedies=["resize the axis of the nodes only", "or search a plan for the machine there is now"],
+                )
+            )
+        program = grouped(program, self.groups) if self.groups else program
+        if len(program.equations) != len(self.steps):
+            raise PartitionError(
+                layout_message(
+                    "a recorded split is of another program.",
+                    facts=[f"{len(self.steps)} equations then", f"{len(program.equations)} now"],
+                    remedies=["search again"],
+                )
+            )
+        at = made_at(program)
+        steps = tuple(again(program, eqn, s, axes, at) for eqn, s in zip(program.equations, self.steps, strict=True))
+        return Flow(program, self.inputs, steps, self.outputs, self.ends)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data; layouts are written once each, and referred to by number."""
+        known: dict[Layout, int] = {}
+
+        def numbers(layouts: Iterable[Layout]) -> list[int]:
+            return [known.setdefault(layout, len(known)) for layout in layouts]
+
+        def write(flow: RecordedFlow) -> dict[str, Any]:
+            return {
+                "inputs": numbers(flow.inputs),
+                "outputs": numbers(flow.outputs),
+                "ends": numbers(flow.ends),
+                "steps": [
+                    [
+                        numbers(step.operands),
+                        numbers(step.made),
+                        numbers(step.results),
+                        None if step.ways is None else [[list(lead), list(axes)] for lead, axes in step.ways],
+                        int(step.anyhow),
+                        int(step.asks),
+                        [write(body) for body in step.bodies],
+                    ]
+                    for step in flow.steps
+                ],
+            }
+
+        return {
+            "digest": self.digest,
+            "axes": dict(self.axes),
+            **write(self),
+            "groups": [[group.axis, [sorted(branch) for branch in group.branches]] for group in self.groups],
+            "layouts": [written(layout) for layout in known],
+        }
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> RecordedFlow:
+        """What `to_json` gave.
+
+        Raises:
+          KeyError, IndexError, TypeError or ValueError: it did not.
+        """
+        layouts = [read(each) for each in content["layouts"]]
+
+        def several(numbers: Sequence[int]) -> tuple[Layout, ...]:
+            if any(not 0 <= number < len(layouts) for number in numbers):
+                raise ValueError(f"layouts are numbered from 0 to {len(layouts) - 1}, not {numbers}")
+            return tuple(layouts[number] for number in numbers)
+
+        def flow(content: Mapping[str, Any], digest: str = "", axes: Mapping[str, int] | None = None) -> RecordedFlow:
+            steps = []
+            for operands, made, results, ways, anyhow, asks, bodies in content["steps"]:
+                cut = None if ways is None else tuple((tuple(lead), tuple(axes)) for lead, axes in ways)
+                inside = tuple(flow(body) for body in bodies)
+                lie = several(operands), several(made), several(results)
+                steps.append(RecordedStep(*lie, cut, bool(anyhow), bool(asks), inside))
+            inputs, outputs, ends = (several(content[key]) for key in ("inputs", "outputs", "ends"))
+            sizes = tuple((str(name), int(size)) for name, size in (axes or {}).items())
+            return RecordedFlow(digest, sizes, inputs, tuple(steps), outputs, ends)
+
+        groups = [
+            Group(str(axis), tuple(frozenset(map(int, branch)) for branch in branches))
+            for axis, branches in content.get("groups", ())
+        ]
+        unknown = {group.axis for group in groups} - set(content["axes"])
+        if unknown:
+            raise ValueError(f"branches along {', '.join(sorted(unknown))}, which is no axis")
+        made = flow(content, str(content["digest"]), content["axes"])
+        return dataclasses.replace(made, groups=tuple(groups))
+
+
+def digest_of(program: Program) -> str:
+    """What tells programs apart."""
+    return Writer().write(program).digest
+
+
+def recorded(step: Step) -> RecordedStep:
+    """One step, written down."""
+    ways = None if step.choice is None else tuple((tuple(way.lead), way.axes) for way in step.choice.ways)
+    bodies = tuple(RecordedFlow.of(body) for body in step.bodies)
+    return RecordedStep(step.operands, step.made, step.results, ways, step.anyhow, step.asks, bodies)
+
+
+def again(program: Program, eqn: Any, step: RecordedStep, axes: Axes, at: Mapping[Var, tuple[str, int]]) -> Step:
+    """One step, from what was written down.
+
+    Args:
+      program: with the equation.
+      eqn: the equation.
+      step: what was written down.
+      axes: of the mesh.
+      at: for what branches compute: the axis along which, and the index at which, devices have it.
+
+    Raises:
+      PartitionError: the equation cannot be carried out so, hence is another.
+    """
+    other = functools.partial(
+        PartitionError,
+        message_about(eqn, f"a recorded split of {eqn.primitive.name!r} does not fit it.", remedies=["search again"]),
+    )
+    if [len(step.operands), len(step.made), len(step.results)] != [len(eqn.invars), *[len(eqn.outvars)] * 2]:
+        raise other()
+    region = region_of(eqn)
+    if region is not None:
+        programs = program.bodies(eqn)
+        if len(programs) != len(step.bodies):
+            raise other()
+        bodies = tuple(body.flow(inside, axes) for body, inside in zip(step.bodies, programs, strict=True))
+        return Step(eqn, step.operands, step.made, step.results, region=region, bodies=bodies)
+    branches = branches_of(eqn)
+    if branches is not None:
+        made = again_side_by_side(branches, eqn, step, axes, at)
+        if made is None or len(made[1]) != len(eqn.outvars) or made[1] != step.made:
+            raise other()
+        return Step(eqn, step.operands, step.made, step.results, bodies=made[0], branches=branches)
+    if step.ways is None:
+        return Step(eqn, step.operands, step.made, step.results, anyhow=step.anyhow, asks=step.asks)
+    description = program.describe(eqn)
+    splits = {} if description is None else {tuple(lead): split for lead, split in description.leads}
+    if description is None or any(lead not in splits for lead, _ in step.ways):
+        raise other()
+    ways = tuple(Way(lead, splits[lead], names) for lead, names in step.ways)
+    passed = tuple(dict.fromkeys(each for layout in step.operands for each in layout.partial))
+    choice = carried_out(eqn, description, ways, [Given(layout) for layout in step.operands], axes, passed)
+    if choice is None or choice.operands != step.operands or reached(eqn, choice) != step.made:
+        raise other()
+    return Step(eqn, step.operands, step.made, step.results, choice)
+
+
+def again_side_by_side(
+    branches: Branches, eqn: Any, step: RecordedStep, axes: Axes, at: Mapping[Var, tuple[str, int]]
+) -> tuple[tuple[Flow, ...], tuple[Layout, ...]] | None:
+    """The flows through branches, and how their results lie; None if what was written down is of others."""
+    inner = {name: size for name, size in axes.items() if name != branches.axis}
+    given = [tuple(on_one(step.operands[i], branches.axis) for i in reads) for reads in branches.operands]
+    pairs = list(zip(step.bodies, branches.programs, strict=False))
+    whole = all(not each.partial and branches.axis not in each.cut_axes for several in given for each in several)
+    stays = all(
+        not layout.partial or (isinstance(atom, Var) and branches.reads_at(i, at.get(atom)))
+        for i, (atom, layout) in enumerate(zip(eqn.invars, step.operands, strict=True))
+    )
+    if not (len(step.bodies) == len(branches.programs) <= axes.get(branches.axis, 1) and whole and stays):
+        return None
+    if [body.inputs for body, _ in pairs] != given or any(len(b.outputs) != len(p.outputs) for b, p in pairs):
+        return None
+    flows = [body.flow(program, inner) for body, program in zip(step.bodies, branches.programs, strict=True)]
+    return tuple(flows), of_branches(branches, flows, axes)
+
+
+def written(layout: Layout) -> list[Any]:
+    """A layout as plain data."""
+    dims = [None if cut is None else [list(cut.axes), cut.outer, cut.size] for cut in layout.dims]
+    return [dims, [[name, monoid.value] for name, monoid in layout.partial]]
+
+
+def read(content: Sequence[Any]) -> Layout:
+    """What `written` gave."""
+    dims, partial = content
+    cuts = (None if cut is None else Cut(tuple(map(str, cut[0])), int(cut[1]), int(cut[2])) for cut in dims)
+    return Layout(tuple(cuts), tuple((str(name), Monoid(monoid)) for name, monoid in partial))

@@ -1,0 +1,565 @@
+"""From one layout to another: which collectives that takes, and how many bytes they move.
+
+Knows layouts. Must not know equations, nor how collectives are carried out, nor machines.
+
+A route is a shortest path over layouts: of all sequences of the moves below one by which the busiest device sends
+fewest bytes, and of these one with fewest collectives. Pieces are combined, whole (all-reduce) or into blocks
+(reduce-scatter); the minor axes of a dimension are given up (all-gather) or divide another (all-to-all); blocks go to
+other devices as they are (permute), each in one piece: once, where they are small. Cutting what every device has costs
+nothing, and makes what follows smaller: it comes first, but after pieces are combined. How these are does not depend
+on what is cheapest: the order in which a collective adds may depend on its kind and on how long arrays are, and another
+axis may be one whose size must not show in the bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import itertools
+import math
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from vnode.operators import Monoid
+from vnode.spmd.axis_parts import axes_of, groups, in_parts, index_at, joined, split, whole_again, with_parts
+from vnode.spmd.layout import Axes, Cut, Layout, count
+
+ORDERED = {
+    np.dtype(kind): np.dtype(bits)
+    for kind, bits in ((jnp.bfloat16, "int16"), ("float16", "int16"), ("float32", "int32"), ("float64", "int64"))
+}
+"""Floating-point types whose bits are ordered as their values once those of negative numbers are turned around."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """One step from a layout to the next.
+
+    Attributes:
+      kind: ``"all-reduce"``, ``"reduce-scatter"``, ``"all-gather"``, ``"all-to-all"``, ``"permute"``; ``"cut"`` is
+        local.
+      axes: along which devices exchange; of a permute in the order of the mesh. Those of a cut may be parts of axes.
+      dim: the dimension that gets or loses axes.
+      other: for an all-to-all, the dimension that the axes go to.
+      monoid: of a reduction; of an all-gather, by which every device then combines pieces, None where blocks are put
+        together.
+      after: the layout that is reached, perhaps along parts of axes (`vnode.spmd.axis_parts`).
+      elements: of one device's array before it; of a permute, after it: it may send a part of what is there.
+      pairs: of a permute, who sends to whom, by number along the axes; some to themselves.
+      parts: of a permute, for each dimension which of its blocks of the new size each device sends, by number along the
+        axes; None where blocks stay as long as they are.
+      among: the groups, by number along the axes, if not all devices along them exchange with each other.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    after: Layout
+    elements: int
+    dim: int = 0
+    other: int = 0
+    monoid: Monoid | None = None
+    pairs: tuple[tuple[int, int], ...] = ()
+    parts: tuple[tuple[int, ...] | None, ...] = ()
+    among: tuple[tuple[int, ...], ...] = ()
+
+    def sent(self, axes: Axes) -> float:
+        """Elements that each device sends, by the algorithms that move least.
+
+        Source: Chan, Heimlich, Purkayastha, van de Geijn, "Collective communication: theory, practice, and experience"
+        (2007), section 4: the lower bounds, which rings reach.
+        """
+        if self.kind == "cut":
+            return 0
+        k = len(self.among[0]) if self.among else count(self.axes, axes)
+        match self.kind:
+            case "all-reduce":
+                return 2 * self.elements * (k - 1) / k
+            case "all-gather":
+                return self.elements * (k - 1)
+            case "reduce-scatter" | "all-to-all":
+                return self.elements * (k - 1) / k
+        return self.elements
+
+
+def nests(cut: Cut, minor: tuple[str, ...], axes: Axes) -> bool:
+    """Whether the blocks over further axes make up the blocks of `cut`."""
+    finer = dataclasses.replace(cut, axes=(*cut.axes, *minor))
+    return finer.block(axes) * count(minor, axes) == cut.block(axes)
+
+
+def extends(cut: Cut | None, finer: Cut | None, axes: Axes) -> tuple[str, ...] | None:
+    """The further axes over which `finer` divides the blocks of `cut`; None if it does something else."""
+    if finer is None:
+        return () if cut is None else None
+    if cut is None:
+        return finer.axes
+    more = finer.axes[len(cut.axes) :]
+    same = (cut.outer, cut.size, cut.axes) == (finer.outer, finer.size, finer.axes[: len(cut.axes)])
+    return more if same and nests(cut, more, axes) else None
+
+
+def even(cut: Cut | None, axes: Axes) -> bool:
+    """Whether a dimension is cut into equal blocks of neighbours, none of which is padded."""
+    return cut is None or (cut.outer == 1 and cut.size % count(cut.axes, axes) == 0)
+
+
+def in_one(monoid: Monoid, dtype: Any) -> bool:
+    """Whether a collective combines pieces of a type on the way; if not, every device is given all, and combines them.
+
+    >>> in_one(Monoid.MAX, "bfloat16"), in_one(Monoid.PROD, "float32"), in_one(Monoid.AND, "int32")
+    (True, False, False)
+    """
+    kind = np.dtype(dtype)
+    match monoid:
+        case Monoid.SUM:
+            return True
+        case Monoid.MAX | Monoid.MIN:
+            return kind == np.bool_ or jnp.issubdtype(kind, np.integer) or kind in ORDERED
+        case Monoid.AND | Monoid.OR:
+            return kind == np.bool_
+    return False
+
+
+def route(
+    start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any, in_pairs: bool = True
+) -> tuple[Move, ...]:
+    """The moves from one layout of a value to another.
+
+    Args:
+      start: how it lies.
+      end: how it shall lie; partial over no axis over which it is not.
+      shape: of the whole value.
+      axes: of the mesh.
+      dtype: of its elements.
+      in_pairs: whether devices may send to single others: permutes.
+
+    Returns:
+      The moves in order; their `after` shows each layout on the way.
+
+    Example:
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from vnode.spmd.layout import from_spec
+      >>> axes = {"x": 2, "y": 4}
+      >>> start, end = (from_spec(spec, (8, 16), axes) for spec in (P(("x", "y")), P("y", "x")))
+      >>> [(move.kind, str(move.after), move.sent(axes)) for move in route(start, end, (8, 16), axes, "float32")]
+      [('permute', '[y*x, -]', 16), ('all-to-all', '[y, x]', 8.0)]
+    """
+    if start == end:
+        return ()
+    together = tuple(in_one(monoid, dtype) for _, monoid in start.partial)
+    return _of_shape(start, end, tuple(shape), tuple(axes.items()), together, in_pairs)
+
+
+def cuts_only(start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any) -> bool:
+    """Whether every device has in one layout all that it has in another, so that nothing is sent on that way.
+
+    Args:
+      start: how a value lies.
+      end: how it shall lie.
+      shape: of the whole value.
+      axes: of the mesh.
+      dtype: of its elements.
+    """
+    return not end.partial and all(move.kind == "cut" for move in route(start, end, shape, axes, dtype))
+
+
+def finest(layouts: Collection[Layout], shape: Sequence[int], axes: Axes, dtype: Any) -> Layout | None:
+    """Of some layouts of a value the one to which all others are only cut; None if there is none.
+
+    Args:
+      layouts: how it may lie, without pieces.
+      shape: of the whole value.
+      axes: of the mesh.
+      dtype: of its elements.
+    """
+    return next(
+        (end for end in layouts if all(cuts_only(start, end, shape, axes, dtype) for start in layouts)),
+        None,
+    )
+
+
+@functools.lru_cache(maxsize=1 << 16)  # searches ask for the same routes very often
+def _of_shape(
+    start: Layout,
+    end: Layout,
+    shape: tuple[int, ...],
+    axes: tuple[tuple[str, int], ...],
+    together: tuple[bool, ...],
+    in_pairs: bool,
+) -> tuple[Move, ...]:
+    """A route, from that of an array with only the dimensions that are cut, as short as they may be."""
+    devices = math.prod(size for _, size in axes)
+    several = list(zip(start.dims, end.dims, shape, strict=True))
+    kept = [d for d, (before, after, _) in enumerate(several) if before is not None or after is not None]
+    short = [devices if n and n % devices == 0 and is_plain(a, n) and is_plain(b, n) else n for a, b, n in several]
+    times = math.prod(n for d, n in enumerate(shape) if d not in kept)
+    times *= math.prod(shape[d] // short[d] for d in kept if shape[d] != short[d])
+
+    def resized(cut: Cut | None, n: int, size: int) -> Cut | None:
+        return cut if cut is None or n == size else Cut(cut.axes, 1, size)
+
+    def narrow(layout: Layout) -> Layout:
+        return Layout(tuple(resized(layout.dims[d], shape[d], short[d]) for d in kept), layout.partial)
+
+    def wide(layout: Layout) -> Layout:
+        dims: list[Cut | None] = [None] * len(shape)
+        for d, cut in zip(kept, layout.dims, strict=True):
+            dims[d] = resized(cut, short[d], shape[d])
+        return Layout(tuple(dims), layout.partial)
+
+    def widened(move: Move) -> Move:
+        parts: list[tuple[int, ...] | None] = [None] * len(shape)
+        for d, each in zip(kept, move.parts, strict=False):
+            parts[d] = each
+        dim, other = (kept[d] if kept else 0 for d in (move.dim, move.other))
+        elements, parts_of_all = move.elements * times, tuple(parts) if move.parts else ()
+        return dataclasses.replace(
+            move, after=wide(move.after), elements=elements, dim=dim, other=other, parts=parts_of_all
+        )
+
+    moves = _found(narrow(start), narrow(end), tuple(short[d] for d in kept), axes, together, in_pairs)
+    return tuple(map(widened, moves))
+
+
+def is_plain(cut: Cut | None, n: int) -> bool:
+    """Whether a cut of a dimension of `n` divides all of it, if it is cut."""
+    return cut is None or (cut.outer, cut.size) == (1, n)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _found(
+    start: Layout,
+    end: Layout,
+    shape: tuple[int, ...],
+    axes: tuple[tuple[str, int], ...],
+    together: tuple[bool, ...],
+    in_pairs: bool,
+) -> tuple[Move, ...]:
+    one = {monoid: each for (_, monoid), each in zip(start.partial, together, strict=True)}
+    mesh, partial = dict(axes), [name for name, _ in start.partial]
+    paths = _Paths(end, shape, mesh, one, in_pairs)
+    moves = paths.cheapest(start)
+    fine = in_parts(mesh, partial)
+    if in_pairs and len(fine) > len(mesh) and sent(moves, mesh) > paths.lacks(start):
+        begin, finish = (split(layout, mesh, partial) for layout in (start, end))
+        finer = _Paths(finish, shape, fine, one, in_pairs).cheapest(begin)
+        moves = finer if sent(finer, fine) < sent(moves, mesh) else moves
+    layouts = [start, *(move.after for move in moves)]
+    return tuple(in_whole_axes(move, before, mesh) for move, before in zip(moves, layouts, strict=False))
+
+
+def sent(moves: Sequence[Move], axes: Axes) -> float:
+    """Elements that each device sends by several moves."""
+    return sum(move.sent(axes) for move in moves)
+
+
+def in_whole_axes(move: Move, before: Layout, axes: Axes) -> Move:
+    """A move along axes and parts of them as one along axes, with who sends what to whom."""
+    after, names = whole_again(move.after, axes), joined(move.axes, axes)
+    if move.kind == "permute":
+        return permuted(dataclasses.replace(move, after=after), whole_again(before, axes), axes)
+    if move.kind == "cut" or all(name in axes for name in names):
+        return dataclasses.replace(move, axes=names, after=after)
+    return dataclasses.replace(move, axes=axes_of(names, axes), after=after, among=groups(names, axes))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Paths:
+    """What leads from layouts of a value towards one.
+
+    Attributes:
+      end: that one.
+      shape: of the whole value.
+      axes: of the mesh.
+      in_one: for each monoid by which the value is partial whether a collective combines pieces on the way.
+      in_pairs: whether there are permutes.
+    """
+
+    end: Layout
+    shape: tuple[int, ...]
+    axes: Axes
+    in_one: Mapping[Monoid, bool]
+    in_pairs: bool
+
+    def cheapest(self, start: Layout) -> tuple[Move, ...]:
+        """The path by which least is sent, with at most one permute: two are another one.
+
+        At least what a device lacks is sent (A*: Hart, Nilsson, Raphael, "A formal basis for the heuristic
+        determination of minimum cost paths", 1968). Of several the one with fewest collectives, then that
+        by which a device holds least, then that without a permute, then the first that is found.
+        """
+        devices, numbers = math.prod(self.axes.values()), itertools.count()
+        waiting: list[tuple[int, int, int, bool, int, int, Layout, tuple[Move, ...]]] = [
+            (0, 0, 0, False, next(numbers), 0, start, ())
+        ]
+        done: set[tuple[Layout, bool]] = set()
+        while True:
+            _, collectives, most, permuted, _, sent, layout, path = heapq.heappop(waiting)
+            if layout == self.end:
+                return path
+            if (layout, permuted) in done:
+                continue
+            done.add((layout, permuted))
+            for move in self.moves(layout, self.in_pairs and not permuted):
+                more = sent + round(move.sent(self.axes) * devices)  # a whole number
+                permutes = permuted or move.kind == "permute"
+                lacks, held = self.lacks(move.after), max(most, math.prod(move.after.local(self.shape, self.axes)))
+                key = more + lacks * devices, collectives + (move.kind != "cut"), held, permutes
+                heapq.heappush(waiting, (*key, next(numbers), more, move.after, (*path, move)))
+
+    def lacks(self, at: Layout) -> int:
+        """Elements that a device has too few of."""
+        return max(0, math.prod(self.end.local(self.shape, self.axes)) - math.prod(at.local(self.shape, self.axes)))
+
+    def moves(self, at: Layout, permutes: bool) -> Iterator[Move]:
+        """The moves from a layout that may be on a way; `permutes`: whether a permute may be one, now or later."""
+        pieces = [(name, monoid) for name, monoid in at.partial if (name, monoid) not in self.end.partial]
+        if pieces:
+            yield self.combination(at, pieces)
+            return
+        for d, before in enumerate(at.dims):
+            cut = self.cut(at, d)
+            if cut is not None:
+                yield self.move("cut", cut.axes[len(names_of(before)) :], at, {d: cut}, dim=d)
+                return
+        if self.is_straight(at):
+            yield next(self.gathers(at))
+            return
+        yield from self.gathers(at)
+        for d in self.leaving(at):
+            yield from self.exchanges(at, d)
+        if permutes:
+            for after in self.arrangements(at):
+                yield Move("permute", (), after, math.prod(after.local(self.shape, self.axes)))
+
+    def move(self, kind: str, names: tuple[str, ...], at: Layout, dims: Mapping[int, Cut | None], **more: Any) -> Move:
+        """A move after which some dimensions are cut otherwise, and what it combines is combined."""
+        combined = names if more.get("monoid") is not None else ()
+        after = Layout(
+            tuple(dims.get(d, cut) for d, cut in enumerate(at.dims)),
+            tuple(piece for piece in at.partial if piece[0] not in combined),
+        )
+        return Move(kind, names, after, math.prod(at.local(self.shape, self.axes)), **more)
+
+    def cut(self, at: Layout, d: int) -> Cut | None:
+        """A dimension cut further on its way, along axes that divide nothing yet; None if it cannot be."""
+        cut, target = at.dims[d], self.end.dims[d]
+        more = extends(cut, target, self.axes)
+        if not more:
+            return None
+        assert target is not None
+        used = {*at.cut_axes, *(name for name, _ in at.partial)}
+        free = len(list(itertools.takewhile(lambda name: name not in used, more)))
+        done = len(target.axes) - len(more)
+        cuts = (dataclasses.replace(target, axes=target.axes[: done + k]) for k in range(free, 0, -1))
+        return next((each for each in cuts if nests(each, target.axes[len(each.axes) :], self.axes)), None)
+
+    def leaving(self, at: Layout) -> list[int]:
+        """The dimensions that are not cut on the way to how they shall be."""
+        several = enumerate(zip(at.dims, self.end.dims, strict=True))
+        return [d for d, (cut, target) in several if cut is not None and extends(cut, target, self.axes) is None]
+
+    def is_straight(self, at: Layout) -> bool:
+        """Whether nothing is left but to put together what is cut too far: in any order the same is sent.
+
+        The last dimension is the first, as with XLA's partitioner, by which some results of programs become whole.
+        """
+        firsts = [(next(self.shorter(at, d)), self.end.dims[d]) for d in self.leaving(at)]
+        wanted = self.end.cut_axes.keys()
+        return all(rest == target and not wanted & {*names} for (names, rest), target in firsts)
+
+    def kept(self, at: Layout, d: int) -> tuple[str, ...]:
+        cut = at.dims[d]
+        assert cut is not None
+        return shared(cut, self.end.dims[d], self.axes)
+
+    def shorter(self, at: Layout, d: int) -> Iterator[tuple[tuple[str, ...], Cut | None]]:
+        """Minor axes of a dimension that may leave it, with what is left: all that it need not keep, first."""
+        cut = at.dims[d]
+        assert cut is not None
+        for length in range(len(self.kept(at, d)), len(cut.axes)):
+            rest = dataclasses.replace(cut, axes=cut.axes[:length]) if length else None
+            if rest is None or nests(rest, cut.axes[length:], self.axes):
+                yield cut.axes[length:], rest
+
+    def longer(self, at: Layout, d: int, names: tuple[str, ...], anyhow: bool = False) -> Cut | None:
+        """A dimension cut further along axes; None if others shall cut it next, or if that is on no way `anyhow`."""
+        cut, target = at.dims[d], self.end.dims[d]
+        if target is None or not are_alike(cut, target):
+            return None
+        more = dataclasses.replace(target, axes=(*names_of(cut), *names))
+        fits = is_finer(more, target, self.axes) and (anyhow or target.axes[: len(more.axes)] == more.axes)
+        return more if fits and even(cut, self.axes) and even(more, self.axes) else None
+
+    def combination(self, at: Layout, pieces: Sequence[tuple[str, Monoid]]) -> Move:
+        """Of pieces that are to be combined the first, with those behind them of the same monoid.
+
+        Into blocks where their axis shall cut a dimension, else whole, whatever is cheapest: how collectives add may
+        differ, and must not depend on how many devices there are along other axes.
+        """
+        monoid = pieces[0][1]
+        names = tuple(name for name, _ in itertools.takewhile(lambda piece: piece[1] is monoid, pieces))
+        if monoid is Monoid.SUM:
+            for name, d in itertools.product(names, range(len(at.dims))):
+                cut = self.longer(at, d, (name,), self.in_pairs) if name in names_of(self.end.dims[d]) else None
+                if cut is not None:
+                    return self.move("reduce-scatter", (name,), at, {d: cut}, dim=d, monoid=monoid)
+        return self.move("all-reduce" if self.in_one[monoid] else "all-gather", names, at, {}, monoid=monoid)
+
+    def gathers(self, at: Layout) -> Iterator[Move]:
+        for d in reversed(self.leaving(at)):
+            for names, rest in self.shorter(at, d):
+                yield self.move("all-gather", names, at, {d: rest}, dim=d)
+
+    def exchanges(self, at: Layout, d: int) -> Iterator[Move]:
+        """Minor axes of a dimension go to another, which needs them next."""
+        for names, rest in self.shorter(at, d):
+            if even(at.dims[d], self.axes) and even(rest, self.axes):
+                for other in range(len(at.dims)):
+                    cut = self.longer(at, other, names) if other != d else None
+                    if cut is not None:
+                        yield self.move("all-to-all", names, at, {d: rest, other: cut}, dim=d, other=other)
+
+    def arrangements(self, at: Layout) -> Iterator[Layout]:
+        """Layouts of blocks that lie in those of another, cut by the axes that shall cut them as far as these go.
+
+        Where there are more blocks than there shall be, minor axes follow, which then leave: one after the other that
+        no dimension needs that cannot do without it.
+        """
+        needs = [names_of(cut) for cut in self.end.dims]
+        parts = [count(names_of(cut), self.axes) for cut in at.dims]
+        several = list(zip(at.dims, self.end.dims, strict=True))
+        fixed = {d for d, (cut, target) in enumerate(several) if not are_alike(cut, target)}
+        long = [d for d in range(len(parts)) if d not in fixed and count(needs[d], self.axes) % parts[d]]
+        taken = {name for name, _ in at.partial}
+        taken.update(name for d in fixed for name in names_of(at.dims[d]))
+        kept = [name for d in long for name in needs[d]]
+        if taken.intersection(kept):
+            return
+
+        def followed(left: Sequence[int], free: tuple[str, ...]) -> Iterator[dict[int, tuple[str, ...]]]:
+            if not left:
+                yield {}
+                return
+            d, *others = left
+            for names in minor(parts[d] // math.gcd(parts[d], count(needs[d], self.axes)), free, self.axes):
+                for more in followed(others, tuple(name for name in free if name not in names)):
+                    yield {d: names, **more}
+
+        for chosen in followed(long, tuple(name for name in self.axes if name not in taken and name not in kept)):
+            used = taken.union(*chosen.values())
+            dims: list[Cut | None] = []
+            for d, (cut, target) in enumerate(several):
+                if d in fixed:
+                    dims.append(cut)
+                    continue
+                names = (*needs[d], *chosen[d]) if d in chosen else leading(needs[d], used)
+                form = target if target is not None else cut
+                found = dataclasses.replace(form, axes=names) if form is not None and names else None
+                if not (is_finer(cut, found, self.axes) and self.is_between(found, target)):
+                    break
+                dims.append(found)
+            else:
+                after = Layout(tuple(dims), at.partial)
+                if after != at:
+                    yield after
+
+    def is_between(self, cut: Cut | None, target: Cut | None) -> bool:
+        """Whether the blocks of one cut make up those of another, or the other way round."""
+        return is_finer(cut, target, self.axes) or is_finer(target, cut, self.axes)
+
+
+def names_of(cut: Cut | None) -> tuple[str, ...]:
+    """The axes along which a dimension is cut."""
+    return cut.axes if cut is not None else ()
+
+
+def leading(names: Sequence[str], used: Collection[str]) -> tuple[str, ...]:
+    """The names before the first that is used."""
+    return tuple(itertools.takewhile(lambda name: name not in used, names))
+
+
+def minor(parts: int, free: Sequence[str], axes: Axes) -> Iterator[tuple[str, ...]]:
+    """Axes in every order, no more than it takes that their parts are a multiple of some number.
+
+    >>> list(minor(4, ("x", "y", "z"), {"x": 2, "y": 4, "z": 2}))
+    [('x', 'y'), ('x', 'z'), ('y',), ('z', 'x'), ('z', 'y')]
+    """
+    if parts == 1:
+        yield ()
+        return
+    for name in free:
+        left = parts // math.gcd(parts, axes[name])
+        if left < parts:
+            for names in minor(left, [other for other in free if other != name], axes):
+                yield (name, *names)
+
+
+def are_alike(cut: Cut | None, other: Cut | None) -> bool:
+    """Whether two cuts divide the same part of a dimension, if both do any."""
+    return cut is None or other is None or (cut.outer, cut.size) == (other.outer, other.size)
+
+
+def is_finer(cut: Cut | None, finer: Cut | None, axes: Axes) -> bool:
+    """Whether the blocks of one cut make up those of another, in order, whatever their axes."""
+    if cut is None:
+        return True
+    if finer is None or not are_alike(cut, finer):
+        return False
+    times, rest = divmod(count(finer.axes, axes), count(cut.axes, axes))
+    return not rest and times * finer.block(axes) == cut.block(axes)
+
+
+def permuted(move: Move, before: Layout, axes: Axes) -> Move:
+    """A permute with who sends what to whom: each device is sent its block by one that has it, itself if it can be.
+
+    As many devices have a block as are to have some of it: each sends one. Of those left in a group the first is sent
+    its block by the one with most coordinates in common, and so on.
+    """
+    sizes, changed = with_parts(axes), [d for d, cut in enumerate(before.dims) if cut != move.after.dims[d]]
+    olds, news = ([names_of(layout.dims[d]) for d in changed] for layout in (before, move.after))
+    names = axes_of(list(itertools.chain(*olds, *news)), axes)
+    places = list(itertools.product(*(range(axes[name]) for name in names)))
+
+    def part(place: tuple[int, ...], along: tuple[str, ...]) -> int:
+        return index_at(dict(zip(names, place, strict=True)), along, axes)
+
+    times = [count(new, sizes) // count(old, sizes) for old, new in zip(olds, news, strict=True)]
+    has, gets = ([tuple(part(place, along) for along in each) for place in places] for each in (olds, news))
+    within = [tuple(index // n for index, n in zip(each, times, strict=True)) for each in gets]
+    sources = {i: i for i, block in enumerate(has) if within[i] == block}
+    left: dict[tuple[int, ...], list[int]] = {}
+    for i, block in enumerate(has):
+        if i not in sources:
+            left.setdefault(block, []).append(i)
+    for target, block in enumerate(within):
+        if target not in sources:
+            several = left[block]
+            nearest = max(several, key=lambda i: sum(map(operator.eq, places[i], places[target])))
+            several.remove(nearest)
+            sources[target] = nearest
+    pairs = tuple(sorted((source, target) for target, source in sources.items()))
+    parts: list[tuple[int, ...] | None] = [None] * len(before.dims)
+    for k, d in enumerate(changed):
+        if times[k] > 1:
+            parts[d] = tuple(gets[target][k] % times[k] for _, target in pairs)
+    return dataclasses.replace(move, axes=names, pairs=pairs, parts=tuple(parts))
+
+
+def shared(cut: Cut, target: Cut | None, axes: Axes) -> tuple[str, ...]:
+    """The leading axes that a cut need not give up on the way to another."""
+    if target is None or (cut.outer, cut.size) != (target.outer, target.size):
+        return ()
+    most = 0
+    while cut.axes[: most + 1] == target.axes[: most + 1] and most < min(len(cut.axes), len(target.axes)):
+        most += 1
+    for length in range(most, 0, -1):
+        first = dataclasses.replace(cut, axes=cut.axes[:length])
+        if nests(first, cut.axes[length:], axes) and nests(first, target.axes[length:], axes):
+            return first.axes
+    return ()

@@ -1,0 +1,432 @@
+"""Carrying out moves between layouts, on one device's arrays, inside a program that is manual over all axes.
+
+Knows layouts and jax's collectives. Must not know equations, nor why values move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from vnode.operators import Monoid
+from vnode.operators.ordering_barrier import as_it_was
+from vnode.operators.splits import Interval
+from vnode.spmd.axis_parts import axes_of, index_at, parts_of, with_parts
+from vnode.spmd.layout import Axes, Cut, Layout, count
+from vnode.spmd.op_sharding import itemsize
+from vnode.spmd.resharding import ORDERED, Move, in_one, route
+
+MUCH = 64 << 10
+"""Bytes from which it is worth an operation on a device's part that something is gathered later."""
+
+SLICED = frozenset({"cpu"})
+"""Platforms for which XLA slices what an all-to-all sends, takes the slices for equal ones of the program, gives these
+another order of dimensions than the others have, and fails."""
+
+APART: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
+"""Whether devices may be at different places of the program, unless a collective of what is divided joins them."""
+
+BRANCHES: contextvars.ContextVar[bool] = contextvars.ContextVar("branches", default=False)
+"""Whether they may take different branches, and different numbers of turns of a loop."""
+
+
+@contextlib.contextmanager
+def in_step(*, everywhere: bool, in_branches: bool) -> Iterator[None]:
+    """Says in what follows which devices of the mesh are at the same place of the program.
+
+    Args:
+      everywhere: all of them, outside of branches and of loops whose number of turns is computed.
+      in_branches: also inside of these.
+    """
+    before = APART.set(APART.get() or not everywhere), BRANCHES.set(BRANCHES.get() or not in_branches)
+    try:
+        yield
+    finally:
+        APART.reset(before[0])
+        BRANCHES.reset(before[1])
+
+
+BY_GLOO: contextvars.ContextVar[bool] = contextvars.ContextVar("by_gloo", default=False)
+"""Whether gloo carries out the collectives of the program that is traced."""
+
+
+@contextlib.contextmanager
+def carried_out(by_gloo: bool) -> Iterator[None]:
+    """Says by what the collectives of a program that is traced are carried out."""
+    token = BY_GLOO.set(by_gloo)
+    try:
+        yield
+    finally:
+        BY_GLOO.reset(token)
+
+
+PLACES: contextvars.ContextVar[Mapping[str, jax.Array]] = contextvars.ContextVar("places", default=MappingProxyType({}))
+"""This device's index along axes, where a program has asked for it outside of its loops."""
+
+
+@contextlib.contextmanager
+def placed(axes: Axes) -> Iterator[None]:
+    """Asks for this device's index along axes here, for what follows, loops within it too.
+
+    XLA takes what does not change from turn to turn out of several loops, one within the other, but not where it
+    depends on which device it is and the inner one has asked for that (0.10).
+    """
+    known = PLACES.get()
+    before = PLACES.set({name: known[name] if name in known else lax.axis_index(name) for name in axes})
+    try:
+        yield
+    finally:
+        PLACES.reset(before)
+
+
+def index_along(names: Sequence[str], axes: Axes | None = None) -> jax.Array:
+    """Which part this device has of something that axes divide, int32; `axes`: of the mesh, if some are parts."""
+    places, parts = PLACES.get(), parts_of(axes) if axes is not None else {}
+    if axes is None or not parts.keys() & {*names}:
+        if not places.keys() >= {*names}:
+            return lax.axis_index(tuple(names))
+        axes = {name: lax.axis_size(name) for name in names}
+    whole = axes_of(names, axes)
+    return index_at({name: places[name] if name in places else lax.axis_index(name) for name in whole}, names, axes)
+
+
+def convert(value: Any, start: Layout, end: Layout, shape: Sequence[int], axes: Axes) -> Any:
+    """One device's array of a value, from one layout to another.
+
+    Args:
+      value: array of the shape that `start` has on one device.
+      start: how the value lies.
+      end: how it shall lie.
+      shape: of the whole value.
+      axes: of the mesh.
+    """
+    before = start
+    for move in moves(start, end, shape, axes, jnp.result_type(value)):
+        value = carry_out(value, before, move, shape, axes)
+        before = move.after
+    return value
+
+
+def convert_after(
+    value: Any, start: Layout, end: Layout, shape: Sequence[int], axes: Axes, latest: Sequence[Any]
+) -> Any:
+    """The same, but where a device then has much more of it that is only so when others are there.
+
+    Compilers gather first what can be gathered first, and hold it until it is read. What several read at different
+    times is gathered for each of them, as ZeRO's third stage does (Rajbhandari et al., SC 2020, section 7.2.2).
+
+    `latest`: arrays of floating-point numbers, none of them empty.
+    """
+    if latest and grows(start, end, shape, axes, jnp.result_type(value)):
+        value = as_it_was(value, *latest)
+    return convert(value, start, end, shape, axes)
+
+
+def grows(start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any) -> bool:
+    """Whether a device has much more of a value in one layout than in another."""
+    here, there = (math.prod(layout.local(shape, axes)) for layout in (start, end))
+    return there > here and there * itemsize(dtype) >= MUCH
+
+
+def moves(start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any) -> tuple[Move, ...]:
+    """The route between two layouts here: without permutes where devices may not send to single others."""
+    return route(start, end, shape, axes, dtype, in_pairs=not APART.get())
+
+
+def carry_out(value: Any, before: Layout, move: Move, shape: Sequence[int], axes: Axes) -> Any:
+    """One move."""
+    axes, mesh = with_parts(axes), axes
+    among = [list(group) for group in move.among] or None
+    match move.kind:
+        case "all-reduce" | "all-gather" if move.monoid is not None:
+            return combine(value, move.axes, move.monoid)
+        case "reduce-scatter":
+            return reduce_scatter(value, move.axes, move.dim)
+        case "all-to-all":
+            pieces = lax.optimization_barrier(value) if platform() in SLICED else value
+            pieces = lax.all_to_all(pieces, move.axes, move.other, move.dim, axis_index_groups=among, tiled=True)
+            return lax.optimization_barrier(pieces)  # or XLA reorders it in each reader, and keeps each order
+        case "all-gather":
+            cut = before.dims[move.dim]
+            assert cut is not None
+            together = functools.partial(lax.all_gather, axis_name=move.axes, axis_index_groups=among, tiled=True)
+            return gather(value, move.dim, cut, move.after.dims[move.dim], shape[move.dim], axes, together)
+        case "permute":
+            return permute(part_to_send(value, before, move, shape, axes), move.axes, {*move.pairs}, mesh)
+    after = move.after.dims[move.dim]
+    assert after is not None
+    part = index_along(move.axes, mesh)
+    return take_block(value, move.dim, before.dims[move.dim], after, shape[move.dim], axes, part)
+
+
+def reduce_scatter(value: Any, axes: Any, dim: int, groups: Sequence[Sequence[int]] | None = None) -> Any:
+    """The sum of a value over devices, in any order, of which each device has its part along a dimension.
+
+    By gloo, by which CPUs of several processes exchange, this is an all-to-all and additions: gloo's reduce-scatter
+    overwrites what it has not sent yet. From some megabytes on, parts of sums were wrong now and then, without an error
+    (https://github.com/jax-ml/jax/issues/40830, jaxlib 0.10 to 0.12).
+
+    Args:
+      value: ``[..., n, ...]`` on each device.
+      axes: the mesh axis, or several, along which devices differ.
+      dim: the dimension of `n`, a multiple of the devices that add.
+      groups: of devices that add among themselves; None for all of them together.
+
+    Returns:
+      ``[..., n / devices, ...]``
+    """
+    named = None if groups is None else [list(group) for group in groups]
+    if not BY_GLOO.get():
+        return lax.psum_scatter(value, axes, scatter_dimension=dim, axis_index_groups=named, tiled=True)
+    size = lax.axis_size(axes) if named is None else len(named[0])
+    # A dimension of their own for the parts, or compilers bring the whole into another layout first.
+    parts = value.reshape(*value.shape[:dim], size, value.shape[dim] // size, *value.shape[dim + 1 :])
+    parts = lax.all_to_all(parts, axes, dim, dim, axis_index_groups=named, tiled=True)
+    return functools.reduce(lax.add, [lax.index_in_dim(parts, part, dim, keepdims=False) for part in range(size)])
+
+
+def platform() -> str:
+    """What the program is compiled for, if its mesh says so."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return getattr(device, "platform", None) or ""
+
+
+def part_to_send(value: Any, before: Layout, move: Move, shape: Sequence[int], axes: Axes) -> Any:
+    """What this device sends by a permute: the part of its block that another is to have."""
+    for d, (parts, after) in enumerate(zip(move.parts, move.after.dims, strict=True)):
+        if parts is not None:
+            assert after is not None
+            part = jnp.asarray(parts, jnp.int32)[index_along(move.axes)]
+            value = take_block(value, d, before.dims[d], after, shape[d], axes, part)
+    return value
+
+
+def combine(value: Any, names: tuple[str, ...], monoid: Monoid) -> Any:
+    """The pieces of a value on all devices along axes, combined. A sum of minus zeros may be zero."""
+    if not in_one(monoid, value.dtype):
+        pieces = lax.all_gather(value, names)
+        result = pieces[0]
+        for piece in range(1, pieces.shape[0]):
+            result = monoid.combine(result, pieces[piece])
+        return result.astype(value.dtype)
+    if monoid is Monoid.SUM:
+        return lax.psum(value, names)
+    if value.dtype in ORDERED:  # among floats, some collectives lose NaN
+        return of_order(combine(order(value, monoid), names, monoid), value.dtype)
+    most = lax.pmin if monoid in (Monoid.AND, Monoid.MIN) else lax.pmax
+    return most(value.astype(jnp.int8), names).astype(np.bool_) if value.dtype == np.bool_ else most(value, names)
+
+
+def order(value: Any, monoid: Monoid) -> Any:
+    """Integers in the order of numbers; NaN is the one that a monoid (the greatest, or the least) takes."""
+    bits = lax.bitcast_convert_type(value, ORDERED[value.dtype])
+    least, greatest = (jnp.iinfo(bits.dtype).min, jnp.iinfo(bits.dtype).max)
+    nan = greatest if monoid is Monoid.MAX else least
+    return jnp.where(jnp.isnan(value), jnp.asarray(nan, bits.dtype), jnp.where(bits < 0, bits ^ greatest, bits))
+
+
+def of_order(bits: Any, dtype: Any) -> Any:
+    """Undoes `order`: the greatest integer, and the least, are bits of NaN."""
+    return lax.bitcast_convert_type(jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits), dtype)
+
+
+def opened(value: Any, dim: int, cut: Cut | None, n: int, axes: Axes) -> Any:
+    """A dimension as three: ``outer``, one device's block, ``inner``."""
+    assert cut is not None
+    shape, inner = value.shape, n // (cut.outer * cut.size)
+    return value.reshape(*shape[:dim], cut.outer, cut.block(axes), inner, *shape[dim + 1 :])
+
+
+def closed(value: Any, dim: int) -> Any:
+    """Undoes `opened`."""
+    shape = value.shape
+    return value.reshape(*shape[:dim], math.prod(shape[dim : dim + 3]), *shape[dim + 3 :])
+
+
+def gather(
+    value: Any, dim: int, cut: Cut, rest: Cut | None, n: int, axes: Axes, put_together: Callable[..., Any]
+) -> Any:
+    """Puts the blocks of a dimension together, all of them or those over the minor axes."""
+    size = cut.size if rest is None else rest.block(axes)
+    if cut.outer == 1 and n == cut.size:
+        together = put_together(value, axis=dim)
+        return lax.slice_in_dim(together, 0, size, axis=dim) if together.shape[dim] != size else together
+    parts = put_together(opened(value, dim, cut, n, axes), axis=dim + 1)
+    return closed(lax.slice_in_dim(parts, 0, size, axis=dim + 1), dim)
+
+
+def take_block(value: Any, dim: int, before: Cut | None, after: Cut, n: int, axes: Axes, part: jax.Array) -> Any:
+    """One of the blocks of what a device has more of."""
+    block = after.block(axes)
+    parts = count(after.axes, axes) // (count(before.axes, axes) if before is not None else 1)
+    have, inner = after.size if before is None else before.block(axes), n // (after.outer * after.size)
+    whole = value.reshape(*value.shape[:dim], after.outer, have, inner, *value.shape[dim + 1 :])
+    missing = block * parts - have
+    if missing:
+        whole = extended(whole, dim + 1, 0, missing)
+    start = part * block
+    return closed(lax.dynamic_slice_in_dim(whole, start, block, axis=dim + 1), dim)
+
+
+def extended(value: Any, dim: int, before: int, behind: int) -> Any:
+    """An array with something more along a dimension, whatever."""
+    if not before and not behind:
+        return value
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return jnp.take(
+            value, np.clip(np.arange(-before, value.shape[dim] + behind), 0, value.shape[dim] - 1), axis=dim
+        )
+    config = [(before, behind, 0) if d == dim else (0, 0, 0) for d in range(value.ndim)]
+    return lax.pad(value, jnp.zeros((), value.dtype), config)
+
+
+def fetch(
+    value: Any,
+    dim: int,
+    cut: Cut,
+    lies_cut: bool,
+    n: int,
+    intervals: Sequence[Interval],
+    fill: Any,
+    axes: Axes,
+) -> Any:
+    """The indices of a dimension that each device needs, wherever they lie.
+
+    Args:
+      value: one device's array.
+      dim: the dimension.
+      cut: along which axes parts are counted; how the dimension is cut, if it is.
+      lies_cut: whether it is; else every device has all of it.
+      n: its whole size.
+      intervals: which indices each part needs, one interval behind the other.
+      fill: what stands where there is no such index, a scalar; None for anything.
+      axes: of the mesh.
+
+    Returns:
+      The device's array with what it needs along the dimension.
+    """
+    block = cut.block(axes) if lies_cut else cut.size
+    shape = value.shape
+    inner = n // (cut.outer * cut.size)
+    value = value.reshape(*shape[:dim], cut.outer, block, inner, *shape[dim + 1 :])
+    have = block if lies_cut else None
+    pieces = [_fetch_one(value, dim + 1, cut, have, each, fill, axes) for each in intervals]
+    return closed(pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=dim + 1), dim)
+
+
+def _fetch_one(value: Any, dim: int, cut: Cut, block: int | None, interval: Interval, fill: Any, axes: Axes) -> Any:
+    parts = len(interval.starts)
+    index = np.stack([interval.indices(i, cut.size) for i in range(parts)])  # [part, element], -1 for none
+    there = index >= 0
+    if block is None:
+        base = np.zeros(parts, int)
+        near = value
+    else:
+        near, base = _neighbourhood(value, dim, cut.axes, block, index, axes)
+    me = index_along(cut.axes)
+    own = np.where(there, index - base[:, None], 0)
+    result = _select(near, dim, own, there, me)
+    if fill is not None and not there.all():
+        mask = jnp.asarray(there)[me]
+        mask = lax.broadcast_in_dim(mask, result.shape, (dim,))
+        result = jnp.where(mask, result, jnp.asarray(fill, result.dtype))
+    return result
+
+
+def _neighbourhood(
+    value: Any, dim: int, names: tuple[str, ...], block: int, index: np.ndarray, axes: Axes
+) -> tuple[Any, np.ndarray]:
+    """A run of indices around a device's own block that has all that it needs, and where each part's run begins.
+
+    What is needed of a block at some distance is sent by one permutation, cut to what any device needs of it.
+    """
+    parts = len(index)
+    needed, pairs = neighbours(index, block)
+    first, last = min(needed, default=0), max(needed, default=0)
+    pieces = []
+    begin = 0
+    for distance in range(first, last + 1):
+        low, high = needed.get(distance, (0, block - 1))
+        low = low if distance == first else 0
+        high = high if distance == last else block - 1
+        if distance == first:
+            begin = low
+        piece = lax.slice_in_dim(value, low, high + 1, axis=dim)
+        if distance and distance in pairs:  # others only lie between, and may be anything
+            piece = permute(piece, names, pairs[distance], axes)
+        pieces.append(piece)
+    near = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=dim)
+    return near, (np.arange(parts) + first) * block + begin
+
+
+def neighbours(index: np.ndarray, block: int) -> tuple[dict[int, tuple[int, int]], dict[int, set[tuple[int, int]]]]:
+    """Of blocks at each distance the first and last element that anyone needs, and who needs some of whose.
+
+    Args:
+      index: what each part needs, int ``[part, element]``; -1 for nothing.
+      block: indices of a block.
+    """
+    needed: dict[int, tuple[int, int]] = {}
+    pairs: dict[int, set[tuple[int, int]]] = {}
+    for part in range(len(index)):
+        wanted = index[part][index[part] >= 0]
+        for source in np.unique(wanted // block):
+            inside = wanted[wanted // block == source] - source * block
+            distance = int(source) - part
+            low, high = needed.get(distance, (block, -1))
+            needed[distance] = min(low, int(inside.min())), max(high, int(inside.max()))
+            pairs.setdefault(distance, set()).add((int(source), part))
+    return needed, pairs
+
+
+def permute(value: Any, names: tuple[str, ...], pairs: Set[tuple[int, int]], axes: Axes) -> Any:
+    """Sends values from parts to parts, ``(source, destination)``; to each part from one.
+
+    Where devices are at different places of the program (`APART`) all parts are given all there, and take what is
+    theirs: XLA's CPU runtime waits for all devices of the program when single ones send to single others (0.10).
+
+    Unlike other collectives, a permutation along several axes numbers devices in the order of the mesh's axes, whatever
+    the order in which these are given.
+
+    Args:
+      value: one device's array.
+      names: the axes that number the parts.
+      pairs: who sends to whom; other parts may be given anything.
+      axes: of the mesh.
+    """
+    if APART.get():
+        sources = np.zeros(count(names, axes), np.int32)
+        for source, destination in pairs:
+            sources[destination] = source
+        together = lax.all_gather(value, names)
+        return lax.dynamic_index_in_dim(together, jnp.asarray(sources)[index_along(names)], 0, keepdims=False)
+    ordered = [name for name in axes if name in names]
+    parts = np.arange(count(names, axes)).reshape([axes[name] for name in names])
+    place = parts.transpose([names.index(name) for name in ordered]).reshape(-1).argsort()
+    return lax.ppermute(value, tuple(ordered), sorted((int(place[a]), int(place[b])) for a, b in pairs))
+
+
+def _select(value: Any, dim: int, own: np.ndarray, there: np.ndarray, me: jax.Array) -> Any:
+    """Elements ``own[part]`` along a dimension; anything where none is there."""
+    length = own.shape[1]
+    steps = [row[ok] - np.flatnonzero(ok) for row, ok in zip(own, there, strict=True)]
+    if all((s == s[0]).all() for s in steps if len(s)):  # neighbours stay neighbours
+        starts = np.array([s[0] if len(s) else 0 for s in steps])
+        before = max(0, -int(starts.min()))
+        behind = max(0, int(starts.max()) + length - value.shape[dim])
+        value = extended(value, dim, before, behind)
+        starts = starts + before
+        if (starts == starts[0]).all():
+            return lax.slice_in_dim(value, int(starts[0]), int(starts[0]) + length, axis=dim)
+        return lax.dynamic_slice_in_dim(value, jnp.asarray(starts, jnp.int32)[me], length, axis=dim)
+    return jnp.take(value, jnp.asarray(own, jnp.int32)[me], axis=dim, mode="clip")

@@ -1,0 +1,101 @@
+"""A whole program over a mesh: from arrays to arrays, by `jax.shard_map` that is manual over all axes.
+
+Knows meshes, flows and how they are run. Must not know how layouts are chosen, nor virtual nodes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from vnode.spmd.device_program import run
+from vnode.spmd.layout import Axes, Layout
+from vnode.spmd.resharding import even
+from vnode.spmd.resharding_collectives import convert
+from vnode.spmd.sharding_flow import Flow
+
+
+def long_axes(mesh: Mesh) -> dict[str, int]:
+    """The axes of a mesh that are longer than one, each with its size."""
+    return {name: size for name, size in mesh.shape.items() if size > 1}
+
+
+def at_the_border(layout: Layout, axes: Axes) -> Layout:
+    """A layout that a `PartitionSpec` can say: what axes do not divide evenly is whole."""
+    return Layout(tuple(cut if even(cut, axes) else None for cut in layout.dims))
+
+
+def spec_of(layout: Layout) -> PartitionSpec:
+    """The `PartitionSpec` of a layout that has one."""
+    return PartitionSpec(*[None if cut is None else cut.axes for cut in layout.dims])
+
+
+def over_mesh(flow: Flow, mesh: Mesh) -> Any:
+    """A function of a program's inputs that gives its outputs, each a list of arrays on `mesh`.
+
+    Args:
+      flow: layouts through the program.
+      mesh: the devices, with the axes that the flow names.
+    """
+    axes, platform = long_axes(mesh), mesh.devices.flat[0].platform
+    given = [at_the_border(layout, axes) for layout in flow.inputs]
+    made = [at_the_border(layout, axes) for layout in flow.outputs]
+
+    def moved(
+        values: Sequence[Any], starts: Sequence[Layout], ends: Sequence[Layout], atoms: Sequence[Any]
+    ) -> list[Any]:
+        return [
+            convert(value, start, end, getattr(atom.aval, "shape", ()), axes)
+            for value, start, end, atom in zip(values, starts, ends, atoms, strict=True)
+        ]
+
+    def on_each_device(*values: Any) -> list[Any]:
+        inputs = moved(values, given, flow.inputs, flow.program.inputs)
+        outputs = run(flow, inputs, axes, platform)
+        return moved(outputs, flow.outputs, made, flow.program.outputs)
+
+    return on_devices(on_each_device, mesh, tuple(map(spec_of, given)), list(map(spec_of, made)))
+
+
+def on_devices(program: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """A program of each device as one over a mesh, all of whose axes are manual.
+
+    XLA takes arrays without elements for constants before it reads how operands lie, and does not know a program of
+    which it then finds no operand. Where there is nothing in any, they are made on each device.
+
+    Args:
+      program: from the device's parts to its parts of results.
+      mesh: the devices.
+      in_specs: of the arguments, as for `jax.shard_map`.
+      out_specs: of the results.
+    """
+
+    def run(*args: Any) -> Any:
+        whole = functools.partial(jax.shard_map, mesh=mesh, out_specs=out_specs, check_vma=False)
+        leaves, treedef = jax.tree.flatten(args)
+        if not leaves or any(leaf.size for leaf in leaves):
+            return whole(program, in_specs=in_specs)(*args)
+        specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
+
+        def without_operands() -> Any:
+            pairs = zip(leaves, specs, strict=True)
+            return program(*jax.tree.unflatten(treedef, [nothing(leaf, spec, mesh) for leaf, spec in pairs]))
+
+        return whole(without_operands, in_specs=())()
+
+    return run
+
+
+def nothing(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
+    """A device's part of an array without elements."""
+    shape = NamedSharding(mesh, spec).shard_shape(leaf.shape)
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.zeros(shape, leaf.dtype)
+    data = jax.eval_shape(jax.random.key_data, leaf)
+    shape = (*shape, *data.shape[len(shape) :])
+    return jax.random.wrap_key_data(jnp.zeros(shape, data.dtype), impl=jax.random.key_impl(leaf))

@@ -1,0 +1,591 @@
+"""Layouts through a program: how every value lies, and how every equation is cut.
+
+Knows programs, loops and branches, and the choice for one equation. Must not know devices, virtual nodes, nor how
+anything is carried out.
+
+Layouts flow forward from the inputs; each equation follows its operands. Inside loops they run to a fixpoint over what
+is carried. What is made from nothing (constants, iotas, broadcasts of scalars, random bits of a key) has no layout: it
+is made in whatever layout it is needed in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from vnode.analysis.program import Atom, Program, message_about
+from vnode.errors import PartitionError, UnsupportedPrimitiveError
+from vnode.operators import Algebra, Monoid, OperatorDescription
+from vnode.operators.control_flow import Region, region_of
+from vnode.spmd.branch_groups import Branches, branches_of, made_at
+from vnode.spmd.factor_blocks import Loop, loop_of
+from vnode.spmd.layout import Axes, Cut, Layout, cut_of, replicated
+from vnode.spmd.op_sharding import (
+    Choice,
+    Given,
+    Way,
+    carried_out,
+    choose,
+    is_narrow,
+    passing,
+    reached,
+    ways_to,
+)
+from vnode.spmd.resharding import finest
+
+Path = tuple[int, ...]
+"""Which equation of a program: its number; in a loop or branch that equation's, the body's, and the number there."""
+
+TURNS = 4
+"""How often a loop's body is followed until what it carries keeps its layout; then layouts stay what they are."""
+
+CHEAP = 30
+"""Operations per element up to which a value from nothing is made where it is needed, rather than once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """How an equation shall be cut.
+
+    Attributes:
+      ways: the axes that divide it.
+      given: how each operand lies when it is read; what the equation lacks of it is fetched from there.
+      passed: axes over which operands are in pieces, and so are the results.
+    """
+
+    ways: tuple[Way, ...]
+    given: tuple[Layout, ...]
+    passed: tuple[tuple[str, Monoid], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """How one equation is carried out.
+
+    Attributes:
+      eqn: the equation.
+      operands: how each operand has to lie; None for one that is not read.
+      made: how each result lies where it is made.
+      results: how each result lies for who reads it.
+      choice: how the equation is cut; None for a loop or branch, and for what every device evaluates whole.
+      region: the loop or branch that it is.
+      bodies: layouts through each body.
+      branches: the branches that it is, if each of the bodies is evaluated by devices of its own.
+      loop: the loop over blocks that it is, if each device has a number of them of its own.
+      anyhow: it is evaluated wherever its result is needed, in that layout.
+      asks: it asks for a layout, and computes nothing.
+      leaves: its results leave a program: only what is handed on is there afterwards.
+      after: of a loop what has to be there before its operands are gathered, for this loop alone.
+    """
+
+    eqn: JaxprEqn
+    operands: tuple[Layout, ...]
+    made: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    choice: Choice | None = None
+    region: Region | None = None
+    bodies: tuple[Flow, ...] = ()
+    branches: Branches | None = None
+    loop: Loop | None = None
+    anyhow: bool = False
+    asks: bool = False
+    leaves: bool = False
+    after: tuple[Var, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """Layouts through a program.
+
+    Attributes:
+      program: what was followed.
+      inputs: how each input lies.
+      steps: one per equation, in order.
+      outputs: how each output lies where it is handed on.
+      ends: how each output lies where it is made.
+    """
+
+    program: Program
+    inputs: tuple[Layout, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[Layout, ...]
+    ends: tuple[Layout, ...] = ()
+
+
+def follow(
+    program: Program,
+    inputs: Sequence[Layout],
+    axes: Axes,
+    *,
+    outputs: Sequence[Layout | None] | None = None,
+    wishes: Mapping[Var, Layout] | None = None,
+    asked: Mapping[Path, Asked] | None = None,
+) -> Flow:
+    """Finds how every value of a program lies.
+
+    Args:
+      program: the program.
+      inputs: how each of its inputs lies.
+      axes: of the mesh, those longer than one.
+      outputs: for each output how it shall be handed on; None where that is left open, or for all of them.
+      wishes: how single variables shall lie, those of loops' and branches' bodies (`Program.bodies`) among them. What
+        begins as zero, and is carried by a loop, may be wished in pieces of a sum.
+      asked: how single equations shall be cut.
+
+    Returns:
+      The flow.
+
+    Raises:
+      PartitionError: an equation cannot be cut as is asked.
+      UnsupportedPrimitiveError: an equation has an effect, which every device would have.
+    """
+    made = _Follower(program, axes, wishes or {}, asked or {}).follow([Given(layout) for layout in inputs])
+    wanted = outputs if outputs is not None else [None] * len(program.outputs)
+    ends = tuple(state.layout for state in made.ends)
+    handed_on = tuple(end.complete if want is None else want for end, want in zip(ends, wanted, strict=True))
+    return Flow(program, tuple(inputs), tuple(made.steps), handed_on, ends)
+
+
+class _Follower:
+    """Follows one program once; `steps` and `ends` are what it finds."""
+
+    def __init__(
+        self,
+        program: Program,
+        axes: Axes,
+        wishes: Mapping[Var, Layout],
+        asked: Mapping[Path, Asked],
+        path: Path = (),
+    ) -> None:
+        self.program, self.axes, self.wishes, self.asked, self.path = program, axes, wishes, asked, path
+        self.states: dict[Var, Given] = {}
+        self.pieces: dict[Var, Layout] = {}  # how what lies complete was made, if in pieces
+        self.steps: list[Step] = []
+        self.ends: list[Given] = []
+
+    def follow(self, inputs: Sequence[Given]) -> _Follower:
+        self.states.update(zip(self.program.inputs, inputs, strict=True))
+        for var in self.program.constants:
+            self.states[var] = Given(replicated(len(var.aval.shape)))
+        for number, eqn in enumerate(self.program.equations):
+            self.steps.append(self.step(eqn, (*self.path, number)))
+        self.ends = [self.state(atom) for atom in self.program.outputs]
+        return self
+
+    def state(self, atom: Atom) -> Given:
+        if isinstance(atom, Literal):
+            shape = getattr(atom.aval, "shape", ())
+            return Given(replicated(len(shape)), anyhow=True, zero=not shape and atom.val == 0)
+        return self.states[atom]
+
+    def step(self, eqn: JaxprEqn, path: Path) -> Step:
+        given = [self.state(atom) for atom in eqn.invars]
+        region, branches, loop = region_of(eqn), branches_of(eqn), loop_of(eqn)
+        if region is not None:
+            return self.region_step(eqn, region, given, path)
+        if branches is not None:
+            return self.side_by_side_step(eqn, branches, given, path)
+        if loop is not None:
+            return self.blocks_step(eqn, loop, given, path)
+        description = self.program.describe(eqn)
+        mutable = any(hasattr(atom.aval, "inner_aval") for atom in (*eqn.invars, *eqn.outvars))
+        if mutable or (eqn.effects and self.axes):
+            raise UnsupportedPrimitiveError(
+                message_about(
+                    eqn,
+                    f"{eqn.primitive.name!r} has an effect, and every device of a mesh that splits more than the batch "
+                    "would have it.",
+                    remedies=[
+                        "return the value from the step and use it there",
+                        "or split the batch only, or leave the rest to XLA: partition='xla'",
+                    ],
+                )
+            )
+        if description is not None and description.layout is not None:
+            return self.constraint_step(eqn, description.layout, given[0])
+        wishes = [self.wishes.get(var) or self.asked_for.get(var) for var in eqn.outvars]
+        if path in self.asked and description is not None:
+            return self.asked_step(eqn, description, given, self.asked[path])
+        if description is None or (all(each.layout.whole for each in given) and not any(wishes)):
+            anyhow = description is not None and self.from_nothing(eqn, given)
+            operands = tuple(replicated(len(each.layout.dims)) for each in given)
+            made = tuple(replicated(len(getattr(var.aval, "shape", ()))) for var in eqn.outvars)
+            results = made if description is not None else wished(made, wishes)
+            zero = (
+                description is not None
+                and anyhow
+                and description.has(Algebra.MOVES)
+                and all(each.zero for each in given)
+                and bool(given)
+            )
+            self.states.update((var, Given(r, anyhow, zero)) for var, r in zip(eqn.outvars, results, strict=True))
+            return Step(eqn, operands, made, results, anyhow=anyhow)
+        choice = choose(eqn, description, given, self.axes, wishes)
+        made = reached(eqn, choice)
+        results = wished(made, wishes)
+        for atom, each, want in zip(eqn.invars, given, choice.operands, strict=True):
+            if isinstance(atom, Var) and each.layout.partial and not want.partial:
+                self.states[atom] = Given(want)  # from here on it is at hand like this
+        self.states.update(
+            (var, Given(r, settled=bool(r.partial) and self.is_combined(var, r)))
+            for var, r in zip(eqn.outvars, results, strict=True)
+        )
+        return Step(eqn, choice.operands, made, results, choice)
+
+    def is_combined(self, var: Var, layout: Layout) -> bool:
+        """Whether some equation that reads a variable needs its pieces combined."""
+        for eqn in self.program.readers.get(var, ()):
+            description = None if region_of(eqn) is not None else self.program.describe(eqn)
+            having = {i for i, atom in enumerate(eqn.invars) if atom is var}
+            if description is None or not all(
+                any(having <= group for group in passing(description, monoid)) for _, monoid in layout.partial
+            ):
+                return True
+        return False
+
+    @functools.cached_property
+    def asked_for(self) -> dict[Var, Layout]:
+        """How variables shall lie that nobody reads but what asks for a layout along all dimensions, perhaps by way of
+        equations that compute element by element."""
+        asked: dict[Var, Layout] = {}
+
+        def ask(atom: Atom, layout: Layout) -> None:
+            if isinstance(atom, Var) and len(self.program.readers[atom]) == 1 and atom not in self.returned:
+                asked[atom] = layout
+
+        for eqn in reversed(self.program.equations):
+            description = None if region_of(eqn) is not None else self.program.describe(eqn)
+            if description is None or len(eqn.outvars) != 1:
+                continue
+            (var,) = eqn.outvars
+            whole = replicated(len(var.aval.shape))
+            if description.layout is not None and None not in description.layout:
+                ask(eqn.invars[0], self.layout_asked(description.layout, whole, var.aval.shape))
+            elif var in asked and not asked[var].whole and description.by_element:
+                ways = ways_to(description, 0, asked[var], self.axes)
+                given = [Given(replicated(len(getattr(atom.aval, "shape", ())))) for atom in eqn.invars]
+                choice = ways and carried_out(eqn, description, ways, given, self.axes, ())
+                if choice and choice.results[0] == asked[var]:
+                    for atom, layout in zip(eqn.invars, choice.operands, strict=True):
+                        if not layout.whole:
+                            ask(atom, layout)
+        return asked
+
+    @functools.cached_property
+    def returned(self) -> set[Var]:
+        """The variables that are outputs."""
+        return {atom for atom in self.program.outputs if isinstance(atom, Var)}
+
+    def asked_step(self, eqn: JaxprEqn, description: OperatorDescription, given: Sequence[Given], asked: Asked) -> Step:
+        """What shall be cut in some ways is cut in these, or refused."""
+        choice = carried_out(eqn, description, asked.ways, [Given(x) for x in asked.given], self.axes, asked.passed)
+        several = zip(eqn.invars, given, () if choice is None else choice.operands, strict=False)
+        if choice is None or not all(self.has_pieces(*each) for each in several):
+            raise PartitionError(
+                message_about(
+                    eqn,
+                    f"{eqn.primitive.name!r} cannot be cut as it is asked for.",
+                    facts=[f"factors {way.lead} over {', '.join(way.axes)}" for way in asked.ways],
+                    remedies=["take the ways from this program's own equations"],
+                )
+            )
+        made = reached(eqn, choice)
+        results = wished(made, [self.wishes.get(var) for var in eqn.outvars])
+        self.pieces.update((var, x) for var, x in zip(eqn.outvars, made, strict=True) if x.partial)
+        self.states.update((var, Given(layout)) for var, layout in zip(eqn.outvars, results, strict=True))
+        return Step(eqn, choice.operands, made, results, choice)
+
+    def has_pieces(self, atom: Atom, given: Given, want: Layout) -> bool:
+        """Whether what is read in pieces is at hand in these: nothing else may be added more than once."""
+        made = self.pieces.get(atom, given.layout) if isinstance(atom, Var) else given.layout
+        return given.zero or any(set(want.partial) <= set(layout.partial) for layout in (made, given.layout))
+
+    def constraint_step(self, eqn: JaxprEqn, asked: Sequence[tuple[str, ...] | None], given: Given) -> Step:
+        """What asks for a layout gets it, over the axes that there are."""
+        (var,) = eqn.outvars
+        layout = self.layout_asked(asked, given.layout, var.aval.shape)
+        self.states[var] = Given(layout)
+        return Step(eqn, (layout,), (layout,), (layout,), asks=True)
+
+    def layout_asked(self, asked: Sequence[tuple[str, ...] | None], layout: Layout, shape: Sequence[int]) -> Layout:
+        """A layout with what is asked for, over the axes that there are."""
+        dims = list(layout.dims)
+        for d, (names, n) in enumerate(zip(asked, shape, strict=True)):
+            if names is not None:
+                names = tuple(name for name in names if name in self.axes)
+                dims[d] = cut_of(names, 1, n, n, self.axes) if names and n > 1 else None
+        taken = [name for names in asked for name in names or ()]
+        for d, cut in enumerate(dims):  # an axis cuts one dimension
+            if asked[d] is None and cut is not None and set(cut.axes) & set(taken):
+                dims[d] = None
+        return Layout(tuple(dims))
+
+    def from_nothing(self, eqn: JaxprEqn, given: Sequence[Given]) -> bool:
+        """Whether a value is made of so little, by so few operations, that it is made where it is needed."""
+        description = self.program.describe(eqn)
+        assert description is not None
+        if description.has(Algebra.CONTRACTS) or description.reduced or len(eqn.outvars) != 1:
+            return False
+        size = math.prod(eqn.outvars[0].aval.shape)
+        read = sum(math.prod(atom.aval.shape) for atom, each in zip(eqn.invars, given, strict=True) if not each.anyhow)
+        return (size > read or all(each.anyhow for each in given)) and description.flops <= CHEAP * max(size, 1)
+
+    # Branches on devices of their own
+
+    def side_by_side_step(self, eqn: JaxprEqn, branches: Branches, given: Sequence[Given], path: Path) -> Step:
+        """Branches, each evaluated by the devices of one index along an axis, and divided over the other axes."""
+        axis, count = branches.axis, len(branches.programs)
+        if self.axes.get(axis, 1) < count:
+            raise PartitionError(
+                message_about(
+                    eqn,
+                    f"{count} branches are to be evaluated side by side along {axis!r}, of {self.axes.get(axis, 1)}.",
+                    facts=[f"axes: {', '.join(f'{name} of {n}' for name, n in self.axes.items())}"],
+                    remedies=["take another axis", "or put branches together"],
+                )
+            )
+        inner = {name: size for name, size in self.axes.items() if name != axis}
+        operands = [
+            self.at_branches(branches, i, atom, without(axis, each.layout, getattr(atom.aval, "shape", ()), self.axes))
+            for i, (atom, each) in enumerate(zip(eqn.invars, given, strict=True))
+        ]
+        inside = [Given(on_one(layout, axis)) for layout in operands]
+        flows = []
+        for number, (program, reads) in enumerate(zip(branches.programs, branches.operands, strict=True)):
+            inputs = [inside[i] for i in reads]
+            follower = _Follower(program, inner, self.wishes, self.asked, (*path, number)).follow(inputs)
+            outputs = [
+                self.pieces_at_one(eqn, atom, end) for atom, end in zip(program.outputs, follower.ends, strict=True)
+            ]
+            flows.append(Flow(program, tuple(g.layout for g in inputs), tuple(follower.steps), tuple(outputs)))
+        made = of_branches(branches, flows, self.axes)
+        results = wished(made, [self.wishes.get(var) for var in eqn.outvars])
+        for i, (var, layout) in enumerate(zip(eqn.outvars, results, strict=True)):
+            self.pieces[var] = made[i]
+            self.states[var] = Given(layout, settled=bool(layout.partial) and self.is_combined(var, layout))
+        return Step(eqn, tuple(operands), made, results, bodies=tuple(flows), branches=branches)
+
+    def at_branches(self, branches: Branches, i: int, atom: Atom, layout: Layout) -> Layout:
+        """How branches read an operand: as is wished, and where it is, if it is read there only."""
+        inside = (
+            program.inputs[reads.index(i)]
+            for program, reads in zip(branches.programs, branches.operands, strict=True)
+            if i in reads
+        )
+        wish = next((self.wishes[var] for var in inside if var in self.wishes), None)
+        layout = layout if wish is None else wish.complete
+        if not isinstance(atom, Var):
+            return layout
+        there = (p for p in self.states[atom].layout.partial if p[0] == branches.axis)
+        stays = branches.reads_at(i, self.at.get(atom))
+        return Layout(layout.dims, tuple(there)) if stays else layout
+
+    @functools.cached_property
+    def at(self) -> dict[Var, tuple[str, int]]:
+        """The axis and the index of the devices that alone have what a branch computes."""
+        return made_at(self.program)
+
+    @staticmethod
+    def pieces_at_one(eqn: JaxprEqn, atom: Atom, end: Given) -> Layout:
+        """How a branch hands on a result: pieces over other axes may remain, if they are of the same monoid."""
+        dtype = atom.aval.dtype
+        if jnp.issubdtype(dtype, jax.dtypes.extended):
+            raise PartitionError(
+                message_about(
+                    eqn,
+                    f"A branch that is evaluated side by side with others makes random keys, {dtype}.",
+                    remedies=["make keys outside the branches", "or use them in the branch that makes them"],
+                )
+            )
+        alike = all(monoid is monoid_of_one(dtype) for _, monoid in end.layout.partial)
+        return end.layout if alike else end.layout.complete
+
+    # Blocks in different numbers
+
+    def blocks_step(self, eqn: JaxprEqn, loop: Loop, given: Sequence[Given], path: Path) -> Step:
+        """A loop over blocks, each device's own along some axes, and each block divided over the other axes."""
+        share = loop.share
+        share.check(self.axes)
+        inner = {name: size for name, size in self.axes.items() if name not in share.axes}
+        operands, inputs = [], [Given(replicated(0))]
+        for atom, each, dim in zip(eqn.invars, given, loop.operands, strict=True):
+            shape, layout = getattr(atom.aval, "shape", ()), each.layout
+            for axis in share.axes:
+                layout = without(axis, layout, shape, self.axes)
+            inputs.append(Given(layout if dim is None else along(dim, None, layout)))
+            operands.append(layout if dim is None else along(dim, share.cut(shape[dim], self.axes), layout))
+        follower = _Follower(loop.program, inner, self.wishes, self.asked, (*path, 0)).follow(inputs)
+        made, outputs = [], []
+        for var, end, result in zip(eqn.outvars, follower.ends, loop.results, strict=True):
+            monoid = result if isinstance(result, Monoid) else Monoid.SUM
+            alike = all(m is monoid for _, m in end.layout.partial)
+            layout = end.layout if alike else end.layout.complete
+            if isinstance(result, Monoid):
+                outputs.append(layout)
+                several = [*layout.partial, *((name, monoid) for name in share.axes)]
+                several = [] if is_narrow(var.aval.dtype) else several
+                made.append(Layout(layout.dims, tuple(sorted(several, key=lambda p: list(self.axes).index(p[0])))))
+            else:
+                outputs.append(along(result, None, layout))
+                made.append(along(result, share.cut(var.aval.shape[result], self.axes), layout))
+        self.states.update(
+            (var, Given(layout, settled=bool(layout.partial) and self.is_combined(var, layout)))
+            for var, layout in zip(eqn.outvars, made, strict=True)
+        )
+        flow = Flow(loop.program, tuple(g.layout for g in inputs), tuple(follower.steps), tuple(outputs))
+        return Step(eqn, tuple(operands), tuple(made), tuple(made), bodies=(flow,), loop=loop)
+
+    # Loops and branches
+
+    def region_step(self, eqn: JaxprEqn, region: Region, given: Sequence[Given], path: Path) -> Step:
+        programs = self.program.bodies(eqn)
+        layouts = [each.layout.complete for each in given]
+        for i in range(len(layouts)):
+            if i == region.chooser:
+                layouts[i] = replicated(len(layouts[i].dims))
+            elif i in region.scanned:
+                layouts[i] = Layout((None, *layouts[i].dims[1:]))
+        carried = list(region.carried)
+        held = self.held(region, programs, given)
+        for i, layout in held.items():
+            layouts[i] = layout
+        # Where elements of the carry stop for themselves, the loop must turn equally often on all devices.
+        stopping = max((len(a.aval.shape) for program in programs[: region.tests] for a in program.outputs), default=0)
+        for i in carried:
+            layouts[i] = whole_along(stopping, layouts[i])
+        flows, ends = self.bodies(region, programs, layouts, path)
+        for turn in range(TURNS):
+            before = [layouts[i] for i in carried]
+            after = [
+                layouts[i]
+                if i in held
+                else end.layout
+                if region.stacks and self.may_be_partial(end.layout, given[i])
+                else whole_along(stopping, end.layout.complete)
+                for i, end in zip(carried, ends[-1], strict=False)
+            ]
+            if before == after or turn == TURNS - 1:
+                break
+            for i, layout in zip(carried, after, strict=True):
+                layouts[i] = layout
+            flows, ends = self.bodies(region, programs, layouts, path)
+        made = self.results_of(eqn, region, ends[region.tests :], [layouts[i] for i in carried])
+        wishes = [self.wishes.get(var) for var in eqn.outvars]
+        for j in range(len(carried), len(made)):
+            wish = wishes[j]
+            if wish is not None:  # bodies hand it on so; of a stack, each turn its piece
+                made[j] = Layout((None, *wish.dims[1:])) if region.stacks else wish
+        results = wished(made, wishes)
+        bodies = []
+        for k, flow in enumerate(flows):
+            if k < region.tests:
+                outputs = tuple(replicated(len(each.layout.dims)) for each in ends[k])
+            else:
+                outputs = tuple(
+                    Layout(layout.dims[1:], layout.partial) if region.stacks and j >= len(carried) else layout
+                    for j, layout in enumerate(made)
+                )
+            bodies.append(dataclasses.replace(flow, outputs=outputs))
+        self.states.update((var, Given(layout)) for var, layout in zip(eqn.outvars, results, strict=True))
+        return Step(eqn, tuple(layouts), tuple(made), results, region=region, bodies=tuple(bodies))
+
+    def held(self, region: Region, programs: Sequence[Program], given: Sequence[Given]) -> dict[int, Layout]:
+        """How operands shall lie, by what is wished of the bodies' inputs."""
+        found = dict[int, Layout]()
+        for program, inputs in zip(programs, region.inputs, strict=True):
+            for i, var in zip(inputs, program.inputs, strict=False):
+                wish = self.wishes.get(var)
+                if wish is not None:
+                    kept = wish if i in region.carried and self.may_be_partial(wish, given[i]) else wish.complete
+                    found[i] = Layout((None, *kept.dims)) if i in region.scanned else kept
+        return found
+
+    @staticmethod
+    def may_be_partial(layout: Layout, given: Given) -> bool:
+        """Whether what begins as given may become pieces of a sum: nothing is added more than once."""
+        return given.zero and all(monoid is Monoid.SUM for _, monoid in layout.partial)
+
+    def bodies(
+        self, region: Region, programs: Sequence[Program], layouts: Sequence[Layout], path: Path
+    ) -> tuple[list[Flow], list[list[Given]]]:
+        """Follows each body once."""
+        flows, ends = [], []
+        for number, (program, inputs) in enumerate(zip(programs, region.inputs, strict=True)):
+            given = [Given(Layout(layouts[i].dims[1:]) if i in region.scanned else layouts[i]) for i in inputs]
+            follower = _Follower(program, self.axes, self.wishes, self.asked, (*path, number)).follow(given)
+            flows.append(Flow(program, tuple(g.layout for g in given), tuple(follower.steps), ()))
+            ends.append(follower.ends)
+        return flows, ends
+
+    def results_of(
+        self, eqn: JaxprEqn, region: Region, ends: Sequence[Sequence[Given]], carried: Sequence[Layout]
+    ) -> list[Layout]:
+        """How a region's results lie: what is carried as it is carried, others as the bodies agree.
+
+        Where branches do not, a result lies as that to which all others are only cut, if there is one.
+        """
+        results = list(carried)
+        for var, several in list(zip(eqn.outvars, zip(*ends, strict=True), strict=True))[len(carried) :]:
+            layouts = {end.layout for end in several if not end.anyhow} or {several[0].layout}
+            if len(layouts) > 1:
+                complete = sorted({layout.complete for layout in layouts}, key=str)
+                layouts = {finest(complete, var.aval.shape, self.axes, var.aval.dtype) or complete[0]}
+            (layout,) = layouts
+            if len({end.layout for end in several}) > 1:
+                layout = layout.complete
+            results.append(Layout((None, *layout.dims), layout.partial) if region.stacks else layout)
+        return results
+
+
+def wished(made: Sequence[Layout], wishes: Sequence[Layout | None]) -> tuple[Layout, ...]:
+    """Layouts, with what is wished in their places."""
+    return tuple(layout if wish is None else wish for layout, wish in zip(made, wishes, strict=True))
+
+
+def without(axis: str, layout: Layout, shape: Sequence[int], axes: Axes) -> Layout:
+    """A layout with pieces combined, and dimensions cut no further than over the axes before `axis`."""
+    dims: list[Cut | None] = []
+    for cut, n in zip(layout.dims, shape, strict=True):
+        if cut is not None and axis in cut.axes:
+            before = cut.axes[: cut.axes.index(axis)]
+            cut = cut_of(before, cut.outer, cut.size, n, axes) if before else None
+        dims.append(cut)
+    return Layout(tuple(dims))
+
+
+def on_one(layout: Layout, axis: str) -> Layout:
+    """How a value lies among devices of one index along an axis, which alone have it."""
+    return Layout(layout.dims, tuple(each for each in layout.partial if each[0] != axis))
+
+
+def of_branches(branches: Branches, flows: Sequence[Flow], axes: Axes) -> tuple[Layout, ...]:
+    """How the results of branches lie: those of devices along their axis are pieces, of which one has something."""
+    order = list(axes)
+    found: dict[int, Layout] = {}
+    for flow, makes in zip(flows, branches.results, strict=True):
+        for i, atom, layout in zip(makes, flow.program.outputs, flow.outputs, strict=True):
+            several = (*layout.partial, (branches.axis, monoid_of_one(atom.aval.dtype)))
+            found[i] = Layout(layout.dims, tuple(sorted(several, key=lambda piece: order.index(piece[0]))))
+    return tuple(found[i] for i in range(len(found)))
+
+
+def along(dim: int, cut: Cut | None, layout: Layout) -> Layout:
+    """A layout with another cut of one dimension."""
+    return Layout((*layout.dims[:dim], cut, *layout.dims[dim + 1 :]), layout.partial)
+
+
+def monoid_of_one(dtype: object) -> Monoid:
+    """By what a value combines that one device has, and of which others have nothing."""
+    return Monoid.OR if dtype == np.bool_ else Monoid.SUM
+
+
+def whole_along(dims: int, layout: Layout) -> Layout:
+    """A layout of which the first dimensions are not cut."""
+    return Layout((*(None,) * dims, *layout.dims[dims:]), layout.partial)

@@ -1,0 +1,204 @@
+"""Arguments that no step can be called with: too few, shapes without values, arrays that are gone or donated twice.
+
+Knows signatures and deleted arrays. Must not know what becomes of the arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from vnode.errors import VnodeError, layout_message
+from vnode.placement.donated import arrays_among, check_there, given_away
+
+
+def check_signature(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], name: str) -> None:
+    """Refuses arguments that Python would not call a function with, in about its own words.
+
+    Raises:
+      TypeError: they are such.
+    """
+    try:
+        inspect.signature(fun).bind(*args, **kwargs)
+    except ValueError:  # a callable that does not tell
+        return
+    except TypeError as error:
+        raise TypeError(f"{name}() {error}") from None
+
+
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def positional_names(fun: Callable[..., Any]) -> tuple[str, ...]:
+    """What a function calls the arguments that can be given by position; nothing if it does not tell.
+
+    Example:
+      >>> positional_names(lambda state, *, batch: state)
+      ('state',)
+    """
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(p.name for p in parameters if p.kind in POSITIONAL)
+
+
+def takes_any(fun: Callable[..., Any]) -> bool:
+    """Whether a function takes any number of arguments by position."""
+    try:
+        return any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        return True
+
+
+def by_argument(args: Mapping[int, Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Arguments by what they are called.
+
+    >>> by_argument({0: 1.0, 1: 2.0}, {"rate": 0.1}, ["state"])
+    {'state': 1.0, 'argument 1': 2.0, 'rate': 0.1}
+    """
+    return {**{names[i] if i < len(names) else f"argument {i}": arg for i, arg in args.items()}, **kwargs}
+
+
+def check_values(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str] = ()) -> None:
+    """Refuses shapes without values where the step is run.
+
+    Args:
+      args: positional arguments.
+      kwargs: keyword arguments.
+      names: of the positional arguments, as far as they are known.
+
+    Raises:
+      VnodeError: there are some.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> check_values([jnp.ones(3), 1.0], {})
+    """
+    named = by_argument(dict(enumerate(args)), kwargs, names)
+    ask = "or ask what needs shapes only: step.explain(...), step.lower(...)"
+    no_shapes(named, "the step is to be run on shapes without values (jax.ShapeDtypeStruct).", ["give arrays", ask])
+
+
+def check_placed(tree: Any) -> None:
+    """Refuses shapes without values where a state is placed.
+
+    Raises:
+      VnodeError: there are some.
+    """
+    said = "shapes without values (jax.ShapeDtypeStruct) cannot be put anywhere."
+    no_shapes({"": tree}, said, ["give arrays: of jax.eval_shape(init, ...), what init(...) returns"])
+
+
+def no_shapes(named: Mapping[str, Any], said: str, remedies: Sequence[str]) -> None:
+    """Refuses shapes without values.
+
+    Args:
+      named: trees by what they are called.
+      said: what is wrong with them.
+      remedies: what to do.
+
+    Raises:
+      VnodeError: there are some.
+    """
+    found = [
+        f"{name}{jax.tree_util.keystr(path)}: {leaf}"
+        for name, tree in named.items()
+        for path, leaf in jax.tree.leaves_with_path(tree)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    if found:
+        raise VnodeError(
+            layout_message(
+                said,
+                facts=[*found[:8], *([f"and {len(found) - 8} more"] if len(found) > 8 else [])],
+                remedies=remedies,
+            )
+        )
+
+
+def check_arguments(
+    args: Mapping[int, Any], kwargs: dict[str, Any], donated: Sequence[int] = (), names: Sequence[str] = ()
+) -> None:
+    """Refuses arguments with arrays that are gone.
+
+    Args:
+      args: arguments by position.
+      kwargs: keyword arguments.
+      donated: positions of those that the step donates.
+      names: of the positional arguments, as far as they are known.
+
+    Raises:
+      VnodeError: there are some.
+    """
+    if not given_away((tuple(args.values()), kwargs), ""):
+        return  # before any names are made: every call asks
+    check_there(
+        by_argument(args, kwargs, names),
+        {
+            name: f"the step donates {name}: donate_argnums={tuple(donated)}"
+            for name in by_argument(dict.fromkeys(donated), {}, names)
+        },
+    )
+
+
+def check_donated_once(
+    args: Sequence[Any], kwargs: dict[str, Any], donated: Sequence[int], names: Sequence[str] = ()
+) -> None:
+    """Refuses memory that is donated and given in another place too; jaxlib 0.10 crashes on several devices.
+
+    Args:
+      args: positional arguments.
+      kwargs: keyword arguments.
+      donated: positions of those that the step donates.
+      names: of the positional arguments, as far as they are known.
+
+    Raises:
+      VnodeError: there is some.
+    """
+    called = by_argument(dict(enumerate(args)), kwargs, names)
+    named = [(name, arg, i in donated) for i, (name, arg) in enumerate(called.items())]
+    places: dict[Any, list[str]] = {}
+    given: set[Any] = set()
+    for name, tree, gone in named:
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            for number in buffers(leaf):
+                places.setdefault(number, []).append(name + jax.tree_util.keystr(path))
+                if gone:
+                    given.add(number)
+    again = list(dict.fromkeys(" is ".join(names) for n, names in places.items() if n in given and len(names) > 1))
+    if not again:
+        return
+    raise VnodeError(
+        layout_message(
+            "the step donates an array that is given to it in two places: one of them would be gone.",
+            facts=[
+                *again[:8],
+                *([f"and {len(again) - 8} more"] if len(again) > 8 else []),
+                f"donate_argnums={tuple(donated)}",
+            ],
+            remedies=[
+                "copy what starts equal, as an average of the parameters: jax.tree.map(jnp.copy, params)",
+                "or virtualize without donate_argnums",
+            ],
+        )
+    )
+
+
+def repeated(tree: Any) -> bool:
+    """Whether an array is in a tree twice, as the same object."""
+    arrays = arrays_among(jax.tree.leaves(tree))
+    return len(set(map(id, arrays))) < len(arrays)
+
+
+def buffers(leaf: Any) -> list[Any]:
+    """What tells the memory of an array from that of others: arrays on different devices may share that of one."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.size:
+        return []
+    try:
+        return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in leaf.addressable_shards]
+    except (AttributeError, NotImplementedError, RuntimeError):  # typed keys, and devices that do not tell
+        return [id(leaf)]

@@ -1,0 +1,180 @@
+"""Compiles a step for other placements, and runs it there once, while training goes on.
+
+Knows threads and how to ask a step for its compiled program or for a run. Must not know how a step is made or called.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import contextvars
+import functools
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from vnode import threads
+from vnode.errors import BatchError
+from vnode.placement.placement import Placement
+from vnode.placement.process_barrier import wait_until
+from vnode.placement.world import world
+from vnode.step.argument_checks import check_arguments
+
+
+class Worker:
+    """A background thread that does one thing after another, and ends when there is nothing to do.
+
+    When the process ends, what has not begun is dropped, unlike by the executors of `concurrent.futures`. What is under
+    way ends with the process, which does not wait for it (but see `vnode.threads`).
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.tasks: deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = deque()
+        self.thread: threading.Thread | None = None
+
+    def submit(self, task: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+        """Does a task after those before it, unless its future is cancelled until then; in a copy of this context."""
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        with self.lock:
+            self.tasks.append((future, functools.partial(contextvars.copy_context().run, task)))
+            if self.thread is None:
+                self.thread = threads.background(self.work, "vnode-prepare")
+        return future
+
+    def close(self) -> None:
+        """When the process ends: drops what has not begun, and waits for the rest where it cannot be left alone."""
+        with self.lock:
+            dropped, thread = [future for future, _ in self.tasks], self.thread
+            self.tasks.clear()
+        for future in dropped:
+            future.cancel()
+        if thread is not None and threads.glibc() is None:
+            thread.join()
+
+    def work(self) -> None:
+        """The background thread."""
+        while True:
+            with self.lock:
+                if not self.tasks:
+                    self.thread = None
+                    return
+                future, task = self.tasks.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(task())
+                except BaseException as error:  # it belongs to who asks
+                    future.set_exception(error)
+            del future, task
+
+
+WORKER = Worker()
+"""One for all: several compilations at once would take the processors from training."""
+atexit.register(WORKER.close)
+
+
+class Preparation:
+    """Programs that are being compiled in the background, one after another.
+
+    Attributes:
+      placements: for which, in this order.
+    """
+
+    def __init__(self, compilers: Mapping[Placement, Callable[[], Any]]) -> None:
+        self.placements = tuple(compilers)
+        self._futures = {
+            placement: WORKER.submit(functools.partial(timed, compiler)) for placement, compiler in compilers.items()
+        }
+
+    def __repr__(self) -> str:
+        ready = sum(future.done() for future in self._futures.values())
+        more = ", ..." if len(self.placements) > 2 else ""
+        return f"Preparation({ready} of {len(self._futures)} ready: {', '.join(map(str, self.placements[:2]))}{more})"
+
+    def done(self, placement: Placement | None = None) -> bool:
+        """Whether the program for a placement, or all of them, is there (or has failed)."""
+        return all(future.done() for future in self._asked(placement))
+
+    def wait(self, placement: Placement | None = None, timeout: float | None = None) -> Preparation:
+        """Waits for the program for a placement, or for all.
+
+        Args:
+          placement: which; all by default.
+          timeout: seconds to wait at most.
+
+        Returns:
+          Itself.
+
+        Raises:
+          TimeoutError: it takes longer.
+          ProcessError: another process has failed meanwhile.
+          Exception: what compiling (or running) raised.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        for future in self._asked(placement):
+            if until is None and world().several:
+                sleep = functools.partial(concurrent.futures.wait, [future], 0.05)
+                wait_until(future.done, sleep, "to compile", world().others, patience=math.inf)
+            future.result(None if until is None else max(until - time.monotonic(), 0))
+        return self
+
+    def cancel(self) -> None:
+        """Drops what has not been begun."""
+        for future in self._futures.values():
+            future.cancel()
+
+    @property
+    def seconds(self) -> dict[Placement, float]:
+        """How long compiling took, for those that are there."""
+        there = {p: f for p, f in self._futures.items() if f.done() and not f.cancelled() and f.exception() is None}
+        return {placement: future.result() for placement, future in there.items()}
+
+    def _asked(self, placement: Placement | None) -> list[concurrent.futures.Future[float]]:
+        return list(self._futures.values()) if placement is None else [self._futures[placement]]
+
+
+def timed(compiler: Callable[[], Any]) -> float:
+    """Seconds that a call takes."""
+    start = time.perf_counter()
+    compiler()
+    return time.perf_counter() - start
+
+
+def warm_ups(
+    runs: Sequence[Callable[..., Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Callable[[], None]]:
+    """Tasks that call each of several functions with copies of the arguments as they are now.
+
+    Args:
+      runs: each may donate what it is called with.
+      args: arguments of the step.
+      kwargs: keyword arguments of the step.
+
+    Returns:
+      Callables without arguments, which wait for the run to end.
+
+    Raises:
+      BatchError: there are no arguments, or shapes only.
+      VnodeError: arrays are gone.
+    """
+    leaves = jax.tree.leaves((args, kwargs))
+    if not leaves or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        raise BatchError("warm_up runs the step, so it needs arrays: step.warm_up(placements, state, batch)")
+    check_arguments(dict(enumerate(args)), kwargs)
+    now = copied((args, kwargs))  # training goes on and donates its own
+
+    def warm_up_once(run: Callable[..., Any]) -> None:
+        own_args, own_kwargs = copied(now)
+        jax.block_until_ready(run(*own_args, **own_kwargs))
+
+    return [functools.partial(warm_up_once, run) for run in runs]
+
+
+def copied(tree: Any) -> Any:
+    """A tree with copies of its arrays, where they are."""
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree)

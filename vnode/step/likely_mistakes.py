@@ -1,0 +1,126 @@
+"""From a call that fails, or wastes devices, to what its author most likely meant.
+
+Knows steps as functions, and arguments. Must not know jaxprs, nor how steps are run.
+
+    step(batch, state)                                 ->  BatchError: the arguments are the other way round
+    step(state, {"x": x, "name": "train"}), which adds ->  TypeError, with a note that batch['name'] is a str
+    8 devices, virtual_nodes=4                         ->  VnodeWarning: 4 of 8 devices are idle
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from vnode.errors import BatchError, VnodeError, VnodeWarning, layout_message
+from vnode.placement.leaves import is_array, shapes_of
+from vnode.placement.placement import Placement, even_counts
+from vnode.show.units import several
+from vnode.step.argument_checks import by_argument
+from vnode.tracebacks import level_of_caller
+
+USUAL = (None, 0)
+"""The dimensions of examples that nobody has to say: none of the state, the first of the batch."""
+
+SHOWN = 8
+"""Leaves that are named."""
+
+PADDING = 1 / 3
+"""The share of examples that are padding, from which on that is told."""
+
+
+def explain_failure(
+    error: Exception, fun: Callable[..., Any], in_axes: Any, args: Sequence[Any], kwargs: Mapping[str, Any], called: Any
+) -> None:
+    """Looks at a call that failed while it was traced, for what is wrong with it.
+
+    Args:
+      error: what was raised; it is given notes.
+      fun: the step as its author wrote it.
+      in_axes: which dimensions hold examples.
+      args: positional arguments.
+      kwargs: keyword arguments.
+      called: what the positional arguments are called.
+
+    Raises:
+      BatchError: the step works with its two arguments the other way round.
+    """
+    if isinstance(error, VnodeError) and not isinstance(error, BatchError):
+        return
+    if len(args) == 2 and not kwargs and tuple_of(in_axes) == USUAL and not works(fun, args) and works(fun, args[::-1]):
+        first, second = list(by_argument(dict(enumerate(args)), {}, called))
+        raise BatchError(
+            layout_message(
+                "the step fails with these arguments, and works with them the other way round.",
+                facts=[f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"],
+                remedies=[
+                    f"call it as it is written: the first argument is {first}, the second {second}",
+                    "in_axes=(None, 0) splits the second argument, the batch",
+                ],
+            )
+        ) from error
+    if isinstance(error, TypeError | ValueError | AttributeError):
+        named = by_argument(dict(enumerate(args)), kwargs, called)
+        found = [
+            f"{name}{jax.tree_util.keystr(path)} is a {type(leaf).__name__}"
+            for name, tree in named.items()
+            for path, leaf in jax.tree.leaves_with_path(tree)
+            if not is_array(leaf)
+        ]
+        if found:
+            error.add_note(f"Leaves that are no arrays are constants of the step: {', '.join(found[:SHOWN])}.")
+
+
+def works(fun: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Whether a function can be traced with some arguments."""
+    with contextlib.suppress(Exception):
+        jax.eval_shape(fun, *shapes_of(tuple(args)))
+        return True
+    return False
+
+
+def tuple_of(in_axes: Any) -> Any:
+    """`in_axes` with a tuple for a list."""
+    return tuple(in_axes) if isinstance(in_axes, list) else in_axes
+
+
+def warn_of_waste(placement: Placement, lane: int, size: int, name: str) -> bool:
+    """Warns where devices have no nodes, or a third of what is computed is padding.
+
+    Args:
+      placement: where the nodes live.
+      lane: nodes that stay on one device together.
+      size: examples of the batch.
+      name: of the step.
+
+    Returns:
+      Whether there was something to warn of.
+    """
+    nodes, idle = placement.virtual_nodes, sum(count == 0 for count in placement.counts)
+    rows = -(-size // nodes) * nodes
+    if idle and list(placement.counts) == even_counts(nodes, placement.size, lane):  # and not by the user's own
+        lanes = -(-nodes // lane)
+        more = f"virtual_nodes={placement.size} or more" if lane == 1 else f"lanes={placement.size} or more"
+        warn(
+            f"{idle} of {several(placement.size, 'device')} are idle: {name!r} has {several(nodes, 'virtual node')}"
+            + (f" in {several(lanes, 'lane')}." if lane > 1 else "."),
+            [more, f"fewer devices: step.on({lanes})"],
+        )
+    elif rows - size > PADDING * rows:
+        warn(
+            f"{rows - size} of {rows} examples that {name!r} computes are padding: "
+            f"{several(size, 'example')} on {several(nodes, 'virtual node')} of {rows // nodes}.",
+            ["a batch that the number of virtual nodes divides", f"virtual_nodes={size} or fewer"],
+        )
+    else:
+        return False
+    return True
+
+
+def warn(what: str, remedies: Sequence[str]) -> None:
+    """Warns at the line of the user that called vnode."""
+    warnings.warn(layout_message(what, remedies=remedies), VnodeWarning, stacklevel=level_of_caller())

@@ -1,0 +1,245 @@
+"""What the layout of a step's results follows: a state comes back in the shards that it came in.
+
+Knows pytrees and shardings. Must not know jaxprs or nodes.
+
+A result is taken for the successor of an argument if it stands at the same path, counted from the end, and has the same
+shape and dtype: ``state.params["w"]`` of what is returned, and ``params["w"]`` of the second argument. An argument that
+is returned whole is found first. Where several arguments are alike (parameters and their momentum), they are succeeded
+in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
+
+from vnode.placement.placement import Placement
+from vnode.placement.sharded import is_sharded_batch
+from vnode.placement.trace_context import is_typed
+from vnode.placement.transfer import resharding, short, target_sharding
+from vnode.runtime.host_prefetch import is_away
+
+Specs = tuple[PartitionSpec | None, ...]
+
+
+class Surroundings(NamedTuple):
+    """What a program depends on besides its arguments' types.
+
+    Attributes:
+      mesh: the mesh context in which the step is traced; None: that of the program around it, if any.
+      specs: what `specs_of` says of the arguments.
+      in_place: whether arguments are on the placement's devices, as specs say, rather than within another program.
+    """
+
+    mesh: Mesh | None = None
+    specs: Specs = ()
+    in_place: bool = False
+
+
+def specs_of(args: Sequence[Any], wholes: Sequence[int], placement: Placement) -> Specs:
+    """How the leaves of arguments are laid out over the placement's mesh.
+
+    Args:
+      args: arrays or `jax.ShapeDtypeStruct`s in pytrees.
+      wholes: the positions of the arguments of which nothing is split.
+      placement: where they are.
+
+    Returns:
+      A spec for every leaf of all arguments; None where it is split, or says nothing. Empty if the mesh has no axes
+      besides that of the nodes, and nothing is sharded over that.
+    """
+    specs: list[PartitionSpec | None] = []
+    for i, arg in enumerate(args):
+        for leaf in jax.tree.leaves(arg, is_leaf=is_sharded_batch):
+            says = i in wholes and isinstance(getattr(leaf, "sharding", None), NamedSharding)
+            specs.append(short(target_sharding(leaf, placement).spec) if says else None)
+    return tuple(specs) if len(placement.devices) > placement.size or any(specs) else ()
+
+
+def types_of(args: Sequence[Any], wholes: Sequence[int]) -> Specs:
+    """The same of arguments within a program, as far as a mesh with explicit axes is part of their types."""
+    return tuple(
+        jax.typeof(leaf).sharding.spec if i in wholes and is_typed(leaf) else None
+        for i, arg in enumerate(args)
+        for leaf in jax.tree.leaves(arg, is_leaf=is_sharded_batch)
+    )
+
+
+def laid_out(results: Any, args: Sequence[Any], specs: Specs, mesh: Mesh | AbstractMesh) -> Any:
+    """Results in the layouts of the arguments that they succeed, and in the memory, the host's or that of devices.
+
+    Args:
+      results: a pytree of arrays.
+      args: the arguments of the step.
+      specs: what `specs_of` or `types_of` says of them.
+      mesh: that which specs speak of.
+
+    Returns:
+      The same pytree.
+    """
+    given = jax.tree.leaves(tuple(args), is_leaf=is_sharded_batch)
+    away = [not is_sharded_batch(leaf) and is_away(leaf) for leaf in given]
+    if not specs and not any(away):
+        return results
+    lay: Any = reshard if AxisType.Explicit in mesh.axis_types else lax.with_sharding_constraint
+    leaves, treedef = jax.tree.flatten(results)
+    said = specs or (None,) * len(given)
+    before = successors(results, args, [spec is not None or there for spec, there in zip(said, away, strict=True)])
+
+    def place(leaf: Any, i: int) -> Any:
+        if said[i] is not None:
+            leaf = lay(leaf, NamedSharding(mesh, cast(PartitionSpec, said[i])))
+        return jax.device_put(leaf, jax.memory.Space.Host) if away[i] else leaf
+
+    placed = [leaf if i is None else place(leaf, i) for leaf, i in zip(leaves, before, strict=True)]
+    return jax.tree.unflatten(treedef, placed)
+
+
+def replicated_specs(args: Sequence[Any], wholes: Sequence[int]) -> Specs:
+    """What `specs_of` leaves out where nothing is sharded: whole arguments are, and stay, on all devices."""
+    return tuple(
+        PartitionSpec() if i in wholes else None
+        for i, arg in enumerate(args)
+        for _ in jax.tree.leaves(arg, is_leaf=is_sharded_batch)
+    )
+
+
+class Restored:
+    """Results with the very shardings of the arguments that they succeed.
+
+    `laid_out` has them lie so, but XLA gives back neither the dimensions at a spec's end that are not sharded, nor axes
+    of a single device, nor how an array without elements lies. Who reads how a state is sharded must find what was
+    given, and a program that is given it again must be found again.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: dict[Any, list[tuple[int, int]]] = {}
+
+    def __call__(self, results: Any, args: Sequence[Any], wholes: Sequence[int]) -> Any:
+        """Renames shardings, without a copy.
+
+        Args:
+          results: arrays in a pytree.
+          args: the arguments of the step, in their place.
+          wholes: the positions of the arguments of which nothing is split.
+
+        Returns:
+          The same pytree.
+        """
+        given, before = jax.tree.flatten(tuple(args), is_leaf=is_sharded_batch)
+        leaves, after = jax.tree.flatten(results)
+        key = (before, after, tuple((leaf.shape, leaf.dtype) for leaf in (*given, *leaves)))
+        if key not in self._pairs:
+            counting = [i in wholes for i, arg in enumerate(args) for _ in leaves_of(arg)]
+            found = enumerate(successors(results, args, counting))
+            self._pairs[key] = [(k, i) for k, i in found if i is not None]
+        renamed: list[int] = []
+        targets: list[Any] = []
+        for k, i in self._pairs[key]:
+            now, target = leaves[k].sharding, given[i].sharding
+            if now == target or not isinstance(target, NamedSharding):
+                continue
+            if leaves[k].size == 0 and not leaves[k].is_fully_addressable:
+                leaves[k] = made_of_nothing(leaves[k], target)
+            elif leaves[k].size == 0 or now.is_equivalent_to(target, leaves[k].ndim):
+                renamed.append(k)
+                targets.append(target)
+            else:
+                leaves[k] = resharding(target)(leaves[k])
+        if renamed:
+            for k, leaf in zip(renamed, jax.device_put([leaves[k] for k in renamed], targets), strict=True):
+                leaves[k] = leaf
+        return jax.tree.unflatten(after, leaves)
+
+    def clear(self) -> None:
+        """Forgets which results succeed which arguments."""
+        self._pairs.clear()
+
+
+def made_of_nothing(leaf: jax.Array, target: NamedSharding) -> jax.Array:
+    """An array without elements on devices of several processes, each of which makes its own parts."""
+    part = target.shard_shape(leaf.shape)
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.make_array_from_callback(leaf.shape, target, lambda _: np.zeros(part, leaf.dtype))
+    return jax.device_put(leaf, target)
+
+
+def leaves_of(arg: Any) -> list[Any]:
+    """The leaves of an argument; a sharded batch is one."""
+    return jax.tree.leaves(arg, is_leaf=is_sharded_batch)
+
+
+def specs_after(results: Any, args: Sequence[Any], specs: Specs) -> list[PartitionSpec | None]:
+    """For each leaf of a step's results how it will be laid out, as `laid_out` has it; None where nobody says."""
+    before = successors(results, args, [spec is not None for spec in specs])
+    return [None if i is None else specs[i] for i in before]
+
+
+def successors(results: Any, args: Sequence[Any], counting: Sequence[bool]) -> list[int | None]:
+    """For each leaf of a step's results, the number of the arguments' leaf that it succeeds; None for most.
+
+    Args:
+      results: a pytree of arrays, or of what stands for them.
+      args: the arguments of the step, likewise.
+      counting: whether a leaf of the arguments can have a successor.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tuple(args), is_leaf=is_sharded_batch)
+    after = jax.tree_util.tree_leaves_with_path(results)
+    found = whole_successors(after, leaves, counting)
+    given: dict[Any, list[int]] = {}
+    for i, ((path, leaf), counts) in enumerate(zip(leaves, counting, strict=True)):
+        if counts:
+            given.setdefault((path[1:], leaf.shape, leaf.dtype), []).append(i)
+
+    def before(path: Any, leaf: Any) -> int | None:
+        for start in range(len(path) + 1):
+            several = given.get((path[start:], leaf.shape, leaf.dtype)) if path[start:] or start < 2 else None
+            if several is not None:
+                return next((i for i in several if i not in found.values()), several[0])
+        return None
+
+    return [
+        (found[k] if counting[found[k]] else None) if k in found else before(path, leaf)
+        for k, (path, leaf) in enumerate(after)
+    ]
+
+
+def whole_successors(
+    results: Sequence[tuple[Any, Any]], given: Sequence[tuple[Any, Any]], counting: Sequence[bool]
+) -> dict[int, int]:
+    """Of arguments that are returned whole: the numbers of their leaves, by those of the results' leaves.
+
+    The largest first: a copy of the parameters is not to take the place of the parameters of a state.
+
+    Args:
+      results: the leaves of a step's results, with their paths.
+      given: the same of its arguments.
+      counting: whether a leaf of the arguments can have a successor.
+    """
+    several: dict[Any, list[int]] = {}
+    for i, (path, _) in enumerate(given):
+        several.setdefault(path[0], []).append(i)
+    found: dict[int, int] = {}
+    for numbers in sorted(several.values(), key=len, reverse=True):
+        if not any(counting[i] for i in numbers):
+            continue
+        inner = [given[i][0][1:] for i in numbers]
+        kinds = [(given[i][1].shape, given[i][1].dtype) for i in numbers]
+        for k in range(len(results) - len(numbers) + 1):
+            there = results[k : k + len(numbers)]
+            prefix = there[0][0][: len(there[0][0]) - len(inner[0])]
+            if (
+                all(path == (*prefix, *own) for (path, _), own in zip(there, inner, strict=True))
+                and all((leaf.shape, leaf.dtype) == kind for (_, leaf), kind in zip(there, kinds, strict=True))
+                and (inner[0] or len(prefix) < 2)
+                and found.keys().isdisjoint(range(k, k + len(numbers)))
+            ):
+                found.update(zip(range(k, k + len(numbers)), numbers, strict=True))
+                break
+    return found

@@ -1,0 +1,248 @@
+"""Leaves of a state of which unequal devices have pieces of different lengths: which they are, stored and not stored.
+
+Knows pytrees, patterns, and how blocks are stored. Must not know jaxprs, nor how a step computes with them.
+
+A leaf is told to be stored by its shape, as the counts of an `UnevenSpec` say how long its dimension is, and how long
+it is as it is stored; and by lying along the axis, or a dimension could be taken for a stored one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from vnode.errors import PlacementError, layout_message
+from vnode.placement.leaves import shape_of
+from vnode.placement.patterns import Pattern, Patterns, by_name, first_of, name_of, quoted
+from vnode.placement.placement import Placement
+from vnode.placement.sharded import is_sharded_batch
+from vnode.placement.uneven_dimension import UnevenSpec
+from vnode.runtime.host_prefetch import is_away
+from vnode.spmd.sharded_program import long_axes
+from vnode.spmd.uneven_blocks import Share, restoring, stored
+from vnode.step.call import Call, OutputTree
+from vnode.step.result_layouts import successors
+
+
+def share_of(patterns: Patterns) -> Share | None:
+    """The blocks of all that is shared out unevenly; None if nothing is.
+
+    Raises:
+      ValueError: two leaves are shared out in other proportions.
+    """
+    found = {Share((spec.axis,), spec.blocks): spec for _, spec in patterns if isinstance(spec, UnevenSpec)}
+    if len(found) > 1:
+        shown = ", ".join(sorted(f"{spec.counts} along {spec.axis!r}" for spec in found.values()))
+        raise ValueError(f"partition: all that is shared out unevenly is so in the same proportions, not {shown}")
+    return next(iter(found), None)
+
+
+def spec_of(path: tuple[Any, ...], leaf: Any, patterns: Patterns) -> UnevenSpec | None:
+    """How a leaf is shared out unevenly; None if it is not."""
+    spec = first_of(patterns, name_of(path), np.shape(leaf))
+    return spec if isinstance(spec, UnevenSpec) else None
+
+
+def stored_dim(path: tuple[Any, ...], leaf: Any, patterns: Patterns) -> int | None:
+    """The dimension along which a leaf is stored in blocks; None if it is in its own shape.
+
+    Raises:
+      PlacementError: it is neither.
+    """
+    spec = spec_of(path, leaf, patterns)
+    shape = np.shape(leaf)
+    if spec is None or spec.dim >= len(shape):
+        return None
+    if shape[spec.dim] == spec.room:
+        return spec.dim
+    if shape[spec.dim] != spec.size:
+        raise PlacementError(
+            layout_message(
+                f"partition: {quoted(name_of(path))} of shape {tuple(shape)} has {shape[spec.dim]} indices along "
+                f"dimension {spec.dim}, where {spec.size} are shared out as {spec.counts}.",
+                facts=[f"as it is stored it has {spec.room}"],
+                remedies=["give counts that add up to the dimension", "or give it a pattern of its own, before"],
+            )
+        )
+    return None
+
+
+def own_shape(leaf: Any, dim: int | None, share: Share | None) -> Any:
+    """The shape and type of a leaf that is not stored in blocks along a dimension."""
+    if dim is None or share is None:
+        return leaf
+    kind = shape_of(leaf)
+    shape = list(kind.shape)
+    shape[dim] = shape[dim] // (share.most * len(share.counts)) * share.blocks
+    return jax.ShapeDtypeStruct(tuple(shape), kind.dtype, weak_type=kind.weak_type)
+
+
+def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Sequence[Pattern] = ()) -> Any:
+    """A tree whose leaves lie as patterns of their names say; see `vnode.placement.patterns.by_name`.
+
+    Raises:
+      PlacementError: counts do not fit a dimension, or axes do not divide one.
+      PartitionError: counts do not fit the mesh.
+    """
+    share = share_of(patterns)
+    if share is None or not divides(placement, share):
+        return by_name(leaving(tree, patterns, placement), patterns, placement, host)
+    if len(placement.groups) > 1:
+        raise PlacementError("a state that is shared out unevenly is for devices of one program, not for groups")
+    share.check(long_axes(placement.mesh), next(spec.counts for _, spec in patterns if isinstance(spec, UnevenSpec)))
+    if placement.axis in share.axes:
+        raise PlacementError(f"the nodes' axis, {placement.axis!r}, shares out nodes: share a state out along another")
+
+    def place(path: tuple[Any, ...], leaf: Any) -> Any:
+        spec = spec_of(path, leaf, patterns)
+        if spec is None or not hasattr(leaf, "dtype") or spec.dim >= len(np.shape(leaf)):
+            return leaf
+        is_stored = stored_dim(path, leaf, patterns) is not None and is_known(path, leaf, spec)
+        sharding = NamedSharding(placement.mesh, PartitionSpec(*[None] * spec.dim, spec.axis))
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            shape = list(leaf.shape)
+            shape[spec.dim] = spec.room
+            return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+        if is_away(leaf):
+            raise PlacementError(
+                f"partition: {quoted(name_of(path))} is shared out unevenly, and cannot be on the host"
+            )
+        return leaf if is_stored else jax.device_put(stored(leaf, spec.dim, share), sharding)
+
+    placed = jax.tree_util.tree_map_with_path(place, tree, is_leaf=is_sharded_batch)
+    return by_name(placed, patterns, placement, host)
+
+
+def divides(placement: Placement, share: Share) -> bool:
+    """Whether a placement's mesh has an axis along which devices are unequal; where it has none, nothing is stored."""
+    return any(name in long_axes(placement.mesh) for name in share.axes)
+
+
+def leaving(tree: Any, patterns: Patterns, placement: Placement) -> Any:
+    """A tree that goes to a mesh without the axis of unequal devices, where its leaves have their own shapes."""
+    share = share_of(patterns)
+    return tree if share is None or divides(placement, share) else taken_back(tree, patterns)
+
+
+def lies_along(spec: UnevenSpec, leaf: Any) -> bool:
+    """Whether an array is divided along the axis as stored ones are, on whatever devices."""
+    sharding = getattr(leaf, "sharding", None)
+    names = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+    return len(names) > spec.dim and names[spec.dim] in (spec.axis, (spec.axis,))
+
+
+def is_known(path: tuple[Any, ...], leaf: Any, spec: UnevenSpec) -> bool:
+    """Whether an array with the length of a stored one is known to be stored: by lying as such ones do.
+
+    Raises:
+      PlacementError: it does not, and lengths differ: the dimension may be as long by mistake, and would be cut off.
+    """
+    if lies_along(spec, leaf) or spec.room == spec.size:
+        return lies_along(spec, leaf)
+    raise PlacementError(
+        layout_message(
+            f"partition: {quoted(name_of(path))} of shape {tuple(np.shape(leaf))} is as long as it is stored for "
+            f"{spec.counts}, but is not known to lie along {spec.axis!r}.",
+            facts=[f"its own dimension has {spec.size} indices"],
+            remedies=[
+                "give leaves in their own shapes, as `get` returns them",
+                "or mend the counts",
+                "or call the step by itself: within jax.jit and the like it is not known how arrays lie",
+            ],
+        )
+    )
+
+
+def check_known(args: Sequence[Any], wholes: Sequence[int], patterns: Patterns) -> None:
+    """Refuses arguments of which it is not known whether they are stored: those within another program.
+
+    Raises:
+      PlacementError: there is one.
+    """
+    if share_of(patterns) is not None:
+        for i in wholes:
+            for path, leaf in jax.tree_util.tree_leaves_with_path(args[i], is_leaf=is_sharded_batch):
+                spec = spec_of(path, leaf, patterns)
+                if spec is not None and stored_dim(path, leaf, patterns) is not None:
+                    is_known(path, leaf, spec)
+
+
+def taken_back(tree: Any, patterns: Patterns) -> Any:
+    """A tree with leaves in their own shapes, or their types: undoes `put_by_name`."""
+    share = share_of(patterns)
+    if share is None:
+        return tree
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sharded_batch)
+    leaves, several = [leaf for _, leaf in paths], dict[NamedSharding, dict[int, int]]()
+    for i, (path, leaf) in enumerate(paths):
+        spec = spec_of(path, leaf, patterns)
+        length = np.shape(leaf)[spec.dim : spec.dim + 1] if spec is not None else ()
+        if spec is None or length != (spec.room,) or not is_known(path, leaf, spec):
+            continue
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            leaves[i] = own_shape(leaf, spec.dim, share)
+        else:
+            several.setdefault(NamedSharding(leaf.sharding.mesh, PartitionSpec()), {})[i] = spec.dim
+    for sharding, dims in several.items():
+        values = restoring(tuple(dims.values()), share, sharding)([leaves[i] for i in dims])
+        for i, value in zip(dims, values, strict=True):
+            leaves[i] = value
+    return jax.tree.unflatten(treedef, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class InRooms:
+    """What of a call is stored in blocks.
+
+    Attributes:
+      share: whose blocks are how many.
+      inputs: for each array of the call the dimension that is, or None.
+      outputs: the same of results, given types of them in their own shapes: of those that succeed such an array.
+    """
+
+    share: Share
+    inputs: Sequence[int | None]
+    outputs: Callable[[Sequence[Any]], list[int | None]]
+
+    def own(self, leaves: Sequence[Any]) -> list[Any]:
+        """The types of arrays in their own shapes."""
+        return [own_shape(leaf, dim, self.share) for leaf, dim in zip(leaves, self.inputs, strict=True)]
+
+
+def in_rooms(
+    call: Call, output: OutputTree, patterns: Patterns, wholes: Callable[[int], Sequence[int]]
+) -> InRooms | None:
+    """What of a call is stored in blocks; None if nothing is.
+
+    Args:
+      call: the call.
+      output: what the step returns, once it was traced.
+      patterns: of names.
+      wholes: the positions of arguments of which nothing is split, of so many.
+    """
+    share = share_of(patterns)
+    if share is None:
+        return None
+    args, _ = jax.tree.unflatten(call.treedef, call.leaves)
+    split = wholes(len(args))
+    dims: list[int | None] = []
+    for i, arg in enumerate(args):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(arg, is_leaf=is_sharded_batch):
+            dims.append(stored_dim(path, leaf, patterns) if i in split else None)
+    count = len(dims)
+    dims += [None] * (len(call.leaves) - count)
+    if not any(dim is not None for dim in dims):
+        return None
+
+    def outputs(types: Sequence[Any]) -> list[int | None]:
+        own = [own_shape(leaf, dim, share) for leaf, dim in zip(call.leaves, dims, strict=True)]
+        given = jax.tree.unflatten(call.treedef, own)[0]
+        before = successors(output.merge(types), given, [dim is not None for dim in dims[:count]])
+        return [None if i is None else dims[i] for i in before]
+
+    return InRooms(share, dims, outputs)
