@@ -24,11 +24,11 @@ import vnode
 from tests.budget import examples
 from tests.rounding import assert_same
 from vnode.analysis.program import Program, bind, inline
-from vnode.analysis.recompute import Late, computed_late
 from vnode.operators.ordering_barrier import postponed_p
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.memory_plan import Keeping, Programme, Value
 from vnode.partition.plan.search_subject import Subject, computing_again, subject_of
+from vnode.remat.recompute import Late, computed_late
 from vnode.step.virtual import VirtualStep
 
 P = PartitionSpec

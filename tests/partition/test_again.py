@@ -18,9 +18,9 @@ from jax.sharding import Mesh, PartitionSpec
 import vnode
 from tests.rounding import assert_same
 from vnode.analysis.program import inline
-from vnode.analysis.residual_remat import computed_again, kept_for_later
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.search_subject import computing_again, subject_of
+from vnode.remat.residual_remat import computed_again, kept_for_later
 from vnode.step.virtual import VirtualStep
 
 ALL = os.environ.get("VNODE_TEST_ALL") == "1"

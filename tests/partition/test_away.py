@@ -26,10 +26,7 @@ from tests.ahead import said
 from tests.budget import examples
 from tests.partition.test_again import arguments, train
 from tests.rounding import assert_same
-from vnode.analysis.apply_memory_plan import keeping_less
-from vnode.analysis.offload import movable, moved
 from vnode.analysis.program import Program, bind, inline
-from vnode.analysis.residual_remat import kept_for_later
 from vnode.operators.control_flow import region_of
 from vnode.operators.host_transfer import aside_p
 from vnode.operators.memory_spaces import on_host
@@ -38,6 +35,9 @@ from vnode.partition.plan.candidates import OnMesh
 from vnode.partition.plan.memory_plan import Keeping, Place, Programme, Stacked, stacked_of
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import computing_again, on_nodes, subject_of
+from vnode.remat.apply_memory_plan import keeping_less
+from vnode.remat.offload import movable, moved
+from vnode.remat.residual_remat import kept_for_later
 from vnode.step.virtual import VirtualStep
 
 ALL = os.environ.get("VNODE_TEST_ALL") == "1"

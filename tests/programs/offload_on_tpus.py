@@ -5,10 +5,10 @@ import sys
 
 from benchmarks import tpu
 from tests.partition.test_away import ONE, shapes, train
-from vnode.analysis.offload import movable
 from vnode.partition.plan.candidates import OnMesh
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import computing_again, on_nodes, subject_of
+from vnode.remat.offload import movable
 
 args = shapes(8, 512, 16384)
 step = on_nodes(train, 2, {"reduction": sys.argv[1], "donate_argnums": (0,)})

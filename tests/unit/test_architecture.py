@@ -26,14 +26,15 @@ ROOMS = {
     "operators": "",
     "placement": "errors show stopped threads",
     "analysis": "errors operators",
+    "remat": "analysis errors operators",
     "spmd": "analysis errors operators",
     "runtime": "analysis errors operators placement spmd",
     "report": "analysis operators placement runtime show",
-    "step": "analysis errors placement report runtime show spmd threads tracebacks",
+    "step": "analysis errors placement remat report runtime show spmd threads tracebacks",
     "plan": "analysis errors files placement report runtime show step tracebacks",
     "transform": "errors placement plan step tracebacks",
     "partition": (
-        "analysis compat errors files operators placement plan report runtime show spmd step threads tracebacks "
+        "analysis compat errors files operators placement plan remat report runtime show spmd step threads tracebacks "
         "transform"
     ),
     "data": "errors placement threads",

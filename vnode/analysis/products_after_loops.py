@@ -25,7 +25,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice, locate, project
 from vnode.analysis.meshless import NO_MESH
 from vnode.analysis.program import bind, inline
-from vnode.analysis.residual_remat import scan_of, stacked
+from vnode.analysis.scan_rewriting import scan_of, stacked
 from vnode.analysis.states import ZERO, Flow, State, Step
 from vnode.operators import Algebra, Monoid
 from vnode.operators.control_flow import Loop, region_of

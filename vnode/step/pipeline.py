@@ -186,7 +186,7 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
     if (seen := SEEN.get()) is not None:
         seen.append(program)
     if options.again or options.away:  # a plan's: other steps need none of what follows
-        from vnode.analysis.apply_memory_plan import keeping_less
+        from vnode.remat.apply_memory_plan import keeping_less
 
         program = keeping_less(program, options.again, batched, options.away)
 

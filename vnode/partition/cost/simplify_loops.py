@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.program import Program, inline
-from vnode.analysis.residual_remat import scan_of
+from vnode.analysis.scan_rewriting import scan_of
 from vnode.operators import Algebra, describe
 from vnode.operators.control_flow import Loop, region_of
 from vnode.operators.cost import nbytes

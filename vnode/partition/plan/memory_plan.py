@@ -1,7 +1,7 @@
 """Which values a step keeps for its backward pass, which it computes again there, and which it has on the host.
 
-Knows what is read late (`vnode.analysis.recompute`), what loops keep (`vnode.analysis.residual_remat`) and can have on
-the host (`vnode.analysis.offload`), kernels, rooflines and integer programmes. Must not know meshes, nor how much
+Knows what is read late (`vnode.remat.recompute`), what loops keep (`vnode.remat.residual_remat`) and can have on
+the host (`vnode.remat.offload`), kernels, rooflines and integer programmes. Must not know meshes, nor how much
 memory a device has.
 
 What is read beyond the turning point of a program is read at times in a row. A value is there at the turning point, or
@@ -29,10 +29,8 @@ import scipy.optimize
 import scipy.sparse
 from jax.extend.core import JaxprEqn, Var
 
-from vnode.analysis.offload import is_movable
 from vnode.analysis.program import Made
-from vnode.analysis.recompute import Late
-from vnode.analysis.residual_remat import Kept, stacked
+from vnode.analysis.scan_rewriting import stacked
 from vnode.operators.cost import all_bytes
 from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.fusion import kernels_of
@@ -41,6 +39,9 @@ from vnode.partition.cost.roofline import Roofline
 from vnode.partition.machine import Kind, Machine
 from vnode.partition.plan.search_subject import Subject
 from vnode.partition.searches.integer_program import milp
+from vnode.remat.offload import is_movable
+from vnode.remat.recompute import Late
+from vnode.remat.residual_remat import Kept
 
 STEP = 0.85
 """Of two limits that are tried one after the other, the second is so many times the first."""

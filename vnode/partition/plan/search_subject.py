@@ -17,12 +17,12 @@ from vnode.analysis.fingerprint import Fingerprint, Writer
 from vnode.analysis.forms import Slice
 from vnode.analysis.passes import Schedule
 from vnode.analysis.program import Made
-from vnode.analysis.recompute import Late
-from vnode.analysis.residual_remat import Kept, kept_for_later
 from vnode.errors import PartitionError, layout_message
 from vnode.placement.leaves import is_number, shape_of, shapes_of
 from vnode.placement.patterns import in_full, name_of
 from vnode.placement.placement import node_count
+from vnode.remat.recompute import Late
+from vnode.remat.residual_remat import Kept, kept_for_later
 from vnode.step.call import OutputTree, wrap
 from vnode.step.pipeline import analyse
 from vnode.step.protocol import Step

@@ -4,7 +4,7 @@ Knows programs, and loops of known length. Must not know batches, devices, costs
 
 The derivative of a scan is another scan over what the first one kept of every turn. Where both have the same turns, a
 turn of the first can send a kept value to the host when it is made, and a turn of the later one fetch its part when it
-is read: a device holds that of a turn or two. (`vnode.analysis.residual_remat` computes it once more instead.) Values
+is read: a device holds that of a turn or two. (`vnode.remat.residual_remat` computes it once more instead.) Values
 that are made and read outside of loops are not moved: compilers fetch them long before they are read, and keep both.
 """
 
@@ -15,10 +15,11 @@ from collections.abc import Collection, Mapping, Sequence
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.program import Atom, Made, Program
-from vnode.analysis.residual_remat import kept_for_later, opened, scan_of
+from vnode.analysis.scan_rewriting import opened, scan_of
 from vnode.errors import PartitionError
 from vnode.operators.host_transfer import in_rows, in_space, move
 from vnode.operators.memory_spaces import HOST, can_be_away, on_host
+from vnode.remat.residual_remat import kept_for_later
 
 
 def movable(program: Program) -> set[Made]:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from vnode.analysis.program import Atom, Made, Program, barrier_equation, inline
+from vnode.analysis.program import Atom, Made, Program, inline
+from vnode.analysis.scan_rewriting import beginnings, behind_barrier, opened, scan_of, stacked
 from vnode.errors import PartitionError
-from vnode.operators.control_flow import Loop, region_of, scan_like
+from vnode.operators.control_flow import Loop, region_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,44 +211,3 @@ class Earlier:
         """Whether what is not kept needs an input of the body."""
         var = self.body.inputs[i]
         return any(var in each.invars for each in self.needed) or any(self.body.outputs[j] is var for j in self.gone)
-
-
-def opened(eqn: JaxprEqn) -> tuple[Loop, Program]:
-    """A loop of known length, and its body."""
-    loop = region_of(eqn)
-    assert isinstance(loop, Loop)
-    (one,) = loop.bodies
-    return loop, inline(one.jaxpr, one.constants, eqn)
-
-
-def beginnings(loop: Loop, body: Program) -> dict[int, int]:
-    """For results of a loop, by number, that are what its turns begin with, of what it carries which that is."""
-    place = {body.inputs[i]: n for n, i in enumerate(loop.carried)}
-    several = range(len(loop.carried), len(body.outputs))
-    return {j: place[atom] for j in several if isinstance(atom := body.outputs[j], Var) and atom in place}
-
-
-def stacked(aval: Any, length: int) -> Var:
-    """A variable for the values of all turns."""
-    return Var(aval.update(shape=(length, *aval.shape)))
-
-
-def behind_barrier(var: Var) -> JaxprEqn:
-    """A barrier behind which a value has another name."""
-    return barrier_equation().replace(invars=[var], outvars=[Var(var.aval)])
-
-
-def scan_of(
-    like: JaxprEqn, body: Program, operands: Sequence[Atom], constants: int, results: Sequence[Var]
-) -> JaxprEqn:
-    """A loop like another one, with another body.
-
-    Args:
-      like: the other one.
-      body: its inputs are constants, what is carried, and a turn's part of what is scanned.
-      operands: of the loop.
-      constants: how many of them are.
-      results: of the loop.
-    """
-    params = scan_like(like, body.closed(like.params["jaxpr"].jaxpr), constants)
-    return like.replace(invars=list(operands), outvars=list(results), params=params)

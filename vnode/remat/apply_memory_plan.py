@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from vnode.analysis.offload import moved
 from vnode.analysis.program import Made, Program
-from vnode.analysis.recompute import Late, computed_late
-from vnode.analysis.residual_remat import beginnings, computed_again, opened
+from vnode.analysis.scan_rewriting import beginnings, opened
 from vnode.errors import PartitionError
 from vnode.operators.control_flow import Loop, region_of
+from vnode.remat.offload import moved
+from vnode.remat.recompute import Late, computed_late
+from vnode.remat.residual_remat import computed_again
 
 
 def keeping_less(
@@ -23,11 +24,11 @@ def keeping_less(
 
     Args:
       program: with calls inlined.
-      several: results of loops that these stack (`vnode.analysis.residual_remat`), and of other equations
-        (`vnode.analysis.recompute`): what is computed again.
+      several: results of loops that these stack (`vnode.remat.residual_remat`), and of other equations
+        (`vnode.remat.recompute`): what is computed again.
       batched: the inputs that have examples, by number.
       away: results of loops that these stack, and of what loops carry, which stand for what turns begin with, where
-        that is kept: what is on the host (`vnode.analysis.offload`).
+        that is kept: what is on the host (`vnode.remat.offload`).
 
     Returns:
       Another program of the same inputs and outputs.

@@ -1,0 +1,57 @@
+"""A scan equation -> the same scan with another body: helpers for every pass that rewrites loops.
+
+Knows programs, and loops of known length. Must not know batches, devices, nor why a loop is rewritten.
+
+    c, ys = scan(body, c, xs)   ->   c, ys, zs = scan(body', c, xs)        zs: [turns, ...]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Var
+
+from vnode.analysis.program import Atom, Program, barrier_equation, inline
+from vnode.operators.control_flow import Loop, region_of, scan_like
+
+
+def opened(eqn: JaxprEqn) -> tuple[Loop, Program]:
+    """A loop of known length, and its body."""
+    loop = region_of(eqn)
+    assert isinstance(loop, Loop)
+    (one,) = loop.bodies
+    return loop, inline(one.jaxpr, one.constants, eqn)
+
+
+def beginnings(loop: Loop, body: Program) -> dict[int, int]:
+    """For results of a loop, by number, that are what its turns begin with, of what it carries which that is."""
+    place = {body.inputs[i]: n for n, i in enumerate(loop.carried)}
+    several = range(len(loop.carried), len(body.outputs))
+    return {j: place[atom] for j in several if isinstance(atom := body.outputs[j], Var) and atom in place}
+
+
+def stacked(aval: Any, length: int) -> Var:
+    """A variable for the values of all turns."""
+    return Var(aval.update(shape=(length, *aval.shape)))
+
+
+def behind_barrier(var: Var) -> JaxprEqn:
+    """A barrier behind which a value has another name."""
+    return barrier_equation().replace(invars=[var], outvars=[Var(var.aval)])
+
+
+def scan_of(
+    like: JaxprEqn, body: Program, operands: Sequence[Atom], constants: int, results: Sequence[Var]
+) -> JaxprEqn:
+    """A loop like another one, with another body.
+
+    Args:
+      like: the other one.
+      body: its inputs are constants, what is carried, and a turn's part of what is scanned.
+      operands: of the loop.
+      constants: how many of them are.
+      results: of the loop.
+    """
+    params = scan_like(like, body.closed(like.params["jaxpr"].jaxpr), constants)
+    return like.replace(invars=list(operands), outvars=list(results), params=params)

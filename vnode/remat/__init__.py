@@ -1,0 +1,1 @@
+"""Rematerialization and offload of residuals: less memory for the backward pass, more work or transfers."""
