@@ -509,8 +509,12 @@ def test_loops_without_a_cache() -> None:
     assert compiled(session["double"])(21) == 42
 
 
-def test_numba_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timelines_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.delitem(sys.modules, "vnode.partition.simulator.event_loops", raising=False)
-    with pytest.raises(ImportError, match=r"pip install 'vnode\[partition\]'"):
-        simulate(Builder(["r"]).build())
+    graph = random_graph(random.Random(0), 40, 9)
+    timeline = simulate(graph)
+    assert sys.modules["vnode.partition.simulator.event_loops"].numba is None
+    assert_same(timeline, by_heap(graph))
+    change = random_edit(random.Random(1), timeline, 9)
+    assert_same(resimulate(timeline, change), by_heap(change.graph))

@@ -32,10 +32,10 @@ from vnode.partition.plan.replica_shares import of_one_kind, shares
 from vnode.partition.plan.search_subject import Subject
 from vnode.partition.plan.state_offload import Slots
 from vnode.partition.plan.step_layouts import over_rows_too, records_of, specs_of
-from vnode.partition.searches.exact import exact
 from vnode.partition.searches.experts import CONTEXT, EXPERT, SEQUENCE, experts
 from vnode.partition.searches.ilp_formulation import Search, as_problem
 from vnode.partition.searches.integer_program import least_memory
+from vnode.partition.searches.methods import METHODS, Method
 from vnode.partition.searches.problem import Array
 from vnode.partition.searches.solution import Solution
 from vnode.partition.side_by_side.branch_plans import groups_along, stages_of
@@ -174,6 +174,7 @@ class OnMesh:
       times: of kernels; by default as `Times` has them.
       pace: seconds that a node takes on a device of each kind, if there are several (`pace_of`).
       even: whether rows of different kinds have the same number of nodes all the same.
+      method: the search of the mesh; by default the exact one.
     """
 
     @collector_paused()
@@ -186,8 +187,10 @@ class OnMesh:
         times: Times | None,
         pace: Mapping[str, float] | None = None,
         even: bool = False,
+        method: Method = METHODS["exact"],
     ) -> None:
         self.subject, self.sizes, self.platform, self.times = subject, sizes, platform, times
+        self.method = method
         self.rows = sizes[NODES]
         self.axes = dividing(sizes)
         self.mesh = machine.mesh(sizes)
@@ -460,12 +463,12 @@ class OnMesh:
 
     @collector_paused()
     def solution(self, memory: float, budget: float, gap: float) -> Solution | None:
-        """What the exact search finds within a memory limit, looked for once; None if it finds nothing."""
+        """The solution within a memory limit in bytes, searched for once; None if nothing fits."""
         if memory not in self.solutions:
             problem = dataclasses.replace(self.search.problem, limit=memory)
             known = [] if self.grouped else list(self.by_experts.values())
             try:
-                found = exact(problem, gap=gap, budget=budget, candidates=known, progress=False)
+                found = self.method(self.search, problem, budget, gap, known)
             except MemoryLimitError:
                 found = None
             self.solutions[memory] = found
@@ -475,7 +478,7 @@ class OnMesh:
     def searched(
         self, memory: float, budget: float, gap: float, below: float = math.inf
     ) -> tuple[Candidate | None, bool]:
-        """What the exact search finds within a memory limit, and whether Ctrl-C ended it.
+        """The candidate that the search finds within a memory limit in bytes, and whether Ctrl-C ended it.
 
         None if it finds nothing, or if what it finds takes more seconds than `below`, by its own cost.
         """
@@ -485,7 +488,8 @@ class OnMesh:
         if self.grouped:  # the search has added up what branches take: that is no bound
             made: Candidate | None = self.candidate(BESIDE, self.search.flow(solution.strategies))
         else:
-            made = self.estimated(SEARCHED, solution.strategies, below, solution.gap)
+            proven = solution.gap if solution.lower_bound > 0 else None
+            made = self.estimated(SEARCHED, solution.strategies, below, proven)
         account = self.search.problem.footprint(solution.strategies)
         return made and dataclasses.replace(made, account=account), solution.interrupted
 

@@ -29,6 +29,7 @@ from vnode.partition.plan.candidates import (
 from vnode.partition.plan.meshes import meshes
 from vnode.partition.plan.predict import NODES
 from vnode.partition.plan.search_subject import Subject
+from vnode.partition.searches.methods import METHODS, Method
 
 GAP = 0.01
 """How far above the best a search on one mesh may end."""
@@ -74,6 +75,7 @@ class OverMeshes:
       budget: seconds that are left.
       shown: the bar that says how far the search is.
       early: told of each candidate that divides the batch alone, as soon as it is found.
+      method: the search of one mesh.
       undivided: why nothing but the batch may be divided, if so: an effect, which each device would have.
     """
 
@@ -85,6 +87,7 @@ class OverMeshes:
     shown: Any = None
     early: Callable[[Subject, Candidate], None] | None = None
     undivided: str = ""
+    method: Method = METHODS["exact"]
 
     def candidates(self, subject: Subject) -> list[Candidate]:
         """All that were found in time."""
@@ -152,8 +155,8 @@ class OverMeshes:
                 continue
             cost, took, before = math.inf if solution is None else solution.cost, time.monotonic() - began, inner
             if solution is not None and solution.cut_short:
-                gap = f"at most {solution.gap:.1%} above the best by its own cost"
-                self.budget.leave_out(f"{said(sizes)}: not searched to the end, {gap}")
+                gap = f", at most {solution.gap:.1%} above the best by its own cost" if solution.lower_bound else ""
+                self.budget.leave_out(f"{said(sizes)}: not searched to the end{gap}")
             waiting.append((cost, took, on))
             if solution is not None and solution.interrupted:
                 self.budget.interrupt()
@@ -210,7 +213,9 @@ class OverMeshes:
 
     def on_mesh(self, subject: Subject, sizes: Mapping[str, int], pace: Mapping[str, float]) -> list[OnMesh]:
         """One mesh, with shares by speed and with equal ones; first that on which the undivided step is faster."""
-        made = functools.partial(OnMesh, subject, self.machine, sizes, self.platform, self.times, pace)
+        made = functools.partial(
+            OnMesh, subject, self.machine, sizes, self.platform, self.times, pace, method=self.method
+        )
         several = [made()]
         if len({*several[0].shares.counts}) > 1 and len(self.machine.kinds) > 1:
             several.append(made(even=True))

@@ -37,6 +37,7 @@ from vnode.partition.plan.nothing_fits import nothing_fits
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import Figures, platform_of
 from vnode.partition.plan.search_subject import Subject, check_args, computing_again, on_nodes, subject_of
+from vnode.partition.searches.methods import method_named
 from vnode.placement.placement import MOST_NODES, device_list
 from vnode.placement.trace_context import with_jit
 from vnode.plan.nodes.device_memory import byte_count
@@ -81,6 +82,7 @@ def search(
     budget: float = 60.0,
     times: Times | None = None,
     progress: bool | None = None,
+    method: str = "exact",
     compiled_for: Sequence[Any] | None = None,
     **options: Any,
 ) -> Plan:
@@ -106,6 +108,9 @@ def search(
         the kind of device. What is measured first, once and for all (`vnode.partition.Cache`), is so until a mesh is
         done, whatever `budget` says.
       progress: a bar; by default in notebooks and on terminals.
+      method: the search that divides a node's computation on each mesh: ``"exact"`` (elimination and an integer
+        program, with a proof of how far from the best the result can be), ``"walk"`` (FlexFlow's Markov chain over
+        simulated timelines), ``"bisection"`` (Tofu's recursive partitioning) or ``"exhaustive"`` (small graphs only).
       compiled_for: devices to compile for, in the order of the machine's. By default those of the TPU topology that the
         machine is named for (with the extra ``tpu-aot``; no TPU is needed), or the devices of this process, if they are
         what the machine consists of. The best candidates are compiled, three to six of them, and compared by what the
@@ -152,6 +157,7 @@ def search(
     budget = float(min(budget, LONGEST))
     if not (times is None or hasattr(times, "slowest")):
         raise PartitionError(f"times: expected vnode.partition.Times, not {times!r}")
+    by = method_named(method)
     check_args(args)
     try:
         limit = min(kind.memory for kind in machine.kinds) if memory is None else byte_count(memory)
@@ -172,7 +178,7 @@ def search(
         while True:
             share = 1.0 if ranking is None else SEARCHING
             left = max(share * (until - time.monotonic()), LEAST_SECONDS)
-            over_meshes = OverMeshes(machine, platform_of(machine), allowed, times, Budget(left), shown)
+            over_meshes = OverMeshes(machine, platform_of(machine), allowed, times, Budget(left), shown, method=by)
             found = _Search(step, args, over_meshes, options)
             if ranking is not None and not ranking.tried:
                 over_meshes.early = functools.partial(found.begin, ranking, limit)

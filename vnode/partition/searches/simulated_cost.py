@@ -122,9 +122,6 @@ class Simulated:
 
         Returns:
           Seconds; infinite where the assignment cannot be.
-
-        Raises:
-          ImportError: numba is not installed.
         """
         self.chosen = np.concatenate(self.search.spread(np.asarray(strategies)))
         self.taken = np.array([self._seconds(part, self.chosen) for part in self.parts])

@@ -37,7 +37,6 @@ def resimulate(timeline: Timeline, change: Change) -> Timeline:
       The timeline of ``change.graph``.
 
     Raises:
-      ImportError: numba is not installed.
       TaskGraphError: the change is one of another graph, or makes tasks wait for each other in a circle.
 
     Example:

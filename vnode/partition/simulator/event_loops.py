@@ -2,11 +2,11 @@
 
 Knows arrays, and the order of service (see `vnode.partition.simulator.simulate`). Must not know names, or who asks.
 
-The loops are compiled by numba: an event does little and depends on those before it, which is what NumPy and XLA are
-slow at. Of the same graphs (24 layers on 16 and 64 devices) numba simulated 12 to 35 million tasks a second, lists and
-a heap in plain Python 0.8 to 0.95, NumPy on batches of tasks that cannot disturb each other 0.1 (no two devices in
-step) to 1 (all in step), a `lax.while_loop` on the CPU 0.004 to 0.025. The machine code is cached beside this file,
-and made again when this file changes, but not when another does: so all loops are in one.
+The loops are compiled by numba if it is installed: an event does little and depends on those before it, which is what
+NumPy and XLA are slow at. Of the same graphs (24 layers on 16 and 64 devices) numba simulated 12 to 35 million tasks a
+second, lists and a heap in plain Python 0.8 to 0.95, NumPy on batches of tasks that cannot disturb each other 0.1 (no
+two devices in step) to 1 (all in step), a `lax.while_loop` on the CPU 0.004 to 0.025. The machine code is cached beside
+this file, and made again when this file changes, but not when another does: so all loops are in one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import numpy as np
 
 try:
     import numba
-except ImportError as error:
-    raise ImportError("simulating task graphs needs numba: pip install 'vnode[partition]'") from error
+except ImportError:  # the extra `partition` is not installed: the same loops as plain Python
+    numba = None
 
 
 def compiled(loop: Callable[..., Any]) -> Any:
-    """Machine code that lets other threads run, cached unless there is nowhere to write it."""
+    """Machine code that lets other threads run, cached unless there is nowhere to write it; without numba the loop."""
+    if numba is None:
+        return loop
     try:
         return numba.njit(cache=True, nogil=True)(loop)
     except RuntimeError:

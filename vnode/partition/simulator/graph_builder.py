@@ -290,7 +290,6 @@ class Edit(Draft):
         """The changed graph, and what is different.
 
         Raises:
-          ImportError: numba is not installed.
           TaskGraphError: a new dependency is on a task, or of one, that is removed; or durations are too long.
         """
         from vnode.partition.simulator.event_loops import rewrite

@@ -38,7 +38,6 @@ def simulate(graph: TaskGraph) -> Timeline:
       The timeline, all times in picoseconds.
 
     Raises:
-      ImportError: numba is not installed.
       TaskGraphError: tasks wait for each other in a circle.
 
     Example:

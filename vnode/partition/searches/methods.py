@@ -1,0 +1,87 @@
+"""The name of a search method -> the search: every published one behind one signature, for `vnode.partition.search`.
+
+Knows the searches, and what each needs besides a problem. Must not know machines or plans.
+
+    METHODS["walk"](search, problem, budget=60.0, gap=0.01, candidates=[fsdp, megatron])   ->   Solution
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+
+from vnode.errors import PartitionError
+from vnode.partition.searches.exact import exact
+from vnode.partition.searches.exhaustive import exhaustive
+from vnode.partition.searches.flexflow_walk import metropolis
+from vnode.partition.searches.ilp_formulation import Search
+from vnode.partition.searches.problem import Array, Problem
+from vnode.partition.searches.simulated_cost import Simulated
+from vnode.partition.searches.solution import Solution
+from vnode.partition.searches.tofu_bisection import bisection
+
+STARTS = 2
+"""Experts' assignments from which the walk starts, the best ones. Random ones are often impossible."""
+
+Method = Callable[[Search, Problem, float, float, Sequence[Array]], Solution]
+"""Arguments: the program as a problem; the same problem with its memory limit in bytes; the budget in seconds; the gap
+to the lower bound at which a search may end, as a share; assignments that the result must not be worse than. Raises
+MemoryLimitError if nothing fits, SearchError if no assignment has a finite cost."""
+
+
+def by_integer_program(
+    search: Search, problem: Problem, budget: float, gap: float, candidates: Sequence[Array]
+) -> Solution:
+    """Elimination, then an integer program: the best assignment with a lower bound."""
+    return exact(problem, gap=gap, budget=budget, candidates=candidates, progress=False)
+
+
+def by_walk(search: Search, problem: Problem, budget: float, gap: float, candidates: Sequence[Array]) -> Solution:
+    """FlexFlow's Markov chain over assignments, each costed by the delta simulation of its timeline."""
+    whole = np.zeros(problem.operators, np.int64)  # each operator's first strategy divides nothing
+    starts = sorted([*candidates, whole], key=problem.cost)[:STARTS]
+    return metropolis(
+        problem,
+        starts=starts,
+        random_starts=0,
+        walk=Simulated(search),
+        candidates=candidates,
+        budget=budget,
+        progress=False,
+    )
+
+
+def by_bisection(search: Search, problem: Problem, budget: float, gap: float, candidates: Sequence[Array]) -> Solution:
+    """Tofu's recursive partitioning: one mesh axis after another. The experts' assignments are not considered."""
+    return bisection(problem, search.steps(), budget=budget, progress=False)
+
+
+def by_exhaustion(search: Search, problem: Problem, budget: float, gap: float, candidates: Sequence[Array]) -> Solution:
+    """Every assignment; an error for problems with too many."""
+    return exhaustive(problem, candidates=candidates, progress=False)
+
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {"exact": by_integer_program, "walk": by_walk, "bisection": by_bisection, "exhaustive": by_exhaustion}
+)
+"""Search methods by the name that `vnode.partition.search` takes."""
+
+
+def method_named(name: str) -> Method:
+    """The search of a name.
+
+    Args:
+      name: one of `METHODS`.
+
+    Raises:
+      PartitionError: there is no search of that name.
+
+    Example:
+      >>> method_named("walk").__name__
+      'by_walk'
+    """
+    if not isinstance(name, str) or name not in METHODS:
+        raise PartitionError(f"method: expected one of {', '.join(map(repr, METHODS))}, not {name!r}")
+    return METHODS[name]
