@@ -12,7 +12,7 @@ from tests.ahead import said
 
 pytestmark = pytest.mark.tpu
 
-WEIGHTS = 4 * 1024 * 4096 // 4
+WEIGHTS = 4 * 4096 * 16384 // 4
 """Bytes of one device's part of one weight."""
 
 
@@ -21,7 +21,7 @@ def test_megatrons_split_is_accepted_for_a_tpu(reduction: str) -> None:
     """Gradients over two rows, once; in each of four turns the activations of 512 examples over four devices."""
     found = said("plan_accepted_on_tpus", reduction)
     assert found["accepted"] and abs(found["error"]) <= 0.1, found["said"]
-    activations = 4 * (4 * 512 * 1024)
+    activations = 4 * (4 * 512 * 4096)
     if reduction == "fast":
         assert found["found"]["all-reduce"] == pytest.approx(activations + 2 * WEIGHTS, rel=1e-3)
     else:  # of both sums that four nodes leave in a tree of two and four branches, half to each row; and back
