@@ -284,7 +284,7 @@ def expert_plans(model: Any, machine: Any, nodes: int) -> Iterator[tuple[str, An
             yield named(on.over_rows(candidate))
 
 
-def run(name: str, machine_name: str, out: Path, builds: Path, most: int | None) -> None:
+def run(name: str, machine_name: str, out: Path, builds: Path, most: int | None, budget: float = BUDGET) -> None:
     """Searches and compiles one model, and adds to a file what is not in it yet."""
     import jax
 
@@ -308,7 +308,7 @@ def run(name: str, machine_name: str, out: Path, builds: Path, most: int | None)
         args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (model.state, model.batch))
         began, used = time.perf_counter(), time.process_time()
         try:
-            plan = search(model.step, args, machine, budget=BUDGET, donate_argnums=0, progress=False)
+            plan = search(model.step, args, machine, budget=budget, donate_argnums=0, progress=False)
         except Exception as error:  # a model for which nothing is found is a row of the table, too
             keep(plan={"failed": f"{type(error).__name__}: {first_line(error)}"})
             return
@@ -392,6 +392,7 @@ def main() -> None:
     runs.add_argument("--out", type=Path, required=True)
     runs.add_argument("--builds", type=Path, default=Path("out/builds"), help="where builds are kept")
     runs.add_argument("--experts", type=int, help="how many of the experts' plans are compiled; by default all")
+    runs.add_argument("--budget", type=float, default=BUDGET, help="seconds of a search, compilations among them")
     tables = commands.add_parser("table")
     tables.add_argument("before", type=Path)
     tables.add_argument("after", type=Path)
@@ -407,7 +408,7 @@ def main() -> None:
     if unknown:
         parser.error(f"there are no {', '.join(sorted(unknown))}, only {', '.join(models())}")
     for name in names:
-        run(name, args.machine, args.out, args.builds, args.experts)
+        run(name, args.machine, args.out, args.builds, args.experts, args.budget)
 
 
 if __name__ == "__main__":
