@@ -73,7 +73,7 @@ class Fold:
     rest: tuple[Range, ...]
     depth: int
 
-    def crossings(self, lowest: int) -> tuple[int, int]:
+    def count_crossings(self, lowest: int) -> tuple[int, int]:
         """How often one of so many at the bottom of the stack is put there, and how often one is taken from there.
 
         Example:
@@ -88,7 +88,7 @@ class Fold:
             height += 1 - merges
         return put, taken
 
-    def of(self, values: Iterable[T], add: Callable[[T, T], T]) -> list[T]:
+    def fold_values(self, values: Iterable[T], add: Callable[[T, T], T]) -> list[T]:
         """The values of the remaining ranges, from those of the ranges that come.
 
         Example:
@@ -116,7 +116,7 @@ class Tree:
     branches: tuple[int, ...]
 
     @staticmethod
-    def over(leaves: int, lane: int = 1) -> Tree:
+    def from_lanes(leaves: int, lane: int = 1) -> Tree:
         """The tree over so many leaves, of which each `lane` make a block of the lowest level, if that is not one."""
         return Tree(leaves, (lane, *branches_for(-(-leaves // lane))) if lane > 1 else branches_for(leaves))
 
@@ -125,7 +125,7 @@ class Tree:
         """Leaves of a block of each level: one, ..., all or more."""
         return tuple(itertools.accumulate(self.branches, operator.mul, initial=1))
 
-    def larger(self, start: int, stop: int) -> int | None:
+    def parent_start(self, start: int, stop: int) -> int | None:
         """Where the block begins that a whole block is the next part of; None if this is none, or the first part."""
         level = 0
         while self.sizes[level] < self.leaves and start % self.sizes[level + 1] == 0:
@@ -147,7 +147,7 @@ class Tree:
         for start, stop in ranges:
             depth = max(depth, len(stack))
             joined = 0
-            while stack and self.larger(start, stop) == stack[-1][0]:
+            while stack and self.parent_start(start, stop) == stack[-1][0]:
                 start, _ = stack.pop()
                 joined += 1
             merges.append(joined)

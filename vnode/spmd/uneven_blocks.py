@@ -61,7 +61,7 @@ class Share:
         return sum(self.counts)
 
     @property
-    def most(self) -> int:
+    def max_blocks(self) -> int:
         """Those of the device that has most."""
         return max(self.counts)
 
@@ -70,9 +70,9 @@ class Share:
         """The first block of each device."""
         return tuple(itertools.accumulate(self.counts, initial=0))[:-1]
 
-    def room(self, n: int) -> int:
+    def stored_size(self, n: int) -> int:
         """How long a dimension of `n` is as it is stored."""
-        return n // self.blocks * self.most * len(self.counts)
+        return n // self.blocks * self.max_blocks * len(self.counts)
 
     def cut(self, room: int, axes: Axes) -> Cut:
         """How a dimension lies that is stored in `room`."""
@@ -99,7 +99,7 @@ class Share:
                 )
             )
 
-    def of(self, rates: Sequence[float], blocks: int) -> Share:
+    def from_rates(self, rates: Sequence[float], blocks: int) -> Share:
         """Blocks by speed: the counts with which the slowest device has least to do.
 
         Args:
@@ -116,7 +116,7 @@ class Share:
         return Share(self.axes, tuple(counts))
 
 
-def stored(value: Any, dim: int, share: Share) -> jax.Array:
+def store(value: Any, dim: int, share: Share) -> jax.Array:
     """An array with a dimension as it is stored in blocks.
 
     Args:
@@ -135,12 +135,12 @@ def stored(value: Any, dim: int, share: Share) -> jax.Array:
     pieces = []
     for start, have in zip(share.starts, share.counts, strict=True):
         own = lax.slice_in_dim(value, start * block, (start + have) * block, axis=dim)
-        behind = [(0, (share.most - have) * block if d == dim else 0, 0) for d in range(value.ndim)]
+        behind = [(0, (share.max_blocks - have) * block if d == dim else 0, 0) for d in range(value.ndim)]
         pieces.append(lax.pad(own, jnp.zeros((), value.dtype), behind))
     return lax.concatenate(pieces, dim)
 
 
-def restored(value: Any, dim: int, share: Share) -> jax.Array:
+def restore(value: Any, dim: int, share: Share) -> jax.Array:
     """Undoes `stored`.
 
     >>> share = Share(("x",), (2, 1))
@@ -148,13 +148,13 @@ def restored(value: Any, dim: int, share: Share) -> jax.Array:
     [1, 2, 3]
     """
     room = value.shape[dim] // len(share.counts)
-    ends = [i * room + have * (room // share.most) for i, have in enumerate(share.counts)]
+    ends = [i * room + have * (room // share.max_blocks) for i, have in enumerate(share.counts)]
     pieces = [lax.slice_in_dim(value, i * room, end, axis=dim) for i, end in enumerate(ends)]
     return lax.concatenate(pieces, dim)
 
 
 @functools.lru_cache(maxsize=64)
-def restoring(
+def restore_program(
     dims: tuple[int | None, ...], share: Share, sharding: NamedSharding
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """A program that undoes `stored` for several arrays, each along its dimension, or along none.
@@ -164,7 +164,7 @@ def restoring(
     """
 
     def run(values: Sequence[Any]) -> list[Any]:
-        return [x if dim is None else restored(x, dim, share) for x, dim in zip(values, dims, strict=True)]
+        return [x if dim is None else restore(x, dim, share) for x, dim in zip(values, dims, strict=True)]
 
     return jax.jit(run, out_shardings=sharding)
 
