@@ -80,12 +80,12 @@ def test_blocks_are_those_of_the_fold(way, case, shape, seed, more):
         most = max(fold.merges)
         options = {"far": far, "left": left} if way == "host" else {}
         blocks, _ = WAYS[way](piece, sums, opaque_count(count), merges, fold.depth + more, most, None, **options)
-        return blocks.each(left), blocks.height
+        return blocks.split(left), blocks.height
 
     found, height = run()
     for values, s, columns in zip(given, sums, found, strict=True):
         add = np.maximum if s.monoid is Monoid.MAX else np.add
-        wanted = fold.of(list(values), add)
+        wanted = fold.fold_values(list(values), add)
         for value, block in zip(wanted, columns, strict=True):
             assert np.asarray(block).tobytes() == np.asarray(value).tobytes()
     assert int(height) == len(fold.rest)

@@ -48,7 +48,7 @@ def emit_move(
 def has_several_rows(shape: Sequence[int]) -> bool:
     """Whether arrays of a shape have several rows, of several elements each.
 
-    >>> in_rows((8, 128)), in_rows((8, 1)), in_rows((1, 128)), in_rows((128,))
+    >>> has_several_rows((8, 128)), has_several_rows((8, 1)), has_several_rows((1, 128)), has_several_rows((128,))
     (True, False, False, False)
     """
     return sum(n > 1 for n in shape) > 1 and shape[-1] > 1

@@ -19,7 +19,7 @@ class Memo(Generic[T]):
 
     Example:
       >>> lengths = Remembered[int](100)
-      >>> lengths.found("node", lambda: len("node")), lengths.found("node", lambda: 0)
+      >>> lengths.get_or_make("node", lambda: len("node")), lengths.get_or_make("node", lambda: 0)
       (4, 4)
     """
 

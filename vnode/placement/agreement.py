@@ -104,7 +104,7 @@ def check_same(
 def find_differing(name: str, everyones: Mapping[int, Mapping[str, str]]) -> tuple[int, int] | None:
     """A process whose fact is another one than that of most, and one of these; None if all that have it agree.
 
-    >>> differing("seed", {0: {"seed": "1"}, 1: {"seed": "2"}, 2: {"seed": "2"}, 3: {"seed": "null"}})
+    >>> find_differing("seed", {0: {"seed": "1"}, 1: {"seed": "2"}, 2: {"seed": "2"}, 3: {"seed": "null"}})
     (0, 1)
     """
     found = {process: facts.get(name, "none") for process, facts in everyones.items()}
@@ -118,7 +118,7 @@ def find_differing(name: str, everyones: Mapping[int, Mapping[str, str]]) -> tup
 def flatten_facts(facts: Mapping[str, Any], whole: Collection[str] = ()) -> dict[str, Any]:
     """Facts of dictionaries one by one, but for those that are one fact.
 
-    >>> flat({"data": {"seed": 1, "size": None}, "examples": None})
+    >>> flatten_facts({"data": {"seed": 1, "size": None}, "examples": None})
     {'data.seed': 1, 'data.size': 'None', 'examples': None}
     """
     found: dict[str, Any] = {}

@@ -28,7 +28,7 @@ def donated_leaves(tree: Any, name: str) -> list[str]:
       >>> import jax.numpy as jnp
       >>> w, b = jnp.ones(3), jnp.zeros(3)
       >>> w.delete()
-      >>> given_away({"w": w, "b": b}, "state")
+      >>> donated_leaves({"w": w, "b": b}, "state")
       ["state['w']"]
     """
 
@@ -77,7 +77,7 @@ def check_not_donated(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> check_there({"state": {"w": jnp.ones(3)}})
+      >>> check_not_donated({"state": {"w": jnp.ones(3)}})
     """
     gone = {name: names for name, tree in trees.items() if (names := donated_leaves(tree, name))}
     if not gone:

@@ -37,7 +37,7 @@ def is_weak(leaf: Any) -> bool:
 def to_numpy(leaf: Any) -> Any:
     """An array as NumPy has it; keys and other leaves as they are. (`jax.device_get` takes ten times as long.)
 
-    An array of several processes must be whole in this one (`vnode.placement.process_arrays.whole_everywhere`).
+    An array of several processes must be whole in this one (`vnode.placement.process_arrays.replicate_in_processes`).
     """
     return np.array(leaf) if isinstance(leaf, jax.Array) and not is_key(leaf) else leaf
 
@@ -139,7 +139,7 @@ class HostCopy:
         """The state on a placement's devices. All processes concerned must call it."""
         leaves = [leaf.place_on(placement) if isinstance(leaf, HostLeaf) else leaf for leaf in self.leaves]
         parted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, HostParts)]
-        arrays = [self.leaves[i].made() for i in parted]
+        arrays = [self.leaves[i].rebuild() for i in parted]
         for i, array in zip(
             parted, exchange_arrays(arrays, placement, [f"array {i} of the copy" for i in parted]), strict=True
         ):

@@ -30,7 +30,7 @@ class Exactly:
     """In the place of a pattern: the leaves of one name and no others, of one shape if that is said as well.
 
     Attributes:
-      leaf: the name, or what `in_full` makes of it and the shape.
+      leaf: the name, or what `full_name` makes of it and the shape.
     """
 
     leaf: str
@@ -70,7 +70,7 @@ def patterns_of(given: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
 def full_name(name: str, shape: Sequence[int]) -> str:
     """What a leaf is called where arguments have leaves of one name and several shapes, as two networks have.
 
-    >>> in_full("mlp/0", (4, 3))
+    >>> full_name("mlp/0", (4, 3))
     'mlp/0 (4, 3)'
     """
     return f"{name} {tuple(shape)}"
@@ -79,7 +79,7 @@ def full_name(name: str, shape: Sequence[int]) -> str:
 def matches(pattern: Pattern, name: str, shape: Sequence[int]) -> bool:
     """Whether a pattern means a leaf.
 
-    >>> [means(pattern, "mlp/0", (4, 3)) for pattern in ("0$", Exactly("0"), Exactly("mlp/0 (4, 3)"))]
+    >>> [matches(pattern, "mlp/0", (4, 3)) for pattern in ("0$", Exactly("0"), Exactly("mlp/0 (4, 3)"))]
     [True, False, True]
     """
     if isinstance(pattern, Exactly):

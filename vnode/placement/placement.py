@@ -144,14 +144,14 @@ class Placement(Drawn, Bound):
         """The same nodes on other devices.
 
         Args:
-          devices: a sequence of devices, as `over` takes it, or a mesh that has the placement's axis.
+          devices: a sequence of devices, as `arrange_devices` takes it, or a mesh that has the placement's axis.
           counts: nodes on each device, or at each place along the axis; as even as possible by default.
 
         Returns:
           Another placement.
 
         Raises:
-          PlacementError: as for `Placement`, and for `over`.
+          PlacementError: as for `Placement`, and for `arrange_devices`.
 
         Example:
           >>> import jax
@@ -180,7 +180,7 @@ class Placement(Drawn, Bound):
         Example:
           >>> import jax
           >>> mesh = jax.make_mesh((4, 2), ("vnode", "model"), axis_types=(AxisType.Auto,) * 2)
-          >>> dict(Placement(8, mesh=mesh).over(jax.devices()[:6]).shape)
+          >>> dict(Placement(8, mesh=mesh).arrange_devices(jax.devices()[:6]).shape)
           {'vnode': 3, 'model': 2}
         """
         if isinstance(devices, Mesh):

@@ -82,7 +82,7 @@ def to_placements(leaves: Sequence[Any], placement: Placement, names: Sequence[s
 
 
 def between_processes(leaves: Sequence[Any], placement: Placement, names: Sequence[str], batch: bool) -> list[Any]:
-    """`exchanged` of arrays that are in one piece."""
+    """`exchange_arrays` of arrays that are in one piece."""
     devices = {*placement.devices, *(device for leaf in leaves for device in devices_of(leaf))}
     processes = {device.process_index for device in devices}
     if not leaves or processes == {world().index}:
@@ -100,7 +100,7 @@ def between_processes(leaves: Sequence[Any], placement: Placement, names: Sequen
 
 
 def put(tree: Any, placement: Placement) -> Any:
-    """A state on a placement's devices; as `exchanged`, of any pytree, whose other leaves stay as they are.
+    """A state on a placement's devices; as `exchange_arrays`, of any pytree, whose other leaves stay as they are.
 
     Raises:
       VnodeError: arrays of it are gone.

@@ -131,7 +131,8 @@ def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
       ValueError: it is none.
 
     Example:
-      >>> list(fields(encoded(1 << 3) + encoded(300) + encoded(2 << 3 | 2) + encoded(2) + b"ab"))
+      >>> numbers = [1 << 3, 300, 2 << 3 | 2, 2]
+      >>> list(fields(b"".join(map(encode_varint, numbers)) + b"ab"))
       [(1, 300), (2, b'ab')]
     """
     at = 0

@@ -47,7 +47,7 @@ def use_mesh(mesh: Mesh | None) -> Iterator[None]:
       mesh: what `jax.set_mesh` takes; None: no mesh.
 
     Example:
-      >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))), in_mesh(None):
+      >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))), use_mesh(None):
       ...     print(current_mesh())
       None
     """

@@ -31,7 +31,7 @@ def transfer(leaf: Any, placement: Placement, *, batch: bool = False, led: bool 
       leaf: an array, or a batch in shares.
       placement: where to.
       batch: whether it is split among nodes.
-      led: as for `stays`.
+      led: as for `stays_in_place`.
     """
     if isinstance(leaf, ShardedBatch):
         if leaf.placement == placement:
@@ -171,7 +171,7 @@ def rename_axes(leaf: jax.Array, target: NamedSharding) -> jax.Array:
       >>> import jax, jax.numpy as jnp, numpy as np
       >>> from jax.sharding import Mesh
       >>> mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-      >>> named_so(jnp.ones(3), NamedSharding(mesh, PartitionSpec("data"))).sharding.spec == PartitionSpec("data")
+      >>> rename_axes(jnp.ones(3), NamedSharding(mesh, PartitionSpec("data"))).sharding.spec == PartitionSpec("data")
       True
     """
     there = not isinstance(leaf.sharding, NamedSharding) or leaf.sharding.mesh == target.mesh
@@ -191,7 +191,7 @@ def has_device_order(sharding: Sharding, devices: Sequence[Any]) -> bool:
 
     Example:
       >>> mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-      >>> lies_on(NamedSharding(mesh, PartitionSpec()), jax.devices()[:1])
+      >>> has_device_order(NamedSharding(mesh, PartitionSpec()), jax.devices()[:1])
       True
     """
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):

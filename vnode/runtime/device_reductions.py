@@ -159,12 +159,12 @@ class ReductionPlan:
 
     @property
     def remaining_indices(self) -> list[int]:
-        """Where the blocks that remain on the devices are, in order, if every device has `left` places for them."""
+        """Indices of the devices' remaining blocks, in order, if every device has `max_remaining` places."""
         return [d * self.max_remaining + i for d, fold in enumerate(self.device_folds) for i in range(len(fold.rest))]
 
     @property
     def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of every device what `loops.Runs` has: int32 ``[devices]``, ``[devices, most + 1]``, ``[devices, most]``."""
+        """Each device's `node_loops.Runs`: int32 ``[devices]``, ``[devices, most + 1]``, ``[devices, most]``."""
         counts = np.array([len(fold.merges) for fold in self.device_folds], np.int32)
         most = max(counts)
         starts, merges = np.zeros((len(counts), most + 1), np.int32), np.zeros((len(counts), most), np.int32)
@@ -210,7 +210,7 @@ def reduce_all_nodes(
     axis: str,
     parts: Parts = (),
 ) -> list[Any]:
-    """Combines what `loops.in_tree_order` leaves on the devices, which hold all nodes.
+    """Combines what `node_loops.reduce_in_tree_order` leaves on the devices, which hold all nodes.
 
     Args:
       sums: what is added.
@@ -266,7 +266,7 @@ def combine_programs(
 
     Args:
       sums: what is added.
-      blocks: of each program, in order, what `partial_blocks` gave.
+      blocks: of each program, in order, what `reduce_to_blocks` gave.
       exact: likewise.
       nodes: how many each program has.
       lane: consecutive nodes that are added one after another, if not those of a tree.

@@ -193,7 +193,7 @@ class Emission(PassEmission):
         other = None if alike is None or any(map(Rounding.can_use, made)) else self.rounding_seed
         order = sorted(
             range(len(together.reads)), key=lambda i: -self.ready_level(together.reads[i])
-        )  # as in `together`
+        )  # as in `joint_evaluator`
 
         def device_program(latest: Any, other: Any, values: Sequence[Any]) -> list[Any]:
             several = list(zip(values, far, constant, strict=True))

@@ -37,7 +37,7 @@ SMALL = 1 << 20
 def is_on_host(value: Any) -> bool:
     """Whether a value lies in the host's memory.
 
-    >>> is_away(jnp.ones(3))
+    >>> is_on_host(jnp.ones(3))
     False
     """
     return is_host_type(jax.typeof(value))
@@ -46,7 +46,7 @@ def is_on_host(value: Any) -> bool:
 def has_barrier_element(value: Any) -> bool:
     """Whether a value has an element of which a buffer can be made: it has any, and they are real numbers.
 
-    >>> can_be_waited_for(jnp.ones(3)), can_be_waited_for(jnp.ones(0)), can_be_waited_for(jax.random.key(0))
+    >>> has_barrier_element(jnp.ones(3)), has_barrier_element(jnp.ones(0)), has_barrier_element(jax.random.key(0))
     (True, False, False)
     """
     real = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.number) and not jnp.iscomplexobj(value)
@@ -58,7 +58,7 @@ def fetch_to_device(value: Any, after: Any, spec: PartitionSpec, mesh: Mesh) -> 
 
     Args:
       value: an array in the host's memory, any shape and dtype.
-      after: a result before which the copy is not to begin, one that `can_be_waited_for`; None for any time.
+      after: a result before which the copy is not to begin, one that `has_barrier_element`; None for any time.
       spec: how the value is sharded.
       mesh: over which.
 
@@ -96,9 +96,9 @@ def copy_in_pieces(value: Any, after: Any) -> Any:
 def split_for_copy(shape: Sequence[int], itemsize: int, piece: int = PIECE, least: int = 1) -> tuple[int, int]:
     """The dimension along which an array is copied in pieces, of so many bytes or less if rows allow, and in how many.
 
-    >>> pieces_of((24, 4096, 1024), 4), pieces_of((1, 1000, 40000), 4), pieces_of((100,), 4)
+    >>> split_for_copy((24, 4096, 1024), 4), split_for_copy((1, 1000, 40000), 4), split_for_copy((100,), 4)
     ((0, 24), (1, 10), (0, 1))
-    >>> pieces_of((100,), 4, least=2)
+    >>> split_for_copy((100,), 4, least=2)
     (0, 2)
     """
     dim = next((d for d, n in enumerate(shape) if n > 1), 0)
@@ -131,8 +131,8 @@ def order_by_output(works: Sequence[Task], outputs: Sequence[Any], away: Collect
     Returns:
       The number of each; those that no output needs are last.
 
-    >>> slots, works = ["m", "n"], [Work("m", "M"), Work("n", "N"), Work("M", "p"), Work("N", "q")]
-    >>> by_output(works, ["M", "N", "p", "q"], slots)
+    >>> slots, works = ["m", "n"], [Task("m", "M"), Task("n", "N"), Task("M", "p"), Task("N", "q")]
+    >>> order_by_output(works, ["M", "N", "p", "q"], slots)
     [0, 2, 1, 3]
     """
     made = {var: k for k, work in enumerate(works) for var in work.makes}
@@ -160,8 +160,8 @@ def deferrable(works: Sequence[Task], wanted: Collection[Any], away: Collection[
       wanted: the results that are wanted early.
       away: the values in question.
 
-    >>> works = [Work("m", "M"), Work("n", "N"), Work("x", "y"), Work("M", "P")]
-    >>> can_wait(works, wanted=["N", "y"], away=["m", "n"])
+    >>> works = [Task("m", "M"), Task("n", "N"), Task("x", "y"), Task("M", "P")]
+    >>> deferrable(works, wanted=["N", "y"], away=["m", "n"])
     {0, 3}
     """
     needs, early, found = offloaded_needs(works, away), set(wanted), set[int]()

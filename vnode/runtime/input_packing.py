@@ -42,7 +42,7 @@ class Packing:
 
         Example:
           >>> a, b, large = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(4, 8), (4, 8), (512, 512)])
-          >>> Packing.of([a, large, b, large], 8)
+          >>> Packing.from_parts([a, large, b, large], 8)
           Packing(groups=((0, 2),), count=4)
         """
         alike: dict[Any, list[int]] = {}

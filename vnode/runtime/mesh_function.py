@@ -94,7 +94,7 @@ class MeshFunction:
       others: the same function as other platforms would have it: what was decided for one of them holds as well.
       rooms: which arguments are given in blocks; then what is tied to them is computed, and returned, in blocks.
       whole: results, by number, that are returned in one piece even so.
-      ends: for each result how it shall lie; see `followed`.
+      ends: for each result how it shall lie; see `follow_layouts`.
 
     Attributes:
       inputs: how the arguments have to lie.
@@ -162,7 +162,7 @@ class MeshFunction:
 def trace_with_captures(
     fun: Callable[[Sequence[Any]], list[Any]], shapes: Sequence[Any], axes: Axes
 ) -> tuple[Program, list[Any]]:
-    """A function as a program, and what it reads of a trace around it, its last inputs; see `traced`."""
+    """A function as a program, and what it reads of a trace around it, its last inputs; see `trace_to_jaxpr`."""
     made = trace_to_jaxpr(fun, shapes, axes)
     captured = [value for value in made.consts if isinstance(value, jax.core.Tracer)]
     plain = without_mesh(made)

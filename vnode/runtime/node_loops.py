@@ -79,7 +79,7 @@ class Sum:
         return lax.broadcast(lax.select(opaque_zero(number) == 0, scalar, jnp.ones_like(scalar)), self.shape)
 
     def from_zero(self, total: Any) -> Any:
-        """A total as if its first piece had been added to +0, as in `stacked` and by some collectives: never -0."""
+        """A total as if its first piece had been added to +0, as in `fold_pieces` and by some collectives: never -0."""
         if self.monoid is not Monoid.SUM:
             return total
         if jnp.issubdtype(self.dtype, jnp.complexfloating):
@@ -169,7 +169,7 @@ def write_at(buffers: list[Any], values: list[Any], index: jax.Array) -> list[An
 
 
 Pieces = Callable[[jax.Array, Any, list[Any], jax.Array], tuple[list[Any], Any]]
-"""What comes at a position: see `stacked`."""
+"""What comes at a position: see `fold_pieces`."""
 
 
 def fold_pieces(
@@ -278,7 +278,7 @@ def add_in_tree_order(
       depth: blocks that wait while another run comes.
       most: blocks that any run is joined by.
       buffers: for what nodes keep.
-      fold: adds runs, as `stacked` does.
+      fold: adds runs, as `fold_pieces` does.
 
     Returns:
       The partial blocks of the sums that are not exact, the totals of those that are, and what is kept.
@@ -416,7 +416,7 @@ def opaque_count(count: Any) -> jax.Array:
 def opaque_zero(number: jax.Array) -> jax.Array:
     """Zero, which is there when a number is, and which no compiler knows to be zero: of 32 bits no 64 are set.
 
-    >>> [int(zero_of(jnp.asarray(x))) for x in (0.0, -1.5, jnp.nan, 7, -1)]
+    >>> [int(opaque_zero(jnp.asarray(x))) for x in (0.0, -1.5, jnp.nan, 7, -1)]
     [0, 0, 0, 0, 0]
     """
     bits = lax.bitcast_convert_type(number.astype(jnp.float32), jnp.int32)

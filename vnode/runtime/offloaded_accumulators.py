@@ -35,8 +35,8 @@ PIECE = 1 << 20
 def can_offload(shape: Sequence[int], dtype: Any) -> bool:
     """Whether a sum may wait on the host: a large array of real numbers.
 
-    >>> can_be_far((1024, 256), jnp.float32), can_be_far((1024,), jnp.float32), can_be_far((1024, 256), jnp.complex64)
-    (True, False, False)
+    >>> can_offload((1024, 256), jnp.float32), can_offload((1024,), jnp.float32)
+    (True, False)
     """
     large = math.prod(shape) * jnp.dtype(dtype).itemsize >= LEAST
     return large and len(shape) > 0 and jnp.issubdtype(dtype, jnp.floating)
@@ -128,10 +128,10 @@ class AccumulatorStack:
           value: what they are added to.
           height: how many wait.
           place: the lowest that joins.
-          after: as for `pushed`.
+          after: as for `push`.
 
         Returns:
-          The sum, and a number as that of `pushed`.
+          The sum, and a number as that of `push`.
         """
         far, near = stack
         later = (after < 0).astype(jnp.int32)
@@ -161,7 +161,7 @@ class AccumulatorStack:
           count: of them.
           value: what meets them.
           of: from a part of one and of the value to what that becomes.
-          after: as for `pushed`.
+          after: as for `push`.
         """
 
         def fetch(turn: jax.Array, carry: Any) -> Any:
@@ -201,7 +201,7 @@ def fold_pieces_offloaded(
     far: int,
     left: int,
 ) -> tuple[PartialBlocks, Any]:
-    """Adds pieces in the order of a `Fold`, as `loops.stacked` does, with what waits on the host.
+    """Adds pieces in the order of a `Fold`, as `node_loops.fold_pieces` does, with what waits on the host.
 
     Args:
       pieces: as there.

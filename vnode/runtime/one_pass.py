@@ -82,7 +82,7 @@ class PassEmission(Values):
         """Emits one pass.
 
         Returns:
-          The totals; or, if other programs hold other nodes, what `collectives.partial_blocks` gives.
+          The totals; or, if other programs hold other nodes, what `device_reductions.reduce_to_blocks` gives.
         """
         placement, axis = self.placement, self.placement.axis
         shards = [self.shard(var) for var, _ in nodes.sliced]

@@ -79,7 +79,7 @@ class ReplicatedRegion:
         return [as_array(held[var], var) for var, _ in self.wanted]
 
     def read_layouts(self, lying: Lying, axes: Axes, exact: Collection[str]) -> dict[Var, list[Layout]]:
-        """In which layouts what is read is wanted, each time it is read; see `handed_on`."""
+        """In which layouts what is read is wanted, each time it is read; see `choose_output_layouts`."""
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in self.reads]
         found = divide_region(self, shapes, list(map(lying, self.reads)), axes, exact)
         if isinstance(found, ReplicatedFunction):
@@ -89,7 +89,7 @@ class ReplicatedRegion:
 
 
 class ReplicatedFunction:
-    """A function of arrays that every device evaluates whole; it stands in the place of a `Divided`."""
+    """A function of arrays that every device evaluates whole; it stands in the place of a `MeshFunction`."""
 
     def __init__(self, fun: ReplicatedRegion, layouts: Sequence[Layout], alike: BitwiseMode | None) -> None:
         self.fun, self.alike = fun, alike
@@ -121,7 +121,7 @@ def divide_region(
       axes: of the mesh.
       exact: axes whose size must not show in the bits of results.
       alike: if compilers shall compute elements alike whatever the sizes of some axes.
-      rooms: which of what it reads is given in blocks, as for `Divided`; what is computed whole is given none.
+      rooms: which of what it reads is given in blocks, as for `MeshFunction`; what is computed whole is given none.
       whole: results, by number, that are wanted in one piece.
 
     Returns:
@@ -140,7 +140,7 @@ def divide_region(
 def defer_constants(stages: Sequence[Stage]) -> list[Stage]:
     """Stages in which arrays that are made of constants are made where they are read first.
 
-    Compilers do not know them for constants (`Rounding.unknown`), and would hold them while passes before run.
+    Compilers do not know them for constants (`Rounding.opaque_constant`), and would hold them while passes before run.
 
     Example: `(zeros = broadcast(0); pass 0), (norm = f(grads, zeros))` is `(pass 0), (zeros = ...; norm = ...)`.
     """

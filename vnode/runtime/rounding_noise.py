@@ -45,7 +45,7 @@ def with_rounding_noise(fun: Callable[..., list[Any]]) -> Callable[..., list[Any
       `fun` without results are left out.
 
     Example:
-      >>> total = rounded_otherwise(lambda x: [x.sum()])
+      >>> total = with_rounding_noise(lambda x: [x.sum()])
       >>> x = jnp.full(10_000, 0.1)
       >>> bool(0 < abs(total(0, x)[0] - x.sum()) < 0.1)
       True

@@ -2,10 +2,10 @@
 
 Knows the order of a `Fold`. Must not know trees, nodes, nor how devices are combined.
 
-`loops.stacked` adds a piece to the place of the stack where it belongs as soon as it is there. The TPU compiler then
-keeps the pieces, and not what nodes compute, on the chip: a contrastive step of 16 nodes takes 1.27 times the cycles
-and 46 MiB more (libtpu 0.0.42). Here blocks are added to the piece, and what comes of it is put away when the next
-piece comes.
+`node_loops.fold_pieces` adds a piece to the place of the stack where it belongs as soon as it is there. The TPU
+compiler then keeps the pieces, and not what nodes compute, on the chip: a contrastive step of 16 nodes takes 1.27 times
+the cycles and 46 MiB more (libtpu 0.0.42). Here blocks are added to the piece, and what comes of it is put away when
+the next piece comes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def fold_pieces_on_chip(
     state: Any,
     after: Sequence[Any] = (),
 ) -> tuple[PartialBlocks, Any]:
-    """Adds pieces in the order of a `Fold`, as `loops.stacked` does.
+    """Adds pieces in the order of a `Fold`, as `node_loops.fold_pieces` does.
 
     Args:
       pieces: as there.

@@ -285,7 +285,7 @@ class Values:
         return self.restore_from_blocks(value, self.dims[var] + 1, rooms.share)
 
     def materialize_input(self, value: Any) -> Any:
-        """A value that what reads it finds in memory; see `vnode.runtime.node_loops.in_memory`."""
+        """A value that what reads it finds in memory; see `vnode.runtime.node_loops.materialize_input`."""
         return node_loops.materialize_input(value, self.platform in node_loops.KEEP_BARRIERS)
 
     def replicate(self, value: Any) -> Any:

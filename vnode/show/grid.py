@@ -60,7 +60,7 @@ class Grid:
       each: what a row is: a device, or another word for several.
 
     Example:
-      >>> grid = Grid.of([3, 2], ["cpu:0", "cpu:1"], batch=9, node_size=2)
+      >>> grid = Grid.from_counts([3, 2], ["cpu:0", "cpu:1"], batch=9, node_size=2)
       >>> grid.waves, grid.idle, list(grid.slots(grid.devices[1]))
       (3, 1, [3, 4, None])
       >>> grid.note(4), grid.padded(4)

@@ -198,9 +198,9 @@ def row_lines(row: Sequence[Cell], columns: Sequence[Column], widths: Sequence[i
 def wrap(text: str, width: int) -> list[str]:
     """Text in lines: broken at spaces, or after what separates parts of a path, or else of a name.
 
-    >>> wrapped("models/transformer.py:12 (Block)", 24)
+    >>> wrap("models/transformer.py:12 (Block)", 24)
     ['models/transformer.py:12', '(Block)']
-    >>> wrapped("models/transformer/block.py", 20), wrapped("models/vit.py:12", 12)
+    >>> wrap("models/transformer/block.py", 20), wrap("models/vit.py:12", 12)
     (['models/transformer/', 'block.py'], ['models/', 'vit.py:12'])
     """
     width = max(width, 1)

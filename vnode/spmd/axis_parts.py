@@ -97,7 +97,7 @@ def split_layout(layout: Layout, axes: Axes, whole: Collection[str] = ()) -> Lay
 def join_names(names: Sequence[str], axes: Axes) -> tuple[str, ...]:
     """The same axes, whole ones where all of their parts follow each other.
 
-    >>> joined(("y[1]", "y[0]", "y[1]", "x"), {"x": 2, "y": 4})
+    >>> join_names(("y[1]", "y[0]", "y[1]", "x"), {"x": 2, "y": 4})
     ('y[1]', 'y', 'x')
     """
     parts, left, found = parts_of(axes), list(names), list[str]()

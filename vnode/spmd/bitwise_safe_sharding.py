@@ -226,7 +226,7 @@ def choose_further(
     Args:
       eqn: the equation.
       description: of it.
-      ways: how it is cut over `inner`; of a `Choice`, which may count elements where the description counts blocks.
+      ways: how it is cut over `inner`; of a `OpSharding`, which may count elements where the description counts blocks.
       given: what is known of each operand.
       wishes: for each result the layout that it should have, if somebody says so.
       inner: the axes that were there before.

@@ -92,7 +92,7 @@ class Branches:
 
 
 def branches_of(eqn: JaxprEqn) -> Branches | None:
-    """The branches that an equation consists of; None if it is none of `grouped`."""
+    """The branches that an equation consists of; None if it is none of `group_equations`."""
     return eqn.params["branches"] if eqn.primitive is side_by_side_p else None
 
 
@@ -128,7 +128,7 @@ def group_equations(program: Program, groups: Iterable[Group]) -> Program:
       >>> program = inline(closed.jaxpr, closed.consts)
       >>> [eqn.primitive.name for eqn in program.equations]
       ['sin', 'cos']
-      >>> two = grouped(program, [Group("x", (frozenset({0}), frozenset({1})))])
+      >>> two = group_equations(program, [Group("x", (frozenset({0}), frozenset({1})))])
       >>> [eqn.primitive.name for eqn in two.equations]
       ['side_by_side']
     """
@@ -287,7 +287,7 @@ def by_scope(program: Program, axis: str, scopes: Mapping[str, int]) -> list[Gro
         along the axis.
 
     Returns:
-      The groups, for `grouped`.
+      The groups, for `group_equations`.
 
     Raises:
       PartitionError: a pattern is found nowhere.

@@ -109,7 +109,7 @@ def run(
 
     Args:
       flow: layouts through it.
-      values: this device's arrays of its inputs, as `flow.inputs` says; or `Later`.
+      values: this device's arrays of its inputs, as `flow.inputs` says; or `LazyInput`.
       axes: of the mesh, those longer than one.
       platform: what is compiled for.
       everywhere: whether all devices of the mesh evaluate it.
@@ -293,7 +293,7 @@ class _Run:
     def hide_origin(self, eqn: JaxprEqn, description: OperatorDescription, results: Sequence[Any]) -> Any:
         """A value from nothing of which compilers do not see what it is made of, unless that is constants.
 
-        On how many devices other arrays have the same shape (`Rounding.apart`) depends on the sizes of parts.
+        On how many devices other arrays have the same shape (`Rounding.hide_origin`) depends on the sizes of parts.
         """
         (value,) = results if self.rounding is None else self.rounding.round_results(eqn, description, results)
         computed = any(isinstance(atom, Var) and atom not in self.anyhow for atom in eqn.invars)

@@ -76,7 +76,7 @@ def tie_factors(program: Program, factors: Mapping[int, int], blocks: int) -> Ti
       blocks: how many equal blocks.
 
     Raises:
-      PartitionError: as `tied`.
+      PartitionError: as `propagate_dimension`.
     """
     follower = _Follower(program, blocks, _Decisions({}, set()))
     for number, factor in factors.items():

@@ -94,7 +94,7 @@ class InBlocks:
     Attributes:
       program: for `vnode.spmd.sharding_flow.follow` over a mesh that has the share's axes. What has the dimension is
       given and
-        returned as `vnode.spmd.uneven_blocks.stored` stores it.
+        returned as `vnode.spmd.uneven_blocks.store` stores it.
       share: whose blocks are how many.
       inputs: for each input the dimension that is in blocks, or None.
       outputs: the same of outputs.

@@ -274,7 +274,7 @@ def layout_to_json(layout: Layout) -> list[Any]:
 
 
 def layout_from_json(content: Sequence[Any]) -> Layout:
-    """What `written` gave."""
+    """What `layout_to_json` gave."""
     dims, partial = content
     cuts = (None if cut is None else Cut(tuple(map(str, cut[0])), int(cut[1]), int(cut[2])) for cut in dims)
     return Layout(tuple(cuts), tuple((str(name), Monoid(monoid)) for name, monoid in partial))

@@ -148,7 +148,7 @@ def restrict_to_axes(axes: Axes, layout: Layout, shape: Sequence[int]) -> Layout
 
     >>> from jax.sharding import PartitionSpec
     >>> both = from_spec(PartitionSpec("data", "model"), (4, 8), {"data": 2, "model": 2})
-    >>> str(over({"model": 2}, both, (4, 8)))
+    >>> str(restrict_to_axes({"model": 2}, both, (4, 8)))
     '[-, model]'
     """
     dims: list[Cut | None] = []

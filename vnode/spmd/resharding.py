@@ -120,8 +120,8 @@ def is_even(cut: Cut | None, axes: Axes) -> bool:
 def combines_in_transit(monoid: Monoid, dtype: Any) -> bool:
     """Whether a collective combines pieces of a type on the way; if not, every device is given all, and combines them.
 
-    >>> in_one(Monoid.MAX, "bfloat16"), in_one(Monoid.PROD, "float32"), in_one(Monoid.AND, "int32")
-    (True, False, False)
+    >>> [combines_in_transit(*each) for each in ((Monoid.MAX, "bfloat16"), (Monoid.PROD, "float32"))]
+    [True, False]
     """
     kind = np.dtype(dtype)
     match monoid:
@@ -155,7 +155,8 @@ def plan_resharding(
       >>> from vnode.spmd.layout import from_spec
       >>> axes = {"x": 2, "y": 4}
       >>> start, end = (from_spec(spec, (8, 16), axes) for spec in (P(("x", "y")), P("y", "x")))
-      >>> [(move.kind, str(move.after), move.sent(axes)) for move in route(start, end, (8, 16), axes, "float32")]
+      >>> moves = plan_resharding(start, end, (8, 16), axes, "float32")
+      >>> [(move.kind, str(move.after), move.elements_sent(axes)) for move in moves]
       [('permute', '[y*x, -]', 16), ('all-to-all', '[y, x]', 8.0)]
     """
     if start == end:
@@ -402,7 +403,7 @@ class _Paths:
                 yield cut.axes[length:], rest
 
     def lengthen(self, at: Layout, d: int, names: tuple[str, ...], anyhow: bool = False) -> Cut | None:
-        """A dimension cut further along axes; None if others shall cut it next, or if that is on no way `anyhow`."""
+        """A dimension cut further along axes; None if other axes must come next, or, without `anyhow`, no path does so."""
         cut, target = at.dims[d], self.end.dims[d]
         if target is None or not are_alike(cut, target):
             return None
@@ -501,7 +502,7 @@ def leading_names(names: Sequence[str], used: Collection[str]) -> tuple[str, ...
 def minor_axes(parts: int, free: Sequence[str], axes: Axes) -> Iterator[tuple[str, ...]]:
     """Axes in every order, no more than it takes that their parts are a multiple of some number.
 
-    >>> list(minor(4, ("x", "y", "z"), {"x": 2, "y": 4, "z": 2}))
+    >>> list(minor_axes(4, ("x", "y", "z"), {"x": 2, "y": 4, "z": 2}))
     [('x', 'y'), ('x', 'z'), ('y',), ('z', 'x'), ('z', 'y')]
     """
     if parts == 1:

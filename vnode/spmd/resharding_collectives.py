@@ -236,7 +236,7 @@ def to_ordered_bits(value: Any, monoid: Monoid) -> Any:
 
 
 def from_ordered_bits(bits: Any, dtype: Any) -> Any:
-    """Undoes `order`: the greatest integer, and the least, are bits of NaN."""
+    """Undoes `to_ordered_bits`: the greatest integer, and the least, are bits of NaN."""
     return lax.bitcast_convert_type(jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits), dtype)
 
 
@@ -248,7 +248,7 @@ def open_dim(value: Any, dim: int, cut: Cut | None, n: int, axes: Axes) -> Any:
 
 
 def close_dim(value: Any, dim: int) -> Any:
-    """Undoes `opened`."""
+    """Undoes `open_dim`."""
     shape = value.shape
     return value.reshape(*shape[:dim], math.prod(shape[dim : dim + 3]), *shape[dim + 3 :])
 

@@ -553,9 +553,9 @@ class _Follower:
         """
         results = list(carried)
         for var, several in list(zip(eqn.outvars, zip(*ends, strict=True), strict=True))[len(carried) :]:
-            layouts = {end.layout for end in several if not end.anyhow} or {several[0].layout}
+            layouts = {end.layout for end in several if not end.materializable} or {several[0].layout}
             if len(layouts) > 1:
-                complete = sorted({layout.complete for layout in layouts}, key=str)
+                complete = sorted({layout.without_partial for layout in layouts}, key=str)
                 layouts = {finest_layout(complete, var.aval.shape, self.axes, var.aval.dtype) or complete[0]}
             (layout,) = layouts
             if len({end.layout for end in several}) > 1:

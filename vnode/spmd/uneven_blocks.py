@@ -37,9 +37,9 @@ class Share:
 
     Example:
       >>> share = Share(("model",), (5, 3))
-      >>> share.blocks, share.most, share.starts
+      >>> share.blocks, share.max_blocks, share.starts
       (8, 5, (0, 5))
-      >>> share.room(64)  # 8 blocks of 8, stored as 2 x 5
+      >>> share.stored_size(64)  # 8 blocks of 8, stored as 2 x 5
       80
     """
 
@@ -75,7 +75,7 @@ class Share:
         return n // self.blocks * self.max_blocks * len(self.counts)
 
     def cut(self, room: int, axes: Axes) -> Cut:
-        """How a dimension lies that is stored in `room`."""
+        """How a dimension lies that is stored with `room` elements."""
         return cut_of(self.axes, 1, room, room, axes)
 
     def check(self, axes: Axes, given: Sequence[int] | None = None) -> None:
@@ -107,7 +107,7 @@ class Share:
           blocks: how many to share out.
 
         Example:
-          >>> Share(("x",), (1, 1)).of([197, 459], 16).counts
+          >>> Share(("x",), (1, 1)).from_rates([197, 459], 16).counts
           (5, 11)
         """
         counts = [0] * len(rates)
@@ -128,7 +128,7 @@ def store(value: Any, dim: int, share: Share) -> jax.Array:
       Array of shape ``[..., share.room(n), ...]``, of the same dtype.
 
     Example:
-      >>> stored(jnp.array([1, 2, 3]), 0, Share(("x",), (2, 1))).tolist()
+      >>> store(jnp.array([1, 2, 3]), 0, Share(("x",), (2, 1))).tolist()
       [1, 2, 3, 0]
     """
     block, value = value.shape[dim] // share.blocks, jnp.asarray(value)
@@ -141,10 +141,10 @@ def store(value: Any, dim: int, share: Share) -> jax.Array:
 
 
 def restore(value: Any, dim: int, share: Share) -> jax.Array:
-    """Undoes `stored`.
+    """Undoes `store`.
 
     >>> share = Share(("x",), (2, 1))
-    >>> restored(stored(jnp.array([1, 2, 3]), 0, share), 0, share).tolist()
+    >>> restore(store(jnp.array([1, 2, 3]), 0, share), 0, share).tolist()
     [1, 2, 3]
     """
     room = value.shape[dim] // len(share.counts)
@@ -157,7 +157,7 @@ def restore(value: Any, dim: int, share: Share) -> jax.Array:
 def restore_program(
     dims: tuple[int | None, ...], share: Share, sharding: NamedSharding
 ) -> Callable[[Sequence[Any]], list[Any]]:
-    """A program that undoes `stored` for several arrays, each along its dimension, or along none.
+    """A program that undoes `store` for several arrays, each along its dimension, or along none.
 
     It is one for all of them: compilers give the exchanges of a program an order, and those of several programs that
     run at a time none, so that devices may wait for each other in different ones.

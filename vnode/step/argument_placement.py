@@ -134,7 +134,7 @@ class ArgumentPlacer:
         Args:
           tree: the argument, or all keyword arguments.
           whole: whether nothing of it is split.
-          led: as for `stays`.
+          led: as for `stays_in_place`.
           place: where it is in ``(args, kwargs)``; for messages.
         """
         wrapped = wrap(tree, *place, names=self.spec.positional)

@@ -4,9 +4,9 @@
 
 Knows flows, how they are run, and tracing. Must not know machines, or what anything costs.
 
-The program is traced from what `vnode.spmd.over_mesh` runs on each device, so that what is counted is what is compiled:
-copies of equations, masks, halos and every exchange. Results that nobody reads are left out, and equal equations,
-exchanges too, are evaluated once, as every compiler does.
+The program is traced from what `vnode.spmd.sharded_program.flow_over_mesh` runs on each device, so that what is counted
+is what is compiled: copies of equations, masks, halos and every exchange. Results that nobody reads are left out, and
+equal equations, exchanges too, are evaluated once, as every compiler does.
 """
 
 from __future__ import annotations

@@ -222,11 +222,12 @@ def copy_of(eqn: JaxprEqn, choice: OpSharding, platform: str = "") -> Piece:
 
     Example:
       >>> from jax.sharding import PartitionSpec as P
-      >>> from vnode.spmd.op_sharding import Given, choose
+      >>> from vnode.spmd.op_sharding import OperandSharding, choose
       >>> from vnode.spmd.layout import from_spec
       >>> (eqn,) = jax.make_jaxpr(lambda a, b: a @ b)(jnp.ones((8, 16)), jnp.ones((16, 32))).jaxpr.eqns
       >>> axes = {"x": 4}
-      >>> given = [Given(from_spec(P(None, "x"), (8, 16), axes)), Given(from_spec(P("x"), (16, 32), axes))]
+      >>> layouts = from_spec(P(None, "x"), (8, 16), axes), from_spec(P("x"), (16, 32), axes)
+      >>> given = [OperandSharding(layout) for layout in layouts]
       >>> choice = choose(eqn, describe(eqn), given, axes, [None])
       >>> copy_of(eqn, choice).cost.matrix  # 2 * 8 * 4 * 32
       {'float32': 2048}

@@ -192,7 +192,7 @@ class Row(Emission):
     def run_together(self, actions: Sequence[Evaluation]) -> None:
         """Evaluates the replicated region, in blocks where its inputs are in blocks.
 
-        See `vnode.runtime.replicated_region.divided_once`.
+        See `vnode.runtime.replicated_region.divide_region`.
         """
         together = ReplicatedRegion.from_actions(actions, self.readers, self.flow.program, self.once, self.ends)
         given = [self.as_stored(var) for var in together.reads]
@@ -248,7 +248,7 @@ class Row(Emission):
         return self.arranged(self.in_turns(form, value, dim, there), form, units)
 
     def arranged(self, value: Any, form: Slice, units: int) -> Any:
-        """What consecutive nodes have, in the order of the batch; see `arrange`.
+        """What consecutive nodes have, in the order of the batch; see `restore_batch_order`.
 
         Raises:
           PartitionError: blocks of a factor, of which a room may hold more, are one dimension with examples.

@@ -116,7 +116,7 @@ class Search:
         return found
 
     def flow(self, strategies: Array) -> Flow:
-        """Layouts through the program as an assignment says, for `vnode.spmd.sharded_program.over_mesh`.
+        """Layouts through the program as an assignment says, for `vnode.spmd.sharded_program.flow_over_mesh`.
 
         Args:
           strategies: int64 ``[operators]`` of the problem.
