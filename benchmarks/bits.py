@@ -58,7 +58,7 @@ def case(size: int, nodes: int, devices: int, seconds: float) -> dict[str, Any]:
     turns = contenders.turns_of_trees(nodes, devices, nodes)
     moved = {way: written(hlo.parse(each.as_text()), turns) for way, each in program.items()}
     row: dict[str, Any] = {"gradients_mib": mib(gradients), "nodes": nodes, "devices": devices}
-    row["waiting"] = ReductionPlan.of((nodes // devices,) * devices, 1, True).depth
+    row["waiting"] = ReductionPlan.from_counts((nodes // devices,) * devices, 1, True).max_depth
     row |= {f"{way}_mib": mib(held[way]) for way in WAYS}
     row["more"] = round((held["invariant"] - held["fast"]) / gradients, 2)
     row |= {f"{way}_written_mib": mib(moved[way]) for way in WAYS}

@@ -234,12 +234,12 @@ def turns_of(name: str, nodes: int) -> dict[tuple[str, ...], float]:
 def crossings(nodes: int) -> tuple[int, int]:
     """How often a sum is put away in the order of the tree on one device, and how often one comes back."""
     fold = fold_of(nodes)
-    return fold.crossings(fold.depth)
+    return fold.count_crossings(fold.depth)
 
 
 def fold_of(nodes: int) -> Fold:
     """How one device adds the runs of so many nodes."""
-    (fold,) = ReductionPlan.of((nodes,), 1, True).own
+    (fold,) = ReductionPlan.from_counts((nodes,), 1, True).device_folds
     return fold
 
 

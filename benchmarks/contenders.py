@@ -192,10 +192,10 @@ def invariant_in_lanes(model: Model, nodes: int, devices: Sequence[jax.Device]) 
 
 def turns_of_trees(nodes: int, devices: int, lanes: int) -> dict[tuple[str, ...], float]:
     """The turns of the loops that add in the order of a tree, on the device that adds most."""
-    plan = ReductionPlan.of((nodes // devices,) * devices, nodes // lanes, True)
-    own = max(plan.own, key=lambda fold: sum(fold.merges))
+    plan = ReductionPlan.from_counts((nodes // devices,) * devices, nodes // lanes, True)
+    own = max(plan.device_folds, key=lambda fold: sum(fold.merges))
     turns: dict[tuple[str, ...], float] = {("nodes", "run"): nodes / devices / len(own.merges), ("materialized",): 1}
-    for name, merges in (("nodes", own.merges), ("blocks", plan.across.merges)):
+    for name, merges in (("nodes", own.merges), ("blocks", plan.cross_device_fold.merges)):
         found = Counter({f"{loop}_{level}": 0 for loop in ("push", "merge", "close") for level in range(len(merges))})
         height = 0
         for joined in merges:

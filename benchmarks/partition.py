@@ -220,17 +220,17 @@ def build(folder: Path, model: str, plan: Plan, platform: str, only_built: bool 
     from jax.sharding import Mesh, NamedSharding
 
     from vnode.placement.temporary import temporary_of
-    from vnode.spmd.sharded_program import at_the_border, over_mesh, spec_of
+    from vnode.spmd.sharded_program import as_spec_layout, flow_over_mesh, spec_of
 
     devices = jax.devices()[:8] if platform == "cpu" else tpu.topology(TOPOLOGY)
     mesh = Mesh(np.array(devices).reshape(tuple(plan.axes.values())), tuple(plan.axes))
     given = [
         jax.ShapeDtypeStruct(
-            v.aval.shape, v.aval.dtype, sharding=NamedSharding(mesh, spec_of(at_the_border(layout, plan.axes)))
+            v.aval.shape, v.aval.dtype, sharding=NamedSharding(mesh, spec_of(as_spec_layout(layout, plan.axes)))
         )
         for v, layout in zip(plan.flow.program.inputs, plan.flow.inputs, strict=True)
     ]
-    run = jax.jit(over_mesh(plan.flow, mesh), donate_argnums=tuple(range(plan.donated)), keep_unused=True)
+    run = jax.jit(flow_over_mesh(plan.flow, mesh), donate_argnums=tuple(range(plan.donated)), keep_unused=True)
     lowered = run.lower(*given)
     packages = ["jaxlib"] + ["libtpu"] * (platform == "tpu")
     about = [platform, lowered.as_text(), *(f"{name} {importlib.metadata.version(name)}" for name in packages)]
@@ -373,7 +373,7 @@ def ranks(names: Sequence[str], count: int, rounds: int, seed: int) -> Sheet:
     from jax.sharding import Mesh, NamedSharding
 
     from vnode.partition import Machine, program_cost
-    from vnode.spmd.sharded_program import at_the_border, over_mesh, spec_of
+    from vnode.spmd.sharded_program import as_spec_layout, flow_over_mesh, spec_of
 
     machine = Machine.here(jax.devices()[:8])
     rows = []
@@ -383,11 +383,11 @@ def ranks(names: Sequence[str], count: int, rounds: int, seed: int) -> Sheet:
             mesh = Mesh(np.array(jax.devices()[:8]).reshape(tuple(plan.axes.values())), tuple(plan.axes))
             values = [
                 jax.device_put(
-                    jnp.ones(v.aval.shape, v.aval.dtype), NamedSharding(mesh, spec_of(at_the_border(x, plan.axes)))
+                    jnp.ones(v.aval.shape, v.aval.dtype), NamedSharding(mesh, spec_of(as_spec_layout(x, plan.axes)))
                 )
                 for v, x in zip(plan.flow.program.inputs, plan.flow.inputs, strict=True)
             ]
-            run = jax.jit(over_mesh(plan.flow, mesh))
+            run = jax.jit(flow_over_mesh(plan.flow, mesh))
             jax.block_until_ready(run(*values))
             runs.append((run, values))
             cost = program_cost(plan.flow, machine, machine.mesh(plan.axes), platform="cpu")

@@ -91,7 +91,7 @@ def compare(name: str, model: Model, topology: str | None) -> None:
     from vnode.partition.cost.compiler import CLOCKS
     from vnode.partition.hlo import cycles, parse
     from vnode.spmd.layout import from_spec
-    from vnode.spmd.sharded_program import at_the_border, over_mesh, spec_of
+    from vnode.spmd.sharded_program import as_spec_layout, flow_over_mesh, spec_of
     from vnode.spmd.sharding_flow import follow
 
     flat, tree = jax.tree.flatten((model.state, model.batch))
@@ -108,11 +108,11 @@ def compare(name: str, model: Model, topology: str | None) -> None:
     devices = jax.devices()[:8] if topology is None else tpu.topology(topology)
     mesh = Mesh(np.array(devices).reshape(tuple(AXES.values())), tuple(AXES))
     given = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=NamedSharding(mesh, spec_of(at_the_border(x, AXES))))
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=NamedSharding(mesh, spec_of(as_spec_layout(x, AXES))))
         for v, x in zip(program.inputs, layouts, strict=True)
     ]
     start = time.perf_counter()
-    run = jax.jit(over_mesh(flow, mesh), donate_argnums=tuple(donated), keep_unused=True)
+    run = jax.jit(flow_over_mesh(flow, mesh), donate_argnums=tuple(donated), keep_unused=True)
     compiled = run.lower(*given).compile()
     compiling = time.perf_counter() - start
 

@@ -60,7 +60,7 @@ from vnode.partition.searches import (
 )
 from vnode.partition.searches.search_costs import fetched
 from vnode.spmd.layout import Layout
-from vnode.spmd.op_sharding import Choice
+from vnode.spmd.op_sharding import OpSharding
 
 GIB = 2**30
 
@@ -276,7 +276,7 @@ PAPERS = (
 class Sent(Estimate):
     """Bytes that a device sends in place of seconds."""
 
-    def compute_time(self, eqn: JaxprEqn, choice: Choice) -> float:
+    def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
         return sum(each.sent for each in fetched(eqn, choice, self.axes))
 
     def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:

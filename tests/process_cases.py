@@ -25,7 +25,7 @@ from vnode.elastic.checkpoints import Checkpoints
 from vnode.elastic.driver import Driver
 from vnode.elastic.reader import Reader
 from vnode.errors import CheckpointError, DeviceLost
-from vnode.placement.process_arrays import whole_everywhere
+from vnode.placement.process_arrays import replicate_in_processes
 from vnode.placement.process_barrier import VARIABLE, meet
 from vnode.placement.world import world
 from vnode.plan.nodes import node_search
@@ -664,7 +664,7 @@ def sharded(size: int) -> list[str]:
         back = step.put(alone.put(new))
     assert back.sharding.is_equivalent_to(sharding, 2)
     with waiting("the shards of the others"):
-        return [bits(whole_everywhere(array)) for array in (new, back)]
+        return [bits(replicate_in_processes(array)) for array in (new, back)]
 
 
 def large(size: int) -> str:

@@ -87,18 +87,20 @@ def test_what_is_packed_does_not_depend_on_anything_but_parts_and_nodes():
     small, other = jax.ShapeDtypeStruct((4, 8), jnp.float32), jax.ShapeDtypeStruct((4, 8), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 4))
     fits = MOST // (4 * 8 * 4)
-    assert Packing.of([small, other, small, key, key], fits).groups == ((0, 2),)
-    assert Packing.of([small, other, small, other], fits).groups == ((0, 2), (1, 3))
-    assert Packing.of([small, small], fits + 1).groups == ()
+    assert Packing.from_parts([small, other, small, key, key], fits).groups == ((0, 2),)
+    assert Packing.from_parts([small, other, small, other], fits).groups == ((0, 2), (1, 3))
+    assert Packing.from_parts([small, small], fits + 1).groups == ()
 
 
 def test_values_come_back_as_they_were():
     rng = np.random.default_rng(0)
     shapes = [(5, 2, 3), (5, 4), (5, 2, 3), (5, 4), (5, 2)]
     values = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
-    packing = Packing.of([jax.ShapeDtypeStruct(v.shape[1:], v.dtype) for v in values], 5)
-    arrays = packing.packed(values.__getitem__)
+    packing = Packing.from_parts([jax.ShapeDtypeStruct(v.shape[1:], v.dtype) for v in values], 5)
+    arrays = packing.pack(values.__getitem__)
     for node in range(5):
-        parts = packing.apart([values[i][node] for i in packing.alone], packing.taken(arrays, jnp.int32(node)))
+        parts = packing.unpack(
+            [values[i][node] for i in packing.unpacked], packing.select_node(arrays, jnp.int32(node))
+        )
         for part, value in zip(parts, values, strict=True):
             np.testing.assert_array_equal(part, value[node])

@@ -17,7 +17,7 @@ import pytest
 import vnode
 from vnode import cli
 from vnode.plan.check import arrays, plain
-from vnode.runtime.rounding_noise import rounded_otherwise
+from vnode.runtime.rounding_noise import with_rounding_noise
 
 pytestmark = pytest.mark.quickly
 
@@ -186,7 +186,7 @@ def test_rounding_is_that_of_another_order(dtype: str) -> None:
 
     orders = jnp.stack([jax.random.permutation(jax.random.key(i), x) for i in range(64)])
     sums = np.asarray(jax.jit(jax.vmap(lambda x: in_sequence(x)[0]))(orders), np.float64)
-    other = jax.jit(rounded_otherwise(in_sequence))
+    other = jax.jit(with_rounding_noise(in_sequence))
     moved = np.asarray([other(np.uint32(i), x)[0] for i in range(64)], np.float64)
     assert 0.5 < moved.std() / sums.std() < 10
 
@@ -195,7 +195,7 @@ def test_what_is_exact_is_not_rounded() -> None:
     """Counts, selections, sorted values, the largest one."""
     x = normal(50)
     exact = jax.jit(
-        rounded_otherwise(
+        with_rounding_noise(
             lambda n, x: [(n > 2).astype(jnp.float32).sum(), n.sum(), jnp.where(n > 2, 1.0, 0.0), jnp.floor(n * 1.0)]
         )
     )

@@ -348,8 +348,8 @@ def test_copies(way: str, tmp_path: Path) -> None:
     state |= {name: peculiar()[name] for name in ("by model", "by node")}
     want = sha256(state)
     if way == "host":
-        copy = HostCopy.of(state)
-        restore = functools.partial(copy.on, smaller)
+        copy = HostCopy.from_state(state)
+        restore = functools.partial(copy.place_on, smaller)
     else:
         from vnode.elastic.checkpoints import Checkpoints
 

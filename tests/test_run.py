@@ -382,7 +382,7 @@ def test_the_copy_on_the_host_is_saved_when_no_device_is_left(tmp_path: Path, mo
 
     The first fake device plays the CPU; nothing can be put on the others once they are dead.
     """
-    devices, put, dead = jax.devices()[1:4], HostCopy.on, set()
+    devices, put, dead = jax.devices()[1:4], HostCopy.place_on, set()
 
     def batch(number: int) -> Any:
         if number == 7 and not dead:

@@ -92,7 +92,7 @@ class Shown(Drawn):
 
 
 def nodes_on(counts: list[int], **options: Any) -> Shown:
-    return Shown(Picture("Nodes", Grid.of(counts, [f"device {d}" for d in range(len(counts))], **options)))
+    return Shown(Picture("Nodes", Grid.from_counts(counts, [f"device {d}" for d in range(len(counts))], **options)))
 
 
 def couple(params: Any, batch: Any) -> Any:
@@ -126,7 +126,7 @@ def report() -> Any:
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40).filter(any))
 def test_grids_hold_every_node_once_where_it_lives(counts: list[int]) -> None:
     owners = np.repeat(np.arange(len(counts)), counts)
-    grid = Grid.of(counts, [str(d) for d in range(len(counts))])
+    grid = Grid.from_counts(counts, [str(d) for d in range(len(counts))])
     found = [(node, row.device) for row in grid.devices for node in grid.slots(row) if node is not None]
     assert found == list(enumerate(owners))
     assert grid.idle == sum(max(counts) - n for n in counts)
@@ -209,7 +209,7 @@ def test_padding_is_marked(report: Any) -> None:
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 300))
 def test_examples_of_nodes_are_those_of_a_plain_division(nodes: int, size: int, batch: int) -> None:
     batch = min(batch, nodes * size)
-    grid = Grid.of([nodes], [""], batch, size)
+    grid = Grid.from_counts([nodes], [""], batch, size)
     for node in range(nodes):
         real = [i for i in range(node * size, (node + 1) * size) if i < batch]
         assert grid.padded(node) == (len(real) < size)
@@ -333,7 +333,7 @@ NASTY = """<script>alert("1 & '2'")</script>"""
 def test_text_of_the_user_is_escaped() -> None:
     column = (Column(NASTY, code=True), Column("b", right=True))
     rows = ((Cell(NASTY, NASTY, 0.5), Cell(NASTY, strong=True)),)
-    grid = Grid.of([2, 1], [NASTY, "b"])
+    grid = Grid.from_counts([2, 1], [NASTY, "b"])
     shown = Shown(
         Facts((Fact(NASTY, NASTY, NASTY),), NASTY),
         Picture(NASTY, grid, NASTY),

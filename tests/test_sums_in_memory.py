@@ -33,12 +33,12 @@ def test_levels_are_added_as_the_tree_says(leaves: int, lane: int, monoid: Monoi
     rng = np.random.default_rng(leaves)
     pieces = rng.normal(size=(leaves, 7)).astype(np.float32)
     pieces[:, 0], pieces[:, 1] = -0.0, np.where(np.arange(leaves) % 2, -0.0, 0.0)
-    tree = Tree.over(leaves, lane)
+    tree = Tree.from_lanes(leaves, lane)
     add = {Monoid.SUM: np.add, Monoid.PROD: np.multiply, Monoid.MAX: np.maximum}[monoid]
-    (want,) = tree.fold([(i, i + 1) for i in range(leaves)]).of(list(pieces), add)
+    (want,) = tree.fold([(i, i + 1) for i in range(leaves)]).fold_values(list(pieces), add)
     if monoid is Monoid.SUM:
         want = want + np.float32(0)  # as if it had begun with a zero
-    found = small_sums.added_by_levels(Sum(monoid, (7,), np.dtype(np.float32)), jnp.asarray(pieces), tree)
+    found = small_sums.add_by_levels(Sum(monoid, (7,), np.dtype(np.float32)), jnp.asarray(pieces), tree)
     bits = [np.asarray(each).view(np.uint32) for each in (found, want)]
     zeros = 2 if monoid is Monoid.MAX else 0  # of which either may be the larger
     np.testing.assert_array_equal(bits[0][zeros:], bits[1][zeros:])

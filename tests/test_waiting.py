@@ -21,8 +21,8 @@ from tests.budget import examples
 from tests.rounding import assert_same
 from vnode.operators import Monoid
 from vnode.runtime import offloaded_accumulators
-from vnode.runtime.node_loops import Sum, opaque, stacked
-from vnode.runtime.stack_on_chip import stacked_on_chip
+from vnode.runtime.node_loops import Sum, fold_pieces, opaque_count
+from vnode.runtime.stack_on_chip import fold_pieces_on_chip
 from vnode.runtime.tree import Tree
 from vnode.step.virtual import VirtualStep
 
@@ -47,7 +47,7 @@ def folds(draw: st.DrawFn) -> tuple[Any, int]:
     return fold, draw(st.integers(1, 4))
 
 
-WAYS = {"host": offloaded_accumulators.stacked_far, "places": stacked, "chip": stacked_on_chip}
+WAYS = {"host": offloaded_accumulators.fold_pieces_offloaded, "places": fold_pieces, "chip": fold_pieces_on_chip}
 
 
 @settings(max_examples=examples(40))
@@ -79,13 +79,13 @@ def test_blocks_are_those_of_the_fold(way, case, shape, seed, more):
         left = len(fold.rest)
         most = max(fold.merges)
         options = {"far": far, "left": left} if way == "host" else {}
-        blocks, _ = WAYS[way](piece, sums, opaque(count), merges, fold.depth + more, most, None, **options)
-        return blocks.each(left), blocks.height
+        blocks, _ = WAYS[way](piece, sums, opaque_count(count), merges, fold.depth + more, most, None, **options)
+        return blocks.split(left), blocks.height
 
     found, height = run()
     for values, s, columns in zip(given, sums, found, strict=True):
         add = np.maximum if s.monoid is Monoid.MAX else np.add
-        wanted = fold.of(list(values), add)
+        wanted = fold.fold_values(list(values), add)
         for value, block in zip(wanted, columns, strict=True):
             assert np.asarray(block).tobytes() == np.asarray(value).tobytes()
     assert int(height) == len(fold.rest)

@@ -19,7 +19,7 @@ import numpy as np
 import vnode
 from tests.worlds import in_threads, in_worlds, joined, service
 from vnode.errors import ProcessError
-from vnode.placement.process_arrays import everywhere
+from vnode.placement.process_arrays import gather_from_all
 from vnode.placement.world import World, in_world, world
 
 WEIGHTS = np.linspace(-1, 1, 3, dtype=np.float32)
@@ -61,14 +61,14 @@ def test_runs_in_two_worlds_at_once() -> None:
                 firsts.append(bits(alone(alone.put(WEIGHTS), BATCHES.batch(0))[0]))
 
         result = run(here.devices, callback=between)
-        assert everywhere([here.index], "to end the test").tolist() == [[i] for i in range(here.count)]
+        assert gather_from_all([here.index], "to end the test").tolist() == [[i] for i in range(here.count)]
         return bits(result.state), firsts
 
     found = in_threads(lambda i: in_worlds(train, i + 2, generation=i + 1), 2)
     assert [len(world) for world in found] == [2, 3]
     assert {result for world in found for result, _ in world} == {reference}
     assert all(firsts == [first, first] for world in found for _, firsts in world)
-    assert world() is own and not own.several
+    assert world() is own and not own.has_others
 
 
 def test_a_state_goes_from_one_world_to_the_next() -> None:

@@ -28,7 +28,7 @@ def written(loop: Callable[..., Any], *args: Any) -> int | None:
     (eqn,) = (eqn for eqn in jax.make_jaxpr(loop)(*args).jaxpr.eqns if eqn.primitive.name == "while")
     region = region_of(eqn)
     assert region is not None
-    return region.turns
+    return region.trip_count
 
 
 COMPARISONS = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}

@@ -31,7 +31,7 @@ from vnode.partition.cost.collective_cost import Transfer
 from vnode.partition.cost.split_cost import Planned
 from vnode.partition.hlo import found_collectives, parse
 from vnode.spmd.layout import from_spec
-from vnode.spmd.sharded_program import over_mesh
+from vnode.spmd.sharded_program import flow_over_mesh
 from vnode.spmd.sharding_flow import follow
 
 AXES = {"data": 2, "model": 4}
@@ -59,7 +59,7 @@ def compared(program: Program, specs: Sequence[P], donated: Sequence[int] = ()) 
     layouts = [from_spec(s, v.aval.shape, AXES) for s, v in zip(specs, program.inputs, strict=True)]
     outputs = [*layouts[: len(donated)], *[None] * (len(program.outputs) - len(donated))]
     flow = follow(program, layouts, AXES, outputs=outputs)
-    run = jax.jit(over_mesh(flow, mesh), donate_argnums=tuple(donated), keep_unused=True)
+    run = jax.jit(flow_over_mesh(flow, mesh), donate_argnums=tuple(donated), keep_unused=True)
     compiled = run.lower(*(var.aval for var in program.inputs)).compile()
     device = device_program(flow, AXES, platform="cpu", donated=donated)
     cost = program_cost(device, MACHINE, MACHINE.mesh(AXES), platform="cpu")

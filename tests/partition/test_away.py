@@ -29,7 +29,7 @@ from tests.rounding import assert_same
 from vnode.analysis.program import Program, bind, inline
 from vnode.operators.control_flow import region_of
 from vnode.operators.host_transfer import aside_p
-from vnode.operators.memory_spaces import on_host
+from vnode.operators.memory_spaces import is_on_host
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.candidates import OnMesh
 from vnode.partition.plan.memory_plan import Keeping, Place, Programme, Stacked, stacked_of
@@ -65,7 +65,7 @@ def evaluated(program: Program, values: Sequence[Any]) -> list[Any]:
         if loop is not None and loop.stacks:
             (body,) = program.bodies(eqn)
             fixed, carried = operands[: loop.carried.start], operands[loop.carried.start : loop.carried.stop]
-            turns = [*range(loop.times)][:: -1 if eqn.params["reverse"] else 1]
+            turns = [*range(loop.run_count)][:: -1 if eqn.params["reverse"] else 1]
             kept: dict[int, list[Any]] = {}
             for t in turns:
                 made = evaluated(body, [*fixed, *carried, *(operands[i][t] for i in loop.scanned)])
@@ -96,7 +96,7 @@ def test_a_program_computes_what_it_did(data: st.DataObject) -> None:
     less = keeping_less(program, again, [len(leaves) - 1], away)
     for got, expected in zip(evaluated(less, leaves), plain, strict=True):
         np.testing.assert_array_equal(got, expected)
-    there = [var for eqn in less.equations for var in eqn.outvars if on_host(var.aval)]
+    there = [var for eqn in less.equations for var in eqn.outvars if is_on_host(var.aval)]
     assert len(there) == len(away)
     gone = {program.equations[k].outvars[j] for k, j in away}
     assert not gone & {atom for eqn in less.equations for atom in (*eqn.invars, *eqn.outvars) if isinstance(atom, Var)}

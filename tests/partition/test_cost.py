@@ -50,8 +50,8 @@ from vnode.partition.cost.timed_pieces import piece_of, program_piece, traced_pi
 from vnode.partition.machine import Kind
 from vnode.partition.machine.known_kinds import kind_named
 from vnode.spmd.layout import Layout, cut_of, from_spec
-from vnode.spmd.op_sharding import Given, choose
-from vnode.spmd.resharding import route
+from vnode.spmd.op_sharding import OperandSharding, choose
+from vnode.spmd.resharding import plan_resharding
 from vnode.spmd.resharding_collectives import convert
 from vnode.spmd.sharding_flow import follow
 
@@ -121,7 +121,7 @@ def test_copies_of_a_product_share_its_operations(mesh: tuple[int, int], sizes: 
     axes = {name: n for name, n in zip("xy", mesh, strict=True) if n > 1}
     (eqn,) = program_of(lambda a, b: a @ b, ones(i, j), ones(j, k)).equations
     specs = [(P("x", "y"), P("y")), (P("x"), P(None, "y")), (P(None, "x"), P("x", "y"))][cut]
-    given_ = [Given(from_spec(s, v.aval.shape, axes)) for s, v in zip(specs, eqn.invars, strict=True)]
+    given_ = [OperandSharding(from_spec(s, v.aval.shape, axes)) for s, v in zip(specs, eqn.invars, strict=True)]
     description = describe(eqn)
     assert description is not None
     choice = choose(eqn, description, given_, axes, [None])
@@ -488,10 +488,10 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...], axes: dict[str, int]) -> La
 def test_a_route_is_what_is_sent(data: st.DataObject) -> None:
     axes, shape = {"x": 2, "y": 4}, (8, 16)
     start, end = data.draw(layouts(shape, axes)), data.draw(layouts(shape, axes))
-    local = jax.ShapeDtypeStruct(start.local(shape, axes), jnp.float32)
+    local = jax.ShapeDtypeStruct(start.local_shape(shape, axes), jnp.float32)
     program = over(lambda a: convert(a, start, end, shape, axes), local, **axes)
     sent = [transfer for eqn in program.equations if (transfer := transfer_of(eqn, axes)) is not None]
-    assert list(transfers_of_route(route(start, end, shape, axes, "float32"), 4, axes)) == sent
+    assert list(transfers_of_route(plan_resharding(start, end, shape, axes, "float32"), 4, axes)) == sent
 
 
 # Memory

@@ -27,7 +27,7 @@ from vnode.partition.plan.candidates import OnMesh
 from vnode.partition.plan.search_subject import on_nodes, subject_of
 from vnode.placement.transfer import to_placement
 from vnode.runtime import host_prefetch
-from vnode.runtime.host_prefetch import Work
+from vnode.runtime.host_prefetch import Task
 from vnode.step.virtual import VirtualStep
 
 P = PartitionSpec
@@ -184,17 +184,17 @@ def test_an_error_says_what_the_host_would_save() -> None:
 
 
 @st.composite
-def works(draw: st.DrawFn) -> tuple[list[Work], list[int], list[int]]:
+def works(draw: st.DrawFn) -> tuple[list[Task], list[int], list[int]]:
     """Works that read what was made before, values that are away, and outputs."""
     given_, made = list(range(5)), []
     for k in range(draw(st.integers(1, 12))):
         there = [*given_, *range(5, 5 + k)]
-        made.append(Work(draw(st.lists(st.sampled_from(there), max_size=3)), [5 + k]))
+        made.append(Task(draw(st.lists(st.sampled_from(there), max_size=3)), [5 + k]))
     outputs = draw(st.lists(st.integers(5, 4 + len(made)), max_size=4))
     return made, given_[: draw(st.integers(0, 5))], outputs
 
 
-def graph_of(several: list[Work]) -> Any:
+def graph_of(several: list[Task]) -> Any:
     graph = networkx.DiGraph()
     for work in several:
         graph.add_edges_from((read, made) for read in work.reads for made in work.makes)
@@ -205,7 +205,7 @@ def graph_of(several: list[Work]) -> Any:
 @given(works())
 def test_an_order_by_outputs_is_an_order(case: Any) -> None:
     several, gone, outputs = case
-    order = host_prefetch.by_output(several, outputs, gone)
+    order = host_prefetch.order_by_output(several, outputs, gone)
     assert sorted(order) == list(range(len(several)))
     place = {made: i for i, k in enumerate(order) for made in several[k].makes}
     assert all(place[a] < place[b] for a, b in graph_of(several).edges if a in place)
@@ -223,7 +223,7 @@ def test_what_can_wait_is_what_nobody_wants_early(case: Any) -> None:
     early = set(wanted) | {var for work in several for var in work.makes if not needs(var)}
     pinned = early.union(*(networkx.ancestors(graph, var) for var in early & there))
     expected = {k for k, work in enumerate(several) if needs(work.makes[0]) and work.makes[0] not in pinned}
-    assert host_prefetch.can_wait(several, wanted, gone) == expected
+    assert host_prefetch.deferrable(several, wanted, gone) == expected
 
 
 @pytest.mark.tpu

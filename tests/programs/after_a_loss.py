@@ -16,7 +16,7 @@ import numpy as np
 
 import vnode
 from vnode.placement.clients import join_world
-from vnode.placement.process_arrays import everywhere
+from vnode.placement.process_arrays import gather_from_all
 from vnode.placement.world import in_world
 
 
@@ -32,7 +32,7 @@ def main(address: str, rank: int) -> None:
         given = [(each.put(np.ones(4096, np.float32)), batches.load(0, each.placement)) for each in (three, two)]
         before = [each(*arguments) for each, arguments in zip((three, two), given, strict=True)]
         jax.block_until_ready(before[: 2 if rank < 2 else 1])
-        everywhere([rank], "to lose one")
+        gather_from_all([rank], "to lose one")
         if rank == 2:
             os._exit(0)
         time.sleep(0.5)

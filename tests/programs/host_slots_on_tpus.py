@@ -26,7 +26,7 @@ def step(weights, slots, x):
     grads = jax.grad(loss)(weights)
     made, kept, last = [], [], grads[0]
     for w, slot, g in zip(weights, slots, grads, strict=False):
-        slot = 0.9 * host_prefetch.fetched(slot, last, PartitionSpec(), mesh) + 0.1 * g
+        slot = 0.9 * host_prefetch.fetch_to_device(slot, last, PartitionSpec(), mesh) + 0.1 * g
         last = w - 0.1 * slot / (1 + jnp.sqrt(slot * slot))
         made.append(last)
         kept.append(jax.device_put(slot, far))

@@ -13,18 +13,18 @@ from benchmarks.partition import plans
 from benchmarks.partition_cost import mlp
 from vnode.placement.temporary import temporary_of
 from vnode.plan.nodes.device_memory import planned
-from vnode.spmd.sharded_program import at_the_border, over_mesh, spec_of
+from vnode.spmd.sharded_program import as_spec_layout, flow_over_mesh, spec_of
 
 devices = tpu.topology("v5e:2x4")
 (plan,) = itertools.islice(plans(mlp(2048, int(sys.argv[1]))), 13, 14)
 mesh = Mesh(np.array(devices).reshape(tuple(plan.axes.values())), tuple(plan.axes))
 given = [
     jax.ShapeDtypeStruct(
-        v.aval.shape, v.aval.dtype, sharding=NamedSharding(mesh, spec_of(at_the_border(layout, plan.axes)))
+        v.aval.shape, v.aval.dtype, sharding=NamedSharding(mesh, spec_of(as_spec_layout(layout, plan.axes)))
     )
     for v, layout in zip(plan.flow.program.inputs, plan.flow.inputs, strict=False)
 ]
-compiled = jax.jit(over_mesh(plan.flow, mesh)).lower(*given).compile()
+compiled = jax.jit(flow_over_mesh(plan.flow, mesh)).lower(*given).compile()
 memory, temporary = compiled.memory_analysis(), temporary_of(compiled)
 borders = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 print(json.dumps([planned(devices[0]), borders, memory.temp_size_in_bytes, temporary.held, temporary.gaps]))

@@ -28,7 +28,7 @@ from vnode.partition import Machine
 from vnode.partition.plan.candidates import OnMesh
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import on_nodes, subject_of
-from vnode.spmd.sharded_program import over_mesh
+from vnode.spmd.sharded_program import flow_over_mesh
 from vnode.spmd.sharding_flow import follow
 
 
@@ -111,7 +111,7 @@ def laid_out(program: Program, step: Callable[..., Any]) -> Callable[..., Any]:
                 if hasattr(var.aval, "shape") and rng.random() < 0.15
             },
         )
-        results = jax.jit(over_mesh(flow, mesh))(*leaves)
+        results = jax.jit(flow_over_mesh(flow, mesh))(*leaves)
         return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(step, *args)), results)
 
     return run

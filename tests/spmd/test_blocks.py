@@ -27,13 +27,13 @@ from tests.spmd.reference import collectives, mesh_of
 from tests.spmd.test_groups import axes_of_collectives, conv, numbers, program_of
 from vnode.errors import PartitionError
 from vnode.spmd import device_program
-from vnode.spmd.dimension_propagation import tied
-from vnode.spmd.factor_blocks import InBlocks, in_blocks, some_in_blocks
+from vnode.spmd.dimension_propagation import propagate_dimension
+from vnode.spmd.factor_blocks import InBlocks, equations_in_blocks, in_blocks
 from vnode.spmd.layout import Layout, from_spec
 from vnode.spmd.resharding_collectives import index_along
-from vnode.spmd.sharded_program import over_mesh
+from vnode.spmd.sharded_program import flow_over_mesh
 from vnode.spmd.sharding_flow import follow
-from vnode.spmd.uneven_blocks import Share, restored, stored
+from vnode.spmd.uneven_blocks import Share, restore, store
 
 pytestmark = pytest.mark.quickly
 
@@ -55,7 +55,7 @@ def carried_out(
 ) -> Callable[..., list[Any]]:
     """A function of the program's inputs in the user's shapes, over a mesh."""
     flow = follow(split.program, layouts_of(split, axes, specs or {}), axes)
-    function = jax.jit(over_mesh(flow, mesh_of(axes)))
+    function = jax.jit(flow_over_mesh(flow, mesh_of(axes)))
     return lambda *values: split.get(function(*split.put(values)))
 
 
@@ -284,9 +284,9 @@ def test_work_is_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_read_behind_a_devices_blocks(name: str, counts: tuple[int, ...]) -> None:
     split, values, step = stepped(Share(("x",), counts), name)
     axes = {"x": len(counts)}
-    function = jax.jit(over_mesh(follow(split.program, layouts_of(split, axes, {}), axes), mesh_of(axes)))
+    function = jax.jit(flow_over_mesh(follow(split.program, layouts_of(split, axes, {}), axes), mesh_of(axes)))
     poisoned = [
-        x if d is None else jnp.where(stored(jnp.ones(v.shape), d, split.share) > 0, x, jnp.nan)
+        x if d is None else jnp.where(store(jnp.ones(v.shape), d, split.share) > 0, x, jnp.nan)
         for x, v, d in zip(split.put(values), values, split.inputs, strict=True)
     ]
     assert_same(split.get(function(*poisoned)), step, *values)
@@ -301,7 +301,7 @@ def test_what_a_programs_own_loops_exchange(name: str, exchanged: Mapping[str, A
     devices forward; backward again, and a sum for each device's own."""
     split, values, _ = stepped(Share(("x",), (3, 1)), name)
     axes = {"x": 2}
-    function = over_mesh(follow(split.program, layouts_of(split, axes, {}), axes), mesh_of(axes))
+    function = flow_over_mesh(follow(split.program, layouts_of(split, axes, {}), axes), mesh_of(axes))
     found = collections.defaultdict(list)
     (shard_map,) = jax.make_jaxpr(function)(*split.put(values)).jaxpr.eqns
     for eqn in shard_map.params["jaxpr"].eqns:
@@ -317,7 +317,7 @@ def test_two_loops_a_train_step_and_sums_over_devices_between() -> None:
     split, values, _ = stepped(Share(("x",), (5, 3)))
     assert [eqn.primitive.name for eqn in split.program.equations].count("in_blocks") == 2
     axes = {"x": 2}
-    function = over_mesh(follow(split.program, layouts_of(split, axes, {}), axes), mesh_of(axes))
+    function = flow_over_mesh(follow(split.program, layouts_of(split, axes, {}), axes), mesh_of(axes))
     jaxpr = jax.make_jaxpr(function)(*split.put(values)).jaxpr
     assert collections.Counter(collectives(jaxpr)) == {"psum": 1}
     assert not any(set(axes_of_collectives(inner.params["body_jaxpr"].jaxpr)) for inner in loops(jaxpr))
@@ -337,7 +337,7 @@ def test_within_loops_nothing_is_exchanged_along_their_axis(name: str) -> None:
     values, step = case.flat
     split = in_blocks(program_of(step, *values), Share(("x",), (3, 1)), dict([case.seed]))
     examples = {2 * len(jax.tree.leaves(case.params)): P("d")}
-    function = over_mesh(follow(split.program, layouts_of(split, axes, examples), axes), mesh_of(axes))
+    function = flow_over_mesh(follow(split.program, layouts_of(split, axes, examples), axes), mesh_of(axes))
     found = list(loops(jax.make_jaxpr(function)(*split.put(values)).jaxpr))
     assert found
     for loop in found:
@@ -351,8 +351,8 @@ def test_stored_and_restored(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from([(12,), (2, 12), (24, 3)]))
     dim = next(d for d, n in enumerate(shape) if n % 12 == 0)
     value = numbers(*shape)
-    held = np.asarray(stored(value, dim, share))
-    np.testing.assert_array_equal(np.asarray(restored(held, dim, share)), value)
+    held = np.asarray(store(value, dim, share))
+    np.testing.assert_array_equal(np.asarray(restore(held, dim, share)), value)
     pieces, at = np.split(held, len(share.counts), axis=dim), 0
     for piece, have in zip(pieces, share.counts, strict=True):
         own = have * shape[dim] // share.blocks
@@ -367,7 +367,7 @@ def test_stored_and_restored(data: st.DataObject) -> None:
 @settings(max_examples=30, deadline=None)
 def test_shares_by_speed_are_the_best(rates: list[float], blocks: int) -> None:
     """Beside every other way to share the blocks out."""
-    share = Share(("x",), (1, 1)).of(rates, blocks)
+    share = Share(("x",), (1, 1)).from_rates(rates, blocks)
     assert share.blocks == blocks
     every = [counts for counts in np.ndindex(*[blocks + 1] * len(rates)) if sum(counts) == blocks]
     least = min(max(c / r for c, r in zip(counts, rates, strict=True)) for counts in every)
@@ -380,10 +380,10 @@ def test_some_equations_in_blocks(data: st.DataObject) -> None:
     """Any of those that have the factor; between them and the others values change their form."""
     values, step = CASES["hidden units"].flat
     program = program_of(step, *values)
-    every = tied(program, {program.inputs[0]: 1}, 8).factors
+    every = propagate_dimension(program, {program.inputs[0]: 1}, 8).factors
     some = data.draw(st.sets(st.sampled_from(sorted(every)), min_size=1))
     share = data.draw(shares(("x",), 2, 8))
-    split = some_in_blocks(program, share, {number: every[number] for number in some})
+    split = equations_in_blocks(program, share, {number: every[number] for number in some})
     assert_same(carried_out(split, {"x": 2})(*values), step, *values)
 
 

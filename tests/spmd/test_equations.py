@@ -26,9 +26,9 @@ from vnode.analysis.program import Program, inline
 from vnode.operators import OperatorDescription, Shifted, describe
 from vnode.spmd.device_program import run
 from vnode.spmd.layout import Layout, replicated
-from vnode.spmd.op_sharding import Choice, Given, Way, carried_out, reached
+from vnode.spmd.op_sharding import FactorSharding, OperandSharding, OpSharding, build_sharding, reached_layouts
 from vnode.spmd.resharding_collectives import convert
-from vnode.spmd.sharded_program import over_mesh
+from vnode.spmd.sharded_program import flow_over_mesh
 from vnode.spmd.sharding_flow import Flow, Step, follow
 
 pytestmark = pytest.mark.quickly
@@ -48,19 +48,27 @@ def layout_of(shape: Sequence[int], axes: dict[str, int], seed: int) -> Layout:
 
 def choices(
     eqn: JaxprEqn, d: OperatorDescription, axes: dict[str, int], seed: int
-) -> Iterator[tuple[list[Given], Choice]]:
+) -> Iterator[tuple[list[OperandSharding], OpSharding]]:
     """Every way over one axis with others idle, over two axes in either order, and two ways over different axes."""
     names = list(axes)
     ways = [(lead, split) for lead, split in d.leads if any(d.sizes[f] > 1 for f in lead) or isinstance(split, Shifted)]
-    several = [(Way(lead, split, (names[-1],)),) for lead, split in ways]
+    several = [(FactorSharding(lead, split, (names[-1],)),) for lead, split in ways]
     if len(names) > 1:
-        several += [(Way(lead, split, (names[k % 2], names[1 - k % 2])),) for k, (lead, split) in enumerate(ways, seed)]
+        several += [
+            (FactorSharding(lead, split, (names[k % 2], names[1 - k % 2])),)
+            for k, (lead, split) in enumerate(ways, seed)
+        ]
         pairs = list(itertools.permutations(ways, 2))
         np.random.default_rng(seed).shuffle(pairs)  # type: ignore[arg-type]
-        several += [(Way(*first, (names[0],)), Way(*second, (names[1],))) for first, second in pairs[:4]]
+        several += [
+            (FactorSharding(*first, (names[0],)), FactorSharding(*second, (names[1],))) for first, second in pairs[:4]
+        ]
     for number, made in enumerate(several):
-        given = [Given(layout_of(atom.aval.shape, axes, seed + 7 * number + i)) for i, atom in enumerate(eqn.invars)]
-        choice = carried_out(eqn, d, made, given, axes, ())
+        given = [
+            OperandSharding(layout_of(atom.aval.shape, axes, seed + 7 * number + i))
+            for i, atom in enumerate(eqn.invars)
+        ]
+        choice = build_sharding(eqn, d, made, given, axes, ())
         if choice is not None:
             yield given, choice
 
@@ -83,7 +91,7 @@ def check_over(instance: Instance, mesh: Mesh, seed: int) -> int:
                 for value, each in zip(operands, given, strict=True)
             ]
             program = Program(list(eqn.invars), {}, [eqn], list(eqn.outvars))
-            made = reached(eqn, choice)
+            made = reached_layouts(eqn, choice)
             step = Step(eqn, choice.operands, made, made, choice)
             ends = tuple(replicated(len(layout.dims)) for layout in choice.results)
             flow = Flow(program, tuple(each.layout for each in given), (step,), ends)
@@ -153,7 +161,7 @@ def check_gradient(instance: Instance, mesh: Mesh, seed: int) -> bool:
     axes = dict(mesh.shape)
     program = inline(closed.jaxpr, closed.consts)
     flow = follow(program, [layout_of(v.aval.shape, axes, seed + i) for i, v in enumerate(program.inputs)], axes)
-    made = jax.jit(over_mesh(flow, mesh))(*jax.tree.leaves(given))
+    made = jax.jit(flow_over_mesh(flow, mesh))(*jax.tree.leaves(given))
     want = jax.jit(gradient)(*given)
     d = describe(eqn)
     assert d is not None

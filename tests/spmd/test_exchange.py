@@ -37,7 +37,7 @@ from vnode.operators import Monoid
 from vnode.operators.splits import Interval, blocks
 from vnode.spmd.axis_parts import with_parts
 from vnode.spmd.layout import Cut, Layout
-from vnode.spmd.resharding import route
+from vnode.spmd.resharding import plan_resharding
 from vnode.spmd.resharding_collectives import convert, fetch
 
 pytestmark = pytest.mark.quickly
@@ -221,13 +221,13 @@ def test_routes_end_where_they_should_and_send_what_is_missing(mesh: str, seed: 
     """The bound below: on average, devices are sent at least those elements of their blocks that they lack."""
     axes = MESHES[mesh]
     case = Case.random(axes, seed)
-    moves = route(case.start, case.end, case.whole, axes, case.dtype)
+    moves = plan_resharding(case.start, case.end, case.whole, axes, case.dtype)
     layouts = [case.start, *(move.after for move in moves)]
     assert layouts[-1] == case.end
     for move, before in zip(moves, layouts, strict=False):
         sent = move.after if move.kind == "permute" else before
-        assert move.elements == math.prod(sent.local(case.whole, with_parts(axes)))
-        assert (move.kind == "cut") == (move.sent(axes) == 0) or not move.elements
+        assert move.elements == math.prod(sent.local_shape(case.whole, with_parts(axes)))
+        assert (move.kind == "cut") == (move.elements_sent(axes) == 0) or not move.elements
     missing = []
     for device in devices_of(axes):
         has, gets = (
@@ -236,7 +236,7 @@ def test_routes_end_where_they_should_and_send_what_is_missing(mesh: str, seed: 
         )
         both = [a & b for a, b in zip(has, gets, strict=True)]
         missing.append(math.prod(map(len, gets)) - math.prod(map(len, both)))
-    assert sum(move.sent(axes) for move in moves) >= np.mean(missing) - 1e-9
+    assert sum(move.elements_sent(axes) for move in moves) >= np.mean(missing) - 1e-9
 
 
 EMITTED = {
@@ -257,8 +257,8 @@ def test_what_is_planned_is_carried_out(mesh: str, seed: int) -> None:
     axes, case = MESHES[mesh], Case.random(MESHES[mesh], seed)
     traced = jax.make_jaxpr(
         lambda value: convert(value, case.start, case.end, case.whole, axes), axis_env=list(axes.items())
-    )(jax.ShapeDtypeStruct(case.start.local(case.whole, axes), jnp.dtype(case.dtype)))
-    moves = route(case.start, case.end, case.whole, axes, case.dtype)
+    )(jax.ShapeDtypeStruct(case.start.local_shape(case.whole, axes), jnp.dtype(case.dtype)))
+    moves = plan_resharding(case.start, case.end, case.whole, axes, case.dtype)
     assert [EMITTED[name] for name in collectives(traced.jaxpr)] == [m.kind for m in moves if m.kind != "cut"]
 
 

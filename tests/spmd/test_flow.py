@@ -26,9 +26,9 @@ from vnode.analysis.program import inline
 from vnode.operators import Monoid, OperatorDescription, describe, register
 from vnode.operators.description import Factors
 from vnode.spmd.layout import Layout, from_spec
-from vnode.spmd.op_sharding import Given, carried_out, choose
-from vnode.spmd.sharded_program import over_mesh
-from vnode.spmd.sharding_backprop import wished
+from vnode.spmd.op_sharding import OperandSharding, build_sharding, choose
+from vnode.spmd.sharded_program import flow_over_mesh
+from vnode.spmd.sharding_backprop import find_wishes
 from vnode.spmd.sharding_flow import follow
 
 pytestmark = pytest.mark.quickly
@@ -47,7 +47,7 @@ def check(function: Callable[..., Any], *given: tuple[np.ndarray, P], outputs: A
     program = inline(closed.jaxpr, closed.consts)
     asked = [from_spec(outputs, atom.aval.shape, AXES) for atom in program.outputs] if outputs is not None else None
     flow = follow(program, [from_spec(spec, x.shape, AXES) for x, spec in given], AXES, outputs=asked)
-    split = over_mesh(flow, mesh_of(AXES))
+    split = flow_over_mesh(flow, mesh_of(AXES))
     assert dict(collections.Counter(collectives(jax.make_jaxpr(split)(*values).jaxpr))) == expected
     assert_same(jax.jit(split)(*values), lambda *xs: jax.tree.leaves(function(*xs)), *values)
 
@@ -75,7 +75,9 @@ def test_pieces_that_are_read_in_two_shapes_are_combined_once() -> None:
     flow = follow(program, layouts, AXES)
     _, divided, repeated, *_ = flow.steps
     (pieces,) = divided.made
-    choice = carried_out(repeated.eqn, program.describe(repeated.eqn), (), [Given(pieces)], AXES, pieces.partial)
+    choice = build_sharding(
+        repeated.eqn, program.describe(repeated.eqn), (), [OperandSharding(pieces)], AXES, pieces.partial
+    )
     assert choice is not None and pieces.partial
     steps = {
         id(divided): dataclasses.replace(divided, results=divided.made),
@@ -84,7 +86,7 @@ def test_pieces_that_are_read_in_two_shapes_are_combined_once() -> None:
         ),
     }
     flow = dataclasses.replace(flow, steps=tuple(steps.get(id(step), step) for step in flow.steps))
-    split = over_mesh(flow, mesh_of(AXES))
+    split = flow_over_mesh(flow, mesh_of(AXES))
     assert [*collectives(jax.make_jaxpr(split)(*values).jaxpr)] == ["psum"]
     assert_same(jax.jit(split)(*values), lambda *xs: list(function(*xs)), *values)
 
@@ -173,7 +175,7 @@ def test_scatters_of_which_parts_are_read_are_computed_in_parts() -> None:
     program = inline(closed.jaxpr, closed.consts)
     layouts = [from_spec(spec, value.shape, AXES) for value, spec in given]
     flow = follow(program, layouts, AXES)
-    flow = follow(program, layouts, AXES, wishes=wished(flow, AXES))
+    flow = follow(program, layouts, AXES, wishes=find_wishes(flow, AXES))
     (scatter,) = [step for step in flow.steps if step.eqn.primitive.name == "scatter-add"]
     assert str(scatter.results[0]) == "[x, -]"
 
@@ -187,7 +189,7 @@ def test_axes_that_divide_in_another_order_than_the_mesh_has_stay_in_it() -> Non
     program = inline(closed.jaxpr, closed.consts)
     flow = follow(program, [from_spec(spec, (8, 4), axes) for spec in (P(("y", "x")), P())], axes)
     assert str(flow.outputs[0]) == "[y*x, -]"
-    split = over_mesh(flow, mesh_of(axes))
+    split = flow_over_mesh(flow, mesh_of(axes))
     assert not list(collectives(jax.make_jaxpr(split)(*values).jaxpr))
     assert_same(jax.jit(split)(*values), lambda *xs: jax.tree.leaves(function(*xs)), *values)
 
@@ -204,7 +206,7 @@ def test_what_is_found_of_an_equation_is_not_anothers_whose_rule_describes_both_
         return OperatorDescription(factors=f.all, operands=(dims,), results=(dims,), linear=(frozenset({0}),))
 
     register(made)(lambda eqn: described(eqn.invars[0].aval.shape))
-    pieces, passed = [Given(Layout((None,), (("x", Monoid.SUM),)))], []
+    pieces, passed = [OperandSharding(Layout((None,), (("x", Monoid.SUM),)))], []
     for to in (jnp.float32, jnp.bfloat16):
         (eqn,) = jax.make_jaxpr(lambda x, to=to: made.bind(x, to=jnp.dtype(to)))(numbers(8)).jaxpr.eqns
         description = describe(eqn)

@@ -21,9 +21,9 @@ from tests.rounding import assert_same
 from tests.spmd.reference import COLLECTIVES, collectives, mesh_of
 from vnode.analysis.program import Program, inline
 from vnode.errors import PartitionError
-from vnode.spmd.branch_groups import Group, by_scope, grouped
+from vnode.spmd.branch_groups import Group, by_scope, group_equations
 from vnode.spmd.layout import from_spec, replicated
-from vnode.spmd.sharded_program import over_mesh
+from vnode.spmd.sharded_program import flow_over_mesh
 from vnode.spmd.sharding_flow import Flow, follow
 
 pytestmark = pytest.mark.quickly
@@ -133,9 +133,12 @@ def divided(
         mine = specs.get(name, P()) if path[0].idx == 0 else spec
         layouts.append(from_spec(mine, leaf.shape, axes))
     flow = follow(
-        grouped(program, groups), layouts, axes, outputs=[replicated(len(a.aval.shape)) for a in program.outputs]
+        group_equations(program, groups),
+        layouts,
+        axes,
+        outputs=[replicated(len(a.aval.shape)) for a in program.outputs],
     )
-    return over_mesh(flow, mesh_of(axes)), flow, len(groups)
+    return flow_over_mesh(flow, mesh_of(axes)), flow, len(groups)
 
 
 @pytest.mark.sampled(4, thorough=8)
@@ -198,10 +201,10 @@ def test_three_branches_along_four() -> None:
     first, last = names.index("mul"), next(i for i, name in enumerate(names) if name in ("slice", "gather"))
     branches = frozenset(range(first)), frozenset({first}), frozenset(range(last, len(names)))
     axes = {"g": 4, "m": 2}
-    program = grouped(program, [Group("g", branches)])
+    program = group_equations(program, [Group("g", branches)])
     assert [eqn.primitive.name for eqn in program.equations] == ["side_by_side"]
     flow = follow(program, [from_spec(P("m"), x.shape, axes), replicated(1)], axes)
-    for got, want in zip(jax.jit(over_mesh(flow, mesh_of(axes)))(x, n), function(x, n), strict=True):
+    for got, want in zip(jax.jit(flow_over_mesh(flow, mesh_of(axes)))(x, n), function(x, n), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
         assert got.dtype == want.dtype
 
@@ -216,9 +219,9 @@ def test_what_is_joined_is_combined_once() -> None:
     program = program_of(function, x)
     numbers_of = {eqn.primitive.name: frozenset({i}) for i, eqn in enumerate(program.equations)}
     power = numbers_of.get("integer_pow") or numbers_of["square"]
-    program = grouped(program, [Group("g", (numbers_of["sin"], numbers_of["cos"], power))])
+    program = group_equations(program, [Group("g", (numbers_of["sin"], numbers_of["cos"], power))])
     axes = {"g": 4}
-    split = over_mesh(follow(program, [replicated(2)], axes), mesh_of(axes))
+    split = flow_over_mesh(follow(program, [replicated(2)], axes), mesh_of(axes))
     assert collections.Counter(collectives(jax.make_jaxpr(split)(x).jaxpr)) == {"psum": 1}
     assert_same(jax.jit(split)(x), lambda x: [function(x)], x)
 
@@ -237,24 +240,24 @@ class TestErrors:
 
     def test_a_branch_reads_another(self) -> None:
         with pytest.raises(PartitionError, match=r"Branch 1 along 'g' depends on branch 0\.") as error:
-            grouped(self.program(), [Group("g", (frozenset({0}), frozenset({1})))])
+            group_equations(self.program(), [Group("g", (frozenset({0}), frozenset({1})))])
         assert "test_groups.py" in str(error.value) and "two groups" in str(error.value)
 
     def test_a_branch_waits_for_another_by_way_of_what_is_in_none(self) -> None:
         with pytest.raises(PartitionError, match="depends on branch 0 by way of"):
-            grouped(self.program(), [Group("g", (frozenset({0}), frozenset({3})))])
+            group_equations(self.program(), [Group("g", (frozenset({0}), frozenset({3})))])
 
     def test_a_branch_waits_for_itself(self) -> None:
         with pytest.raises(PartitionError, match="by way of an equation that is in no branch"):
-            grouped(self.program(), [Group("g", (frozenset({0, 3}),))])
+            group_equations(self.program(), [Group("g", (frozenset({0, 3}),))])
 
     def test_in_two_branches(self) -> None:
         with pytest.raises(PartitionError, match="Equation 1 is in two branches"):
-            grouped(self.program(), [Group("g", (frozenset({1}), frozenset({1, 2})))])
+            group_equations(self.program(), [Group("g", (frozenset({1}), frozenset({1, 2})))])
 
     def test_no_such_equation(self) -> None:
         with pytest.raises(PartitionError, match="equation 9, of a program that has 4"):
-            grouped(self.program(), [Group("g", (frozenset({9}),))])
+            group_equations(self.program(), [Group("g", (frozenset({9}),))])
 
     def test_groups_that_wait_for_each_other(self) -> None:
         def function(x: jax.Array) -> Any:
@@ -264,10 +267,10 @@ class TestErrors:
         program = program_of(function, numbers(3))
         first, second = Group("g", (frozenset({0}), frozenset({2}))), Group("g", (frozenset({1}), frozenset({3})))
         with pytest.raises(PartitionError, match="wait for each other"):
-            grouped(program, [first, second])
+            group_equations(program, [first, second])
 
     def test_more_branches_than_the_axis_has(self) -> None:
-        program = grouped(self.program(), [Group("g", (frozenset({1}), frozenset({2})))])
+        program = group_equations(self.program(), [Group("g", (frozenset({1}), frozenset({2})))])
         with pytest.raises(PartitionError, match=r"2 branches .* along 'g', of 1"):
             follow(program, [replicated(1)], {"m": 4})
 
@@ -275,7 +278,7 @@ class TestErrors:
         program = program_of(lambda k: jax.random.split(k), jax.random.key(0))
         everything = frozenset(range(len(program.equations)))
         with pytest.raises(PartitionError, match="random keys"):
-            follow(grouped(program, [Group("g", (everything,))]), [replicated(0)], {"g": 2})
+            follow(group_equations(program, [Group("g", (everything,))]), [replicated(0)], {"g": 2})
 
     def test_no_such_scope(self) -> None:
         with pytest.raises(PartitionError, match="no equation has a name in which 'tower' is found"):

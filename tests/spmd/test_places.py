@@ -18,7 +18,7 @@ from jax import lax
 from tests.spmd.reference import mesh_of
 from vnode.analysis.tracing import trace
 from vnode.spmd.layout import Layout, cut_of, replicated
-from vnode.spmd.sharded_program import over_mesh
+from vnode.spmd.sharded_program import flow_over_mesh
 from vnode.spmd.sharding_flow import follow
 
 pytestmark = pytest.mark.quickly
@@ -55,7 +55,7 @@ def test_a_slice_that_others_put_something_in_keeps_its_bits(kind: str, dtype: A
     layouts = [divided, replicated(1), replicated(2)][: len(traced.program.inputs)]
     flow = follow(traced.program, layouts, axes, outputs=[divided])
     assert [step.made for step in flow.steps if "scatter" in step.eqn.primitive.name] == [(divided,)]
-    made = jax.jit(over_mesh(flow, mesh_of(axes)))
+    made = jax.jit(flow_over_mesh(flow, mesh_of(axes)))
     for index in (*range(ROWS), ROWS, -ROWS - 1):  # and places that there are not, where nothing is put
         several = [index, *[(index + 3 * k) % ROWS for k in range(1, count)]]
         args = own, np.array(several, np.int32), new
@@ -74,7 +74,7 @@ def test_only_one_index_costs_a_copy(kind: str) -> None:
     traced = trace(put, *args)
     layouts = [divided, replicated(1), replicated(2)][: len(traced.program.inputs)]
     flow = follow(traced.program, layouts, axes, outputs=[divided])
-    made = jax.make_jaxpr(over_mesh(flow, mesh_of(axes)))(*args).jaxpr.eqns[-1].params["jaxpr"]
+    made = jax.make_jaxpr(flow_over_mesh(flow, mesh_of(axes)))(*args).jaxpr.eqns[-1].params["jaxpr"]
     copied = [eqn for eqn in made.eqns if eqn.primitive.name in ("slice", "concatenate", "pad")]
     assert not [eqn for eqn in copied if eqn.outvars[0].aval.shape[1:] == (3,)]
 

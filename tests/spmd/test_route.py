@@ -21,9 +21,9 @@ from tests.budget import examples
 from tests.spmd.reference import mesh_of
 from vnode.operators import Monoid
 from vnode.partition.hlo import found_collectives, parse
-from vnode.spmd.axis_parts import groups, in_parts, joined, parts_of, split_names
+from vnode.spmd.axis_parts import device_groups, join_names, parts_of, split_axes, split_names
 from vnode.spmd.layout import Layout, from_spec
-from vnode.spmd.resharding import route
+from vnode.spmd.resharding import plan_resharding
 from vnode.spmd.resharding_collectives import convert
 
 P = PartitionSpec
@@ -43,7 +43,7 @@ def layout_of(spec: PartitionSpec, axes: Mapping[str, int]) -> Layout:
 
 
 def sent(start: Layout, end: Layout, axes: Mapping[str, int], in_pairs: bool = True) -> float:
-    return sum(move.sent(axes) for move in route(start, end, SHAPE, axes, "float32", in_pairs))
+    return sum(move.elements_sent(axes) for move in plan_resharding(start, end, SHAPE, axes, "float32", in_pairs))
 
 
 def gathered_and_cut(start: Layout, end: Layout, axes: Mapping[str, int]) -> float:
@@ -55,7 +55,7 @@ def gathered_and_cut(start: Layout, end: Layout, axes: Mapping[str, int]) -> flo
         while names[: same + 1] == wanted[: same + 1] and same < min(len(names), len(wanted)):
             same += 1
         parts *= math.prod(axes[name] for name in names[same:])
-    return math.prod(start.local(SHAPE, axes)) * (parts - 1)
+    return math.prod(start.local_shape(SHAPE, axes)) * (parts - 1)
 
 
 def resharded(start: PartitionSpec, end: PartitionSpec, axes: Mapping[str, int]) -> float:
@@ -81,7 +81,7 @@ def test_how_pieces_are_combined_does_not_depend_on_other_axes(data: st.DataObje
     for longer in (1, 2):
         axes = {**names, "y": 2 * longer}
         lies, wanted = (from_spec(spec, (32, 32), axes) for spec in (start, end))
-        moves = route(Layout(lies.dims, (("x", Monoid.SUM),)), wanted, (32, 32), axes, "float32")
+        moves = plan_resharding(Layout(lies.dims, (("x", Monoid.SUM),)), wanted, (32, 32), axes, "float32")
         combined.append([(m.kind, m.axes, m.elements, m.dim) for m in moves if m.monoid is not None])
     assert combined[0] == combined[1]
 
@@ -145,35 +145,38 @@ EXPECTED = {
 def test_what_is_sent(name: str) -> None:
     mesh, start, end, wanted = EXPECTED[name]
     axes = MESHES[mesh]
-    moves = route(layout_of(start, axes), layout_of(end, axes), SHAPE, axes, "float32")
-    assert [(move.kind, move.sent(axes)) for move in moves if move.kind != "cut"] == wanted
+    moves = plan_resharding(layout_of(start, axes), layout_of(end, axes), SHAPE, axes, "float32")
+    assert [(move.kind, move.elements_sent(axes)) for move in moves if move.kind != "cut"] == wanted
 
 
 def test_pieces_are_scattered_where_they_can_be_sent_on() -> None:
     """A quarter of the array is what each of four devices adds up; it goes where it belongs in one piece."""
     axes = {"x": 4, "y": 4}
     start, end = (layout_of(spec, axes) for spec in (P(None, "y"), P("x", "y")))
-    moves = route(Layout(start.dims, (("x", Monoid.SUM),)), end, SHAPE, axes, "float32")
+    moves = plan_resharding(Layout(start.dims, (("x", Monoid.SUM),)), end, SHAPE, axes, "float32")
     assert [move.kind for move in moves] == ["reduce-scatter"]
     start, end = (layout_of(spec, axes) for spec in (P("y"), P(("x", "y"))))
-    moves = route(Layout(start.dims, (("x", Monoid.SUM),)), end, SHAPE, axes, "float32")
+    moves = plan_resharding(Layout(start.dims, (("x", Monoid.SUM),)), end, SHAPE, axes, "float32")
     assert [move.kind for move in moves] == ["reduce-scatter", "permute"]
 
 
 def test_devices_that_may_not_send_to_single_others_gather() -> None:
     axes = MESHES["2x4"]
     start, end = (layout_of(spec, axes) for spec in (P(("x", "y")), P(("y", "x"))))
-    moves = route(start, end, SHAPE, axes, "float32", in_pairs=False)
+    moves = plan_resharding(start, end, SHAPE, axes, "float32", in_pairs=False)
     assert [move.kind for move in moves] == ["all-gather", "cut"]
 
 
 def test_parts_of_axes() -> None:
     axes = {"x": 2, "y": 8}
     assert {name: part.size for name, part in parts_of(axes).items()} == {"y[0]": 2, "y[1]": 4}
-    assert split_names(("y", "x"), axes) == ("y[0]", "y[1]", "x") and joined(("y[0]", "y[1]", "x"), axes) == ("y", "x")
-    assert dict(in_parts(axes, whole=("y",))) == axes
-    assert groups(("y[0]",), axes) == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert groups(("y[1]",), axes) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert split_names(("y", "x"), axes) == ("y[0]", "y[1]", "x") and join_names(("y[0]", "y[1]", "x"), axes) == (
+        "y",
+        "x",
+    )
+    assert dict(split_axes(axes, whole=("y",))) == axes
+    assert device_groups(("y[0]",), axes) == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert device_groups(("y[1]",), axes) == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert not parts_of({"x": 4, "y": 4}) and not parts_of({"a": 2, "b": 4, "c": 8})  # alike, and too many
 
 

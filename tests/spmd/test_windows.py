@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from vnode.analysis.program import inline
 from vnode.operators import Windowed
 from vnode.spmd.layout import from_spec
-from vnode.spmd.sharded_program import long_axes, over_mesh
+from vnode.spmd.sharded_program import flow_over_mesh, long_axes
 from vnode.spmd.sharding_flow import follow
 
 SPACE = PartitionSpec(None, "space")
@@ -99,5 +99,5 @@ def test_ours_is_right(case: str) -> None:
     flow = follow(program, layouts, long_axes(mesh))
     ways = [way for step in flow.steps if step.choice is not None for way in step.choice.ways]
     assert any(isinstance(way.split, Windowed) and "space" in way.axes for way in ways)
-    (got,) = jax.jit(over_mesh(flow, mesh))(*operands)
+    (got,) = jax.jit(flow_over_mesh(flow, mesh))(*operands)
     assert error_of(got, jax.jit(plain)(*operands)) < 1e-5

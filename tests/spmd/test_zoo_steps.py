@@ -23,7 +23,7 @@ from tests.spmd.reference import MESHES, layout_of, mesh_of
 from tests.zoo.compare import QUICKLY, build, running_in, unit
 from vnode import VnodeError
 from vnode.analysis.tracing import trace
-from vnode.spmd.sharded_program import over_mesh
+from vnode.spmd.sharded_program import flow_over_mesh
 from vnode.spmd.sharding_flow import follow
 
 EFFECT = "has an effect, and every device of a mesh that splits more than the batch would have it"
@@ -101,7 +101,7 @@ def check(case: zoo.Case, shape: str, seed: int) -> None:
         }
         flow = follow(traced.program, layouts, axes, outputs=outputs, wishes=wishes)
         quickly = functools.partial(jax.jit, compiler_options=QUICKLY)
-        made = quickly(over_mesh(flow, mesh))(*given)
+        made = quickly(flow_over_mesh(flow, mesh))(*given)
         for value in made:
             same_everywhere(value)
         size = unit(case, precision)

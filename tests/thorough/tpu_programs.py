@@ -22,7 +22,7 @@ from vnode.analysis.program import inline
 from vnode.partition import blocked
 from vnode.spmd.layout import Layout, from_spec
 from vnode.spmd.resharding_collectives import convert
-from vnode.spmd.sharded_program import at_the_border, long_axes, over_mesh, spec_of
+from vnode.spmd.sharded_program import as_spec_layout, flow_over_mesh, long_axes, spec_of
 from vnode.spmd.sharding_flow import follow
 
 BATCH, LENGTH, WIDTH, HIDDEN, HEADS, IMAGE, CHANNELS = 16, 256, 512, 2048, 8, 64, 128
@@ -101,7 +101,7 @@ def compiled(split: Split, mesh: Mesh) -> list[hlo.Collective]:
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
         for spec, x in zip(split.specs, shapes, strict=True)
     ]
-    text = jax.jit(over_mesh(follow(program, layouts, axes), mesh)).lower(*given).compile().as_text()
+    text = jax.jit(flow_over_mesh(follow(program, layouts, axes), mesh)).lower(*given).compile().as_text()
     return hlo.collectives(hlo.parse(text))
 
 
@@ -114,11 +114,11 @@ def in_blocks(counts: tuple[int, ...], mesh: Mesh) -> dict[str, Any]:
     axes = long_axes(mesh)
     given = [
         jax.ShapeDtypeStruct(
-            var.aval.shape, var.aval.dtype, sharding=NamedSharding(mesh, spec_of(at_the_border(layout, axes)))
+            var.aval.shape, var.aval.dtype, sharding=NamedSharding(mesh, spec_of(as_spec_layout(layout, axes)))
         )
         for var, layout in zip(made.split.program.inputs, made.flow.inputs, strict=True)
     ]
-    module = hlo.parse(jax.jit(over_mesh(made.flow, mesh)).lower(*given).compile().as_text())
+    module = hlo.parse(jax.jit(flow_over_mesh(made.flow, mesh)).lower(*given).compile().as_text())
     return {
         "collectives": [dataclasses.asdict(c) for c in hlo.collectives(module)],
         "turns": hlo.loops(module),

@@ -39,7 +39,7 @@ def test_blocks_hold_every_index_once(factors, data):
 def test_local_is_the_shape_of_what_a_device_holds(factors, data):
     cut, n = data.draw(cuts(factors)), math.prod(factors)
     for device in devices_of(AXES):
-        assert Layout((cut,)).local((n,), AXES) == held(cut, n, device, AXES).shape
+        assert Layout((cut,)).local_shape((n,), AXES) == held(cut, n, device, AXES).shape
 
 
 @given(factor_lists, st.data())
@@ -82,5 +82,5 @@ def test_axes_of_one_device_do_not_cut():
 @given(st.integers(0, 1000))
 def test_whole_layouts(seed):
     layout = random_layout([[4], [3, 2]], AXES, np.random.default_rng(seed))
-    assert layout.whole == (layout == replicated(2))
+    assert layout.is_whole == (layout == replicated(2))
     assert set(layout.cut_axes) == {name for cut in layout.dims if cut is not None for name in cut.axes}

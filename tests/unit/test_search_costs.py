@@ -20,8 +20,8 @@ from vnode.partition.machine import Kind, Machine
 from vnode.partition.searches.flows import seconds_of
 from vnode.partition.searches.search_costs import Estimate, fetched, of_machine
 from vnode.spmd.layout import Cut, Layout, replicated
-from vnode.spmd.op_sharding import Choice, Way
-from vnode.spmd.sharding_flow import Asked, follow
+from vnode.spmd.op_sharding import FactorSharding, OpSharding
+from vnode.spmd.sharding_flow import RequestedSharding, follow
 
 AXES = {"x": 2, "y": 4}
 MACHINE = Machine.tpu("v5e:2x4")
@@ -93,7 +93,7 @@ def test_what_neighbours_send_is_what_the_devices_program_sends(case: str, dimen
     flow = follow(program, [lies, replicated(4)], AXES)
 
     class Sent(Estimate):
-        def compute_time(self, eqn: JaxprEqn, choice: Choice) -> float:
+        def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
             return sum(each.sent for each in fetched(eqn, choice, self.axes))
 
         def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
@@ -122,6 +122,6 @@ def test_ways_of_another_equation_are_refused() -> None:
     description = program.describe(program.equations[number])
     assert description is not None
     (lead, split), *_ = description.leads
-    twice = (Way(lead, split, ("x",)), Way(lead, split, ("y",)))
+    twice = (FactorSharding(lead, split, ("x",)), FactorSharding(lead, split, ("y",)))
     with pytest.raises(PartitionError, match="cumsum"):
-        follow(program, [replicated(1)], AXES, asked={(number,): Asked(twice, (replicated(2),))})
+        follow(program, [replicated(1)], AXES, asked={(number,): RequestedSharding(twice, (replicated(2),))})

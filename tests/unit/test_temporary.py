@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ahead import said
-from vnode.placement.temporary import decoded, encoded, fields, heaps_in
+from vnode.placement.temporary import decode_varint, encode_varint, fields, heaps_in
 
 numbers = st.integers(0, 2**63 - 1)
 
@@ -36,8 +36,8 @@ def varint(number: int) -> bytes:
 
 @given(numbers, st.binary(max_size=5))
 def test_numbers(number: int, after: bytes) -> None:
-    assert encoded(number) == varint(number)
-    assert decoded(varint(number) + after, 0) == (number, len(varint(number)))
+    assert encode_varint(number) == varint(number)
+    assert decode_varint(varint(number) + after, 0) == (number, len(varint(number)))
 
 
 @given(st.lists(st.tuples(st.integers(1, 100), numbers | st.binary(max_size=300)), max_size=6))

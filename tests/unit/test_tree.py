@@ -103,7 +103,7 @@ def costs(leaves: int, sizes: list[int], start: int, stop: int) -> tuple[int, in
 @pytest.mark.parametrize("leaves", [2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 128, 256])
 def test_what_is_held_and_kept(leaves: int) -> None:
     """Never more than with two branches everywhere, where devices of 2**n leaves of a power of two hold n."""
-    tree = Tree.over(leaves)
+    tree = Tree.from_lanes(leaves)
     sizes = [math.prod(tree.branches[:level]) for level in range(len(tree.branches) + 1)]
     for count in [n for n in range(1, leaves + 1) if leaves % n == 0]:
         own, _ = tree.folds([count] * (leaves // count))
@@ -116,13 +116,13 @@ def test_what_is_held_and_kept(leaves: int) -> None:
 
 def test_pairs_on_each_device_keep_one_sum() -> None:
     for leaves in range(2, 300, 2):
-        own, _ = Tree.over(leaves).folds([2] * (leaves // 2))
+        own, _ = Tree.from_lanes(leaves).folds([2] * (leaves // 2))
         assert {len(plan.rest) for plan in own} == {1}
 
 
 @pytest.mark.parametrize(("leaves", "held"), [(2, 1), (3, 2), (8, 2), (16, 3), (64, 3), (256, 4)])
 def test_one_device_holds_few(leaves: int, held: int) -> None:
-    tree = Tree.over(leaves)
+    tree = Tree.from_lanes(leaves)
     assert tree.fold(tree.runs(0, leaves)).depth + 1 == held
 
 
@@ -132,7 +132,7 @@ def test_branches_cover_the_leaves(leaves: int, lane: int) -> None:
     assert math.prod(branches) >= leaves
     assert math.prod(branches[:-1]) < max(leaves, 2)  # no level without a use
     assert all(2 <= branch <= 8 for branch in branches)
-    tree = Tree.over(leaves, lane)
+    tree = Tree.from_lanes(leaves, lane)
     assert math.prod(tree.branches) >= leaves
     assert lane == 1 or tree.branches[0] == lane
 
@@ -140,4 +140,4 @@ def test_branches_cover_the_leaves(leaves: int, lane: int) -> None:
 def test_runs_of_a_device_that_begins_within_a_block() -> None:
     """Where a block begins elsewhere, its leaves are to be added to the sum of those before, one by one."""
     assert Tree(12, (4, 3)).runs(3, 11) == [(3, 4), (4, 8), (8, 11)]
-    assert Tree.over(12, 6).runs(4, 11) == [(4, 5), (5, 6), (6, 11)]
+    assert Tree.from_lanes(12, 6).runs(4, 11) == [(4, 5), (5, 6), (6, 11)]

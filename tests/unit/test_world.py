@@ -27,7 +27,7 @@ from vnode.data.prefetch import Prefetch
 from vnode.errors import ProcessError
 from vnode.placement.failure_board import Notice
 from vnode.placement.placement import Placement, device_list
-from vnode.placement.process_barrier import failure_error, meet, process_names, watched
+from vnode.placement.process_barrier import failure_error, meet, process_names, run_watched
 from vnode.placement.rendezvous import Rendezvous
 from vnode.placement.world import World, in_world, is_local, is_shared, own_index, world, world_of
 from vnode.step.compile_ahead import Worker
@@ -94,7 +94,7 @@ def test_a_thread_that_serves_several_worlds() -> None:
             with in_world(here):
                 assert loads.get(step, here.index) is here
     with in_world(second):
-        assert watched(world, "to look", []) is second
+        assert run_watched(world, "to look", []) is second
 
 
 class Device(types.SimpleNamespace):

@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from vnode.analysis.program import bind, context_of, message_about
 from vnode.errors import UnsupportedPrimitiveError
 from vnode.operators.control_flow import Body, Branches, Loop, While, call_of, region_of
-from vnode.operators.references import access_of, is_reference, made_by
+from vnode.operators.references import access_of, initial_content, is_reference
 
 
 class Reference:
@@ -88,7 +88,7 @@ def evaluate(body: Body, values: Sequence[Any]) -> list[Any]:
 
 
 def evaluate_equation(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    held = made_by(eqn, operands)
+    held = initial_content(eqn, operands)
     if held is not None:
         return [Reference(jnp.asarray(held))]
     access = access_of(eqn)

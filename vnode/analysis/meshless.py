@@ -119,11 +119,11 @@ class Remover(Rewriter):
         eqn = eqn.replace(params=self.params(eqn.params), ctx=self._context(eqn))
         if eqn.primitive.name == manual.NAME:
             try:
-                call = manual.on_whole_values(eqn, eqn.params["jaxpr"])
+                call = manual.call_on_whole_values(eqn, eqn.params["jaxpr"])
             except Exception as error:
                 raise NoMeaning(eqn, str(error)) from error
             return [call.replace(params=self.params(call.params))]
-        return sharding.meshless(manual.untyped(eqn))
+        return sharding.without_mesh(manual.without_varying_types(eqn))
 
     def _context(self, eqn: JaxprEqn) -> Any:
         if eqn.ctx not in self._contexts:

@@ -30,7 +30,7 @@ def region_step(follower: Follows, view: View, region: Region) -> Step:
     """
     partial = {i: atom for i, atom in enumerate(view.eqn.invars) if isinstance(view.forms[i], Partial)}
     late = unfinished(view.flow) if partial else set()
-    view.complete([i for i, atom in partial.items() if i not in region.passed or atom in late])
+    view.complete([i for i, atom in partial.items() if i not in region.passed_through or atom in late])
     if region.chooser is not None and isinstance(view.forms[region.chooser], Slice | Varying):
         raise Coupled(view.eqn, Why.BRANCH)
     if all(isinstance(form, Whole) for form in view.forms):

@@ -20,7 +20,7 @@ from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Recipe, evaluated, recipe
 from vnode.analysis.states import Flow, Step
 from vnode.operators import Algebra
-from vnode.operators.memory_spaces import on_host
+from vnode.operators.memory_spaces import is_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Choice:
             state = states[var]
             if var in waiting:
                 return 0.0
-            if not isinstance(state.form, Slice) or state.level >= self.level or on_host(var.aval):
+            if not isinstance(state.form, Slice) or state.level >= self.level or is_on_host(var.aval):
                 return None
             if self.keeping.each and size_of(var) > self.room:
                 return None

@@ -64,7 +64,7 @@ class Evaluation:
     @property
     def times(self) -> int:
         """How many times bodies run; a ``while`` counts as one iteration where that is not written down."""
-        return self.step.region.times if self.step.region is not None else 1
+        return self.step.region.run_count if self.step.region is not None else 1
 
     @property
     def read_whole(self) -> set[int]:

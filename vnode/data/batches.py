@@ -13,8 +13,8 @@ import numpy as np
 
 from vnode.data.batch_order import Order
 from vnode.data.examples import Arrays, Records, examples_of
-from vnode.data.loading import loaded
-from vnode.data.source import SAMPLE, check_rows, checksum, owned
+from vnode.data.loading import load_batch
+from vnode.data.source import SAMPLE, check_rows, checksum, own_copy
 from vnode.placement.placement import Placement
 
 MOST_SAMPLES, MOST_BYTES = 4096, 16 << 20
@@ -99,7 +99,7 @@ class Batches:
                 return self.take(rows[positions])
             return jax.tree.map(lambda leaf: np.asarray(leaf)[:0], self.take(rows[:1]))
 
-        return loaded(len(rows), placement, take)
+        return load_batch(len(rows), placement, take)
 
     def rows(self, step: int) -> np.ndarray:
         """The numbers that the data are asked for, int64[batch_size]."""
@@ -122,4 +122,4 @@ class Batches:
             f"asked for {len(rows)} examples, the data gave something else.",
             "take(rows) must return a pytree of arrays with one row for each of rows",
         )
-        return taken if isinstance(self.examples, Arrays | Records) else owned(taken, "what the data gave")
+        return taken if isinstance(self.examples, Arrays | Records) else own_copy(taken, "what the data gave")

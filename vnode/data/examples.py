@@ -72,10 +72,10 @@ class Records:
         return len(self.sequence)
 
     def take(self, rows: np.ndarray) -> Any:
-        return stacked([self.sequence[int(row)] for row in rows])
+        return stack_examples([self.sequence[int(row)] for row in rows])
 
 
-def stacked(examples: Sequence[Any]) -> Any:
+def stack_examples(examples: Sequence[Any]) -> Any:
     """Examples, pytrees of equal shapes, as one pytree of arrays with a row for each.
 
     Raises:

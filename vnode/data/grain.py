@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from vnode.data.examples import stacked
+from vnode.data.examples import stack_examples
 from vnode.errors import BatchError, layout_message
 
 try:
@@ -55,7 +55,7 @@ class Dataset:
                     remedies=["filter before training: keep a list of the numbers of the examples that stay"],
                 )
             )
-        return stacked(examples)
+        return stack_examples(examples)
 
     def read(self, number: int) -> Any:
         """One example."""

@@ -20,7 +20,7 @@ from vnode.placement.sharded import ShardedBatch, in_equal_shards, node_size
 from vnode.placement.world import own_index
 
 
-def loaded(size: int, placement: Placement, take: Callable[[np.ndarray], Any]) -> Any:
+def load_batch(size: int, placement: Placement, take: Callable[[np.ndarray], Any]) -> Any:
     """A batch on a placement's devices.
 
     Args:
@@ -36,7 +36,7 @@ def loaded(size: int, placement: Placement, take: Callable[[np.ndarray], Any]) -
         sharding = placement.sharding(placement.axis)
         if placement.size == 1 and sharding.is_fully_addressable:
             return jax.device_put(take(np.arange(size)), sharding)  # the same as below, by a shorter way
-        leaves, treedef = spread(sharding, size, lambda start, stop: take(np.arange(start, stop)))
+        leaves, treedef = spread_rows(sharding, size, lambda start, stop: take(np.arange(start, stop)))
         return jax.tree.unflatten(treedef, leaves)
     n = node_size(placement, size)
 
@@ -58,7 +58,7 @@ def loaded(size: int, placement: Placement, take: Callable[[np.ndarray], Any]) -
         return jax.tree.map(divided, take(mine))
 
     made = [
-        spread(group.sharding(group.axis), group.size * group.waves, functools.partial(nodes, group))
+        spread_rows(group.sharding(group.axis), group.size * group.waves, functools.partial(nodes, group))
         for group in placement.working
     ]
     parts = zip(*(leaves for leaves, _ in made), strict=True)
@@ -99,14 +99,16 @@ def local_batch(local: Any, batch_size: int, placement: Placement) -> Any:
         "give the rows placement.local_examples(batch_size), in this order",
     )
     local = jax.tree.map(np.asarray, local)
-    return loaded(
+    return load_batch(
         batch_size,
         placement,
         lambda positions: jax.tree.map(lambda leaf: leaf[np.searchsorted(wanted, positions)], local),
     )
 
 
-def spread(sharding: NamedSharding, length: int, rows: Callable[[int, int], Any]) -> tuple[Sequence[jax.Array], Any]:
+def spread_rows(
+    sharding: NamedSharding, length: int, rows: Callable[[int, int], Any]
+) -> tuple[Sequence[jax.Array], Any]:
     """Arrays of which each device is given its rows.
 
     Args:

@@ -66,7 +66,7 @@ class Prefetch:
           Exception: what loading it raised.
         """
         if self.depth < 1:
-            return self.aside(step, placement)
+            return self.load_alone(step, placement)
         with self.changed:
             self.ask(step, placement)
             while step not in self.ready:
@@ -126,7 +126,7 @@ class Prefetch:
             self.paused = True
             self.course += 1
 
-    def aside(self, step: int, placement: Any) -> Any:
+    def load_alone(self, step: int, placement: Any) -> Any:
         """The same, loaded now, by itself; what is loaded ahead stays.
 
         Raises:
@@ -139,7 +139,7 @@ class Prefetch:
         """The background thread."""
         while True:
             with self.changed:
-                while not self.closed and (len(self.ready) >= self.depth or self.over):
+                while not self.closed and (len(self.ready) >= self.depth or self.is_exhausted):
                     self.changed.wait()
                 if self.closed:
                     return
@@ -148,7 +148,7 @@ class Prefetch:
                 self.next += 1
             value, error = None, None
             try:
-                value = context.run(self.aside, step, placement)
+                value = context.run(self.load_alone, step, placement)
             except BaseException as caught:  # whatever it is, it belongs to the step that asks
                 error = caught
             with self.changed:
@@ -159,7 +159,7 @@ class Prefetch:
             del value, error, context, placement
 
     @property
-    def over(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether there is nothing more to load unasked."""
         return self.paused or (self.stop is not None and self.next >= max(self.stop, self.asked + 1))
 

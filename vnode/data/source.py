@@ -35,7 +35,7 @@ def loader(data: Any, steps: int) -> Callable[[int, Placement], Any]:
     if hasattr(data, "load") and not isinstance(data, np.ndarray):
         return data.load
     if callable(data):
-        return lambda step, placement: owned(data(step), f"the batch of step {step}")
+        return lambda step, placement: own_copy(data(step), f"the batch of step {step}")
     if isinstance(data, Mapping | tuple | np.ndarray | jax.Array):
         kind = "jax.Array" if isinstance(data, jax.Array) else type(data).__name__
         raise VnodeError(
@@ -57,9 +57,9 @@ def loader(data: Any, steps: int) -> Callable[[int, Placement], Any]:
                     remedies=[f"steps={len(data)}", "lambda step: data[step % len(data)] to use them again"],
                 )
             )
-        return lambda step, placement: owned(data[step], f"the batch of step {step}")
+        return lambda step, placement: own_copy(data[step], f"the batch of step {step}")
     if hasattr(data, "batch"):
-        return lambda step, placement: owned(data.batch(step), f"the batch of step {step}")
+        return lambda step, placement: own_copy(data.batch(step), f"the batch of step {step}")
     raise VnodeError(
         layout_message(
             f"{type(data).__name__} has no batches by step number.",
@@ -116,7 +116,7 @@ def check_rows(tree: Any, count: int, itself: str, problem: str, remedy: str) ->
         raise BatchError(layout_message(problem, facts=wrong or ["there is no array"], remedies=[remedy]))
 
 
-def owned(batch: Any, what: str) -> Any:
+def own_copy(batch: Any, what: str) -> Any:
     """A batch that nobody else will write to: its arrays on the host are copies.
 
     Without them the arrays of a batch that waits, or is being computed with, would change under the step when the data
@@ -130,13 +130,13 @@ def owned(batch: Any, what: str) -> Any:
       BatchError: a leaf holds objects, which is what ragged lists become, or text.
     """
 
-    def own(path: Any, leaf: Any) -> Any:
+    def copy_leaf(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, np.ndarray):
             return leaf
         check_dtype(path, leaf, what)
         return np.array(leaf)
 
-    return jax.tree_util.tree_map_with_path(own, batch)
+    return jax.tree_util.tree_map_with_path(copy_leaf, batch)
 
 
 def check_dtype(path: Any, leaf: Any, what: str) -> None:
@@ -176,7 +176,7 @@ def fingerprint(data: Any) -> str | None:
     Of a list it is a checksum of each of its first batches, so that a list may grow: see `same_examples`.
     """
     if isinstance(data, list):
-        return " ".join(checksum(batch) for batch in data[:SAMPLE]) if all(map(is_here, data[:SAMPLE])) else None
+        return " ".join(checksum(batch) for batch in data[:SAMPLE]) if all(map(is_local_batch, data[:SAMPLE])) else None
     return data.fingerprint() if hasattr(data, "fingerprint") else None
 
 
@@ -206,6 +206,6 @@ def checksum(examples: Any, most: int = SAMPLE) -> str:
     return f"{found:08x}"
 
 
-def is_here(batch: Any) -> bool:
+def is_local_batch(batch: Any) -> bool:
     """Whether this process can read all of a batch."""
     return not any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in jax.tree.leaves(batch))

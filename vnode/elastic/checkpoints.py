@@ -42,7 +42,7 @@ from vnode.placement.process_barrier import (
     process_names,
     timeout,
 )
-from vnode.placement.transfer import fitting, partition
+from vnode.placement.transfer import fitting_sharding, partition
 from vnode.placement.world import in_world, world
 
 SHOWN = 4
@@ -99,7 +99,7 @@ class Checkpoints(SharedReader):
           CheckpointError: some processes do not see what process 0 has written there.
         """
         here = world()
-        if not here.several:
+        if not here.has_others:
             return
         mine = "" if self.lock is None else self.lock.owner["token"]
         token = exchange_words("to see the folder of checkpoints", mine or "-")[0]
@@ -127,14 +127,14 @@ class Checkpoints(SharedReader):
     def opened(self) -> ocp.CheckpointManager:
         """Orbax's manager of the folder."""
         here, together = world(), dict[str, Any]()
-        if here.several:  # with named processes it waits by the service, which has deadlines, not by collectives
+        if here.has_others:  # with named processes it waits by the service, which has deadlines, not by collectives
             multiprocessing = ocp.options.MultiprocessingOptions(
                 active_processes=set(range(here.count)), barrier_sync_key_prefix=f"vnode-{next(here.saves)}"
             )
             together = {"create": False, "multiprocessing_options": multiprocessing}
 
         def meet_at_end(key: str, timeout_ms: int) -> None:
-            failed = sys.exc_info()[1] if here.several else None
+            failed = sys.exc_info()[1] if here.has_others else None
             if failed is not None:  # orbax meets the others even so, who wait for this process at another place
                 raise failed
             with in_world(here):  # orbax calls it in a thread of its own
@@ -243,7 +243,11 @@ class Checkpoints(SharedReader):
         leaves = named(like)
 
         def where(path: tuple[str, ...], shape: tuple[int, ...]) -> Any:
-            return fitting(placement, shape, partition(leaves[path].value)) if path in leaves else placement.sharding()
+            return (
+                fitting_sharding(placement, shape, partition(leaves[path].value))
+                if path in leaves
+                else placement.sharding()
+            )
 
         return filled(like, self.read(number, leaves, where))
 

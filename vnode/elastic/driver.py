@@ -37,11 +37,18 @@ from vnode.elastic.throughput import Speed
 from vnode.errors import CheckpointError, DeviceLost, ProcessError, VnodeError, layout_message
 from vnode.placement.agreement import check_same
 from vnode.placement.failure_board import Notice
-from vnode.placement.host_copy import abstract, on_host
+from vnode.placement.host_copy import abstract, to_numpy
 from vnode.placement.leaves import shapes_of
 from vnode.placement.placement import Placement
-from vnode.placement.process_arrays import everywhere, whole_everywhere
-from vnode.placement.process_barrier import check_failed, check_others, interruptible, ready, tell, watched
+from vnode.placement.process_arrays import gather_from_all, replicate_in_processes
+from vnode.placement.process_barrier import (
+    block_until_ready,
+    check_failed,
+    check_others,
+    interruptible,
+    run_watched,
+    tell,
+)
 from vnode.placement.static_scalars import map_arrays
 from vnode.placement.world import world
 from vnode.show.progress import Display
@@ -274,12 +281,12 @@ class Driver:
         began = time.perf_counter()
         results = self.step(self.state, batch)
         check_results(results, self.state)
-        self.state, metrics = results[0], whole_everywhere(results[1])
+        self.state, metrics = results[0], replicate_in_processes(results[1])
         self.pending.append((self.number, metrics))
         self.number += 1  # now: should a wait fail, the state has its right number
         if self.resized is not None:
             returned = time.perf_counter()
-            ready(results, f"step {self.number - 1}")
+            block_until_ready(results, f"step {self.number - 1}")
             self.resized.compile, self.resized.first = returned - began, time.perf_counter() - returned
             self.say(str(self.resized))
             self.resized = None
@@ -335,7 +342,7 @@ class Driver:
         if not self.sums or self.sums[0][0] + ahead >= self.number:
             return own.unchecked
         number, sums = self.sums.popleft()
-        return [number, *total(ready(sums, f"the checksum of the state after {number} steps"))]
+        return [number, *total(block_until_ready(sums, f"the checksum of the state after {number} steps"))]
 
     def compare_copies(self, own: OwnCopy) -> None:
         """Compares the final state of this process with those of the others.
@@ -343,10 +350,10 @@ class Driver:
         Raises:
           ProcessError: they are not the same.
         """
-        watched(own.prepare().join, "to compile the checksum of the state", world().others)
+        run_watched(own.prepare().join, "to compile the checksum of the state", world().others)
         sums = own.begin(self.state)
-        mine = own.unchecked if sums is None else [self.number, *total(ready(sums, "the final state"))]
-        check_copies(everywhere(mine, "to end a run").tolist(), own.holders)
+        mine = own.unchecked if sums is None else [self.number, *total(block_until_ready(sums, "the final state"))]
+        check_copies(gather_from_all(mine, "to end a run").tolist(), own.holders)
 
     def no_longer_waits(self) -> bool:
         """As `asked_to_stop`, for whom waits for data meanwhile.
@@ -399,9 +406,9 @@ class Driver:
         self.asked = request
         if step.placement == self.step.placement:
             return
-        ready(self.state, f"step {self.number - 1}")  # or the steps under way would count as moving
+        block_until_ready(self.state, f"step {self.number - 1}")  # or the steps under way would count as moving
         began = time.perf_counter()
-        self.state = ready(step.put(self.state), "the state on other devices")
+        self.state = block_until_ready(step.put(self.state), "the state on other devices")
         self.changed(step, Resize(self.number, self.step.placement, step.placement, move=time.perf_counter() - began))
 
     def compiled(self, placement: Placement) -> bool:
@@ -416,7 +423,7 @@ class Driver:
             return True
         if placement not in self.compiling:
             self.compiling[placement] = (
-                self.step.warm_up(placement, self.state, self.feed.aside(self.number, placement))
+                self.step.warm_up(placement, self.state, self.feed.load_alone(self.number, placement))
                 if warming_up
                 else self.step.prepare(placement)
             )
@@ -434,8 +441,8 @@ class Driver:
         while self.diverged is None and self.pending and (len(self.pending) > ahead or finished(self.pending[0][1])):
             number, metrics = self.pending[0]
             wanted, visible = number % self.options.metrics_every == 0, self.display.due
-            ready(metrics, f"step {number}")
-            values = jax.tree.map(on_host, metrics) if wanted or visible else metrics
+            block_until_ready(metrics, f"step {number}")
+            values = jax.tree.map(to_numpy, metrics) if wanted or visible else metrics
             self.pending.popleft()
             if visible:
                 self.display.update(number + 1, words(values, self.step.placement))
@@ -533,7 +540,7 @@ class Driver:
             return
         with_placement = isinstance(evaluate, Evaluation)
         values = evaluate(self.state, self.step.placement) if with_placement else evaluate(self.state)
-        values = jax.tree.map(on_host, ready(values, "an evaluation"))
+        values = jax.tree.map(to_numpy, block_until_ready(values, "an evaluation"))
         check_kept(self.state)
         self.told = self.number
         self.evaluations.append((self.number, values))
@@ -577,7 +584,7 @@ class Driver:
             assert here.board is not None
             why = f"before step {self.number}, as {self.reason}"
             here.board.post(Notice(here.index, "left", here.scopes[-1], why, self.number))
-        ready(self.state, f"step {self.number - 1}")
+        block_until_ready(self.state, f"step {self.number - 1}")
         if self.own is not None:
             self.compare_copies(self.own)
         if self.resumed is not None and self.facts is None:
@@ -595,7 +602,11 @@ class Driver:
     def last_batch(self) -> Any:
         """A batch of a run that was finished before, to see what its step computes; None if there is none any more."""
         try:
-            return self.feed.aside(self.number - 1, self.step.placement) if self.number and not self.stopping else None
+            return (
+                self.feed.load_alone(self.number - 1, self.step.placement)
+                if self.number and not self.stopping
+                else None
+            )
         except Exception as error:
             self.say(f"a change of the step would not be noticed, as no batch can be had: {error}", logging.WARNING)
             return None
@@ -611,10 +622,10 @@ class Driver:
             self.state = None  # makes room for the copy
             self.number, self.state = self.recovery.go_back(self.step.placement)
             while self.number < self.diverged:
-                batch = self.feed.aside(self.number, self.step.placement)
+                batch = self.feed.load_alone(self.number, self.step.placement)
                 self.state, metrics = self.step(self.state, batch)
                 bad = self.number % self.options.metrics_every == 0 and not_finite(
-                    by_name(jax.tree.map(on_host, metrics))
+                    by_name(jax.tree.map(to_numpy, metrics))
                 )
                 if not last and (bad or has_nan(self.state)):
                     self.diverged = self.number
@@ -650,7 +661,7 @@ class Driver:
         began = time.perf_counter()
         try:
             found: tuple[int, Any] = self.recovery.go_back(step.placement)
-            good, self.state = found[0], ready(found[1], "the copy of the state")
+            good, self.state = found[0], block_until_ready(found[1], "the copy of the state")
         except ProcessError as none:
             raise none from error
         moved, message = time.perf_counter() - began, f"{type(error).__name__}: {error}"

@@ -17,9 +17,9 @@ from vnode.data.source import loader
 from vnode.elastic.options import whole
 from vnode.elastic.run_checks import check_step, form, name_of
 from vnode.errors import BatchError, VnodeError, layout_message
-from vnode.placement.host_copy import on_host
+from vnode.placement.host_copy import to_numpy
 from vnode.placement.placement import Placement
-from vnode.placement.process_barrier import ready
+from vnode.placement.process_barrier import block_until_ready
 from vnode.placement.sharded import is_sharded_batch
 from vnode.step.protocol import Step
 from vnode.tracebacks import api_boundary
@@ -79,7 +79,9 @@ class Evaluation:
             examples.append(size_of(batch))
             metrics.append(step(state, batch))  # all are under way before the first is waited for
             check_metrics(metrics[-1], state)
-        return self.combine([jax.tree.map(on_host, ready(each, "an evaluation")) for each in metrics], examples)
+        return self.combine(
+            [jax.tree.map(to_numpy, block_until_ready(each, "an evaluation")) for each in metrics], examples
+        )
 
     def on(self, placement: Placement) -> Any:
         """The step on the devices of a placement."""

@@ -27,8 +27,8 @@ import numpy as np
 
 from vnode.placement.device_cache import device_cache
 from vnode.placement.leaves import is_key, shape_of
-from vnode.placement.process_arrays import everywhere
-from vnode.placement.process_barrier import ready
+from vnode.placement.process_arrays import gather_from_all
+from vnode.placement.process_barrier import block_until_ready
 from vnode.placement.world import world
 from vnode.threads import background
 
@@ -52,13 +52,13 @@ def checksums(arrays: Mapping[K, jax.Array]) -> dict[K, str]:
     """
     datas = {name: jax.random.key_data(array) if is_key(array) else array for name, array in arrays.items()}
     begun = {name: [part(shard, data.shape) for shard in own(data)] for name, data in datas.items()}
-    parts = jax.device_get(ready(begun, "the checksums of a state"))
+    parts = jax.device_get(block_until_ready(begun, "the checksums of a state"))
     sums = np.zeros((len(parts), 2), np.uint32)
     for i, name in enumerate(parts):
         for two in parts[name]:
             sums[i] += two
     if not all(data.is_fully_addressable for data in datas.values()):
-        everyones = everywhere(sums.reshape(-1).tolist(), "to add up the checksums of a state")
+        everyones = gather_from_all(sums.reshape(-1).tolist(), "to add up the checksums of a state")
         sums = everyones.sum(0, dtype=np.uint32).reshape(sums.shape)
     return {name: f"{first:08x}{second:08x}" for name, (first, second) in zip(parts, sums, strict=True)}
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from vnode.errors import CheckpointError, ProcessError, layout_message
-from vnode.placement.agreement import flat, short
+from vnode.placement.agreement import flatten_facts, shorten
 from vnode.placement.failure_board import Notice
 from vnode.placement.world import World
 from vnode.threads import background
@@ -131,7 +131,7 @@ class Membership:
           steps: of the run in all.
           more: for the supervisor.
         """
-        said = {name: short(value) for name, value in flat(facts, ["state"]).items() if value is not None}
+        said = {name: shorten(value) for name, value in flatten_facts(facts, ["state"]).items() if value is not None}
         folder = None if checkpoint is None else real_path(str(checkpoint))
         self.send("arrived", facts=said, virtual_nodes=virtual_nodes, checkpoint=folder, steps=steps, **more)
 

@@ -18,9 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from vnode.errors import PlacementError, ProcessError, layout_message
 from vnode.placement.device_cache import device_cache
 from vnode.placement.placement import Placement
-from vnode.placement.process_arrays import rows
-from vnode.placement.process_barrier import exchange_words, process_names, ready
-from vnode.placement.succession import following, leave
+from vnode.placement.process_arrays import stack_by_process
+from vnode.placement.process_barrier import block_until_ready, exchange_words, process_names
+from vnode.placement.succession import order_after_last, record_last
 from vnode.placement.world import is_shared, one_line, world
 
 Checked = Sequence[int]
@@ -65,12 +65,12 @@ class Agreement:
         here = world()
         here.launches[frozenset(range(here.count))] += 1
         mine = np.array([number, *checked, *flags], np.uint32)
-        votes = following([rows(mine, here.devices)], 0)[0]
+        votes = order_after_last([stack_by_process(mine, here.devices)], 0)[0]
         self.votes.append(counted(votes))
-        leave(self.votes, -1)
+        record_last(self.votes, -1)
         if len(self.votes) <= self.delay:
             return [False] * len(flags)
-        votes = np.asarray(ready(self.votes.popleft(), "a vote on what is due").addressable_data(0))
+        votes = np.asarray(block_until_ready(self.votes.popleft(), "a vote on what is due").addressable_data(0))
         check_numbers(votes[:, 0])
         check_copies(votes[:, 1 : 1 + len(checked)].tolist(), self.holders)
         return [bool(flag) for flag in votes[:, 1 + len(checked) :].max(axis=0)]

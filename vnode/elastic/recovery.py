@@ -20,10 +20,10 @@ from jax.sharding import Mesh
 
 from vnode.elastic.run_devices import Request, none_left, without
 from vnode.errors import DeviceLost, VnodeError, layout_message
-from vnode.placement.donated import given_away
+from vnode.placement.donated import donated_leaves
 from vnode.placement.host_copy import HostCopy
 from vnode.placement.placement import Placement
-from vnode.placement.process_barrier import ready
+from vnode.placement.process_barrier import block_until_ready
 
 if TYPE_CHECKING:
     from vnode.elastic.checkpoints import Checkpoints
@@ -76,7 +76,7 @@ class Recovery:
 
     def keep(self, number: int, state: Any) -> None:
         """Copies a state to the host; waits until it is computed."""
-        self.kept = number, HostCopy.of(ready(state, f"the state after {number} steps"))
+        self.kept = number, HostCopy.from_state(block_until_ready(state, f"the state after {number} steps"))
 
     def resume(self, place: Callable[[int], Placement]) -> tuple[int, Any] | None:
         """The newest checkpoint that is good.
@@ -97,7 +97,7 @@ class Recovery:
     def go_back(self, placement: Placement) -> tuple[int, Any]:
         """The last state that is known to be good, with its step number, on a placement's devices."""
         if self.kept is not None and self.kept[0] == self.good:
-            return self.kept[0], self.kept[1].on(placement)
+            return self.kept[0], self.kept[1].place_on(placement)
         found = self.resume(lambda number: placement)
         assert found is not None
         return found
@@ -165,16 +165,16 @@ class Recovery:
         if self.kept is None or (self.saved is not None and self.kept[0] <= self.saved):
             return None
         try:
-            return self.kept[0], jax.block_until_ready(self.kept[1].on(placement))
+            return self.kept[0], jax.block_until_ready(self.kept[1].place_on(placement))
         except Exception as failed:
             logger.warning("the copy of step %d is saved from the CPU: %s", self.kept[0], failed)
             cpu = Placement(placement.virtual_nodes, jax.local_devices(backend="cpu")[:1], axis=placement.axis)
-            return self.kept[0], self.kept[1].on(cpu)
+            return self.kept[0], self.kept[1].place_on(cpu)
 
 
 def whole(state: Any) -> bool:
     """Whether a state is there: not donated, and computed without an error."""
-    if state is None or given_away(state, "state"):
+    if state is None or donated_leaves(state, "state"):
         return False
     try:
         jax.block_until_ready(state)
@@ -195,4 +195,4 @@ def has_nan(state: Any) -> bool:
         for leaf in jax.tree.leaves(state)
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
-    return bool(leaves) and bool(ready(any_nan(leaves), "a look for numbers that are none"))
+    return bool(leaves) and bool(block_until_ready(any_nan(leaves), "a look for numbers that are none"))

@@ -27,7 +27,7 @@ from vnode.elastic.process_agreement import counting
 from vnode.elastic.state_boxes import Leaf
 from vnode.placement.clients import Stage
 from vnode.placement.placement import Placement
-from vnode.placement.process_arrays import meeting
+from vnode.placement.process_arrays import device_by_process
 from vnode.placement.world import World, in_world
 from vnode.threads import background
 from vnode.workers import JOB
@@ -121,7 +121,7 @@ def compile_vote(world: World, groups: int) -> None:
       world: theirs.
       groups: of arrays that have checksums in a vote.
     """
-    mesh = Mesh(np.array(meeting(world.devices)), ("process",))
+    mesh = Mesh(np.array(device_by_process(world.devices)), ("process",))
     words = 1 + len(unchecked(groups)) + FLAGS
     votes = jax.ShapeDtypeStruct(
         (world.count, words), np.uint32, sharding=NamedSharding(mesh, PartitionSpec("process"))

@@ -29,7 +29,7 @@ from vnode.elastic.run_result import Result
 from vnode.elastic.signals import SecondInterrupt, Stop
 from vnode.errors import CheckpointError, VnodeError, layout_message
 from vnode.placement.agreement import check_same
-from vnode.placement.donated import check_there
+from vnode.placement.donated import check_not_donated
 from vnode.placement.world import world
 from vnode.plan.nodes.auto_step import AutoStep
 from vnode.show.progress import display
@@ -214,7 +214,7 @@ def folder_of_call(folder: str, call: int) -> str:
 def begin(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
     """`run` with options that are checked."""
     check_evaluation(options.evaluate)
-    check_there({"state": state}, returned="result.state")
+    check_not_donated({"state": state}, returned="result.state")
     if hasattr(step, "functional"):
         check_takes(step, len(state) if isinstance(state, tuple) else 1)
         return run_objects(step, state, data, options)
@@ -262,7 +262,7 @@ def run_step(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
             return run_as_worker(member, step, state, data, load, options)
         make, step = functools.partial(ReplacedDriver, member), step.on(world().devices)
         options = dataclasses.replace(options, progress=False)
-    if world().several:
+    if world().has_others:
         facts = facts_of_run(step, state, data, options)
         check_same("to begin a run", facts, shows={"state": differing_lines})
     with contextlib.ExitStack() as stack:
@@ -356,7 +356,7 @@ def open_folder(options: RunOptions, stop: Stop) -> Iterator[Checkpoints]:
     try:
         yield checkpoints
     except BaseException:
-        if world().several:  # orbax would wait for the other processes, which may know of no error
+        if world().has_others:  # orbax would wait for the other processes, which may know of no error
             checkpoints.release()
             raise
         try:

@@ -15,7 +15,7 @@ import numpy as np
 
 from vnode.elastic.options import RunOptions
 from vnode.errors import CheckpointError, VnodeError, layout_message
-from vnode.placement.donated import given_away
+from vnode.placement.donated import donated_leaves
 from vnode.placement.leaves import is_array, shape_of
 from vnode.step.protocol import Step
 
@@ -213,7 +213,7 @@ def check_kept(state: Any) -> None:
     Raises:
       VnodeError: some were donated.
     """
-    gone = given_away(state, "state")
+    gone = donated_leaves(state, "state")
     if gone:
         raise VnodeError(
             layout_message(

@@ -25,7 +25,7 @@ from vnode.elastic.checkpoint_contents import Path
 from vnode.elastic.process_agreement import errors_anywhere
 from vnode.elastic.reader import METADATA, Header, Reader
 from vnode.errors import CheckpointError, DamagedCheckpointError, ProcessError, VnodeError, layout_message
-from vnode.placement.process_barrier import exchange_words, watched
+from vnode.placement.process_barrier import exchange_words, run_watched
 from vnode.placement.world import world
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class SharedReader(Reader):
           ProcessError: another process has failed.
         """
         here = world()
-        if not here.several:
+        if not here.has_others:
             return work()
         wide = jax.config.jax_enable_x64
 
@@ -86,7 +86,7 @@ class SharedReader(Reader):
             with jax.enable_x64(wide):  # which jax keeps by thread
                 return work()
 
-        return watched(in_thread, what, here.others)
+        return run_watched(in_thread, what, here.others)
 
     def newest(self, restore: Callable[[int], T]) -> tuple[int, T] | None:
         """As in one process; process 0 chooses, and the others make sure that they see the same checkpoint.
@@ -94,7 +94,7 @@ class SharedReader(Reader):
         Raises:
           CheckpointError: they do not, or there are checkpoints, and none is good.
         """
-        if not world().several:
+        if not world().has_others:
             return super().newest(restore)
         while (number := self.chosen()) is not None:
             try:

@@ -23,7 +23,7 @@ from vnode.errors import VnodeError, layout_message
 from vnode.placement.host_copy import is_weak, with_weak_type
 from vnode.placement.leaves import is_array, is_key
 from vnode.placement.placement import Placement
-from vnode.placement.transfer import fitting, partition
+from vnode.placement.transfer import fitting_sharding, partition
 
 Box = tuple[tuple[int, int], ...]
 """A range ``(start, stop)`` for each dimension of an array."""
@@ -65,7 +65,7 @@ class Leaf:
     def sharding(self, placement: Placement) -> NamedSharding:
         """How the array lies on a placement's devices."""
         entries = [None if not names else names[0] if len(names) == 1 else names for names in self.spec]
-        return fitting(placement, self.shape, PartitionSpec(*entries))
+        return fitting_sharding(placement, self.shape, PartitionSpec(*entries))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,12 +41,12 @@ from vnode.errors import CheckpointError, ProcessError, layout_message
 from vnode.placement.agreement import check_same
 from vnode.placement.clients import KEPT, MADE
 from vnode.placement.device_cache import empty_device_caches
-from vnode.placement.donated import given_away
+from vnode.placement.donated import donated_leaves
 from vnode.placement.leaves import bytes_of, is_key
 from vnode.placement.placement import Placement
-from vnode.placement.process_arrays import whole_everywhere
-from vnode.placement.process_barrier import exchange_words, is_runtime_error, ready
-from vnode.placement.succession import settled
+from vnode.placement.process_arrays import replicate_in_processes
+from vnode.placement.process_barrier import block_until_ready, exchange_words, is_runtime_error
+from vnode.placement.succession import wait_for_last
 from vnode.placement.world import ALONE, in_world, one_line, world
 from vnode.workers.messages import is_out_of_memory
 
@@ -280,7 +280,7 @@ class WorkerDriver(Driver):
 
     def tell_divided(self) -> None:
         """Says once, and beforehand, where a state that is divided over workers comes from after a loss."""
-        if self.said_divided or world().index or not world().several:
+        if self.said_divided or world().index or not world().has_others:
             return
         self.said_divided = True
         held = Held.from_state(self.number, self.state)
@@ -336,7 +336,7 @@ class WorkerDriver(Driver):
                 state = found[1] if found is not None else self.fetched_whole()
                 logger.info("resumed from step %d", number)
         self.state = self.step.put(state)
-        ready(self.state, "the state of a new run")
+        block_until_ready(self.state, "the state of a new run")
 
     def restored(self) -> tuple[int, Any] | None:
         """The newest checkpoint, on a device of this process alone; rank 0 asks for it."""
@@ -388,7 +388,7 @@ class WorkerDriver(Driver):
             logger.warning("%s", one_line(error))
             self.begin_new()
             return
-        ready(self.state, "the state of a new generation")
+        block_until_ready(self.state, "the state of a new generation")
         self.compare_beginnings()
 
     def compare_beginnings(self) -> None:
@@ -486,8 +486,8 @@ class WorkerDriver(Driver):
     def switch(self) -> None:
         """Goes on in the next generation, or leaves; every worker of this one does before the same step."""
         self.fetch(0)
-        ready(self.state, f"step {self.number - 1}")
-        ready(list(self.agreement.votes), "the last votes")  # then nothing of this generation is under way
+        block_until_ready(self.state, f"step {self.number - 1}")
+        block_until_ready(list(self.agreement.votes), "the last votes")  # then nothing of this generation is under way
         self.held = Held.from_state(self.number, self.state)
         known = self.member.wait(self.knows_switch, WORD)
         if not known:
@@ -557,7 +557,7 @@ class WorkerDriver(Driver):
         """The furthest state that is computed, as what this worker holds of it."""
         states = [*self.recent, (self.number, self.state)]
         for number, state in sorted(states, key=lambda each: -each[0]):
-            if state is None or given_away(state, "state"):
+            if state is None or donated_leaves(state, "state"):
                 continue
             arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
             if all(is_key(array) or array.is_ready() for array in arrays) and whole(state):
@@ -593,7 +593,7 @@ class WorkerDriver(Driver):
     def batch_loader(self) -> Callable[[Placement], Any]:
         """Loads the batch of the step to come for any placement, to see its types."""
         number = self.number
-        return lambda placement: self.feed.aside(number, placement)
+        return lambda placement: self.feed.load_alone(number, placement)
 
     def begin_beside(self) -> None:
         """Some steps after a generation began: begins to compile for a loss, and to compare copies of the state.
@@ -634,8 +634,8 @@ class WorkerDriver(Driver):
         """Has rank 0 save the state, of which every worker gives its parts."""
         if not self.saves:
             return
-        settled("a checkpoint")
-        state = whole_everywhere(self.state)
+        wait_for_last("a checkpoint")
+        state = replicate_in_processes(self.state)
         self.last_save = time.monotonic()
         saved = self.recovery.saved
         if world().index or (saved is not None and self.number <= saved):
@@ -673,7 +673,7 @@ class HeldRecovery(Recovery):
 
     def keep(self, number: int, state: Any) -> None:
         """Copies what this worker holds to the host."""
-        held = Held.from_state(number, ready(state, f"the state after {number} steps"), copy=True)
+        held = Held.from_state(number, block_until_ready(state, f"the state after {number} steps"), copy=True)
         self.kept = number, HeldCopy(held, self.like)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property

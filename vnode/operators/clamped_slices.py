@@ -42,7 +42,7 @@ def slice_in_bounds(eqn: JaxprEqn) -> list[JaxprEqn] | None:
     for start, n, m in zip(given, value.aval.shape, eqn.outvars[0].aval.shape, strict=True):
         known = 0 if n == m else start.val if isinstance(start, Literal) else None
         if known is None:
-            starts.append(moved(eqn, start, n - m, made))
+            starts.append(clamp_starts(eqn, start, n - m, made))
         else:
             inside = min(max(int(known), 0), n - m)
             as_given = isinstance(start, Literal) and start.val == inside
@@ -62,12 +62,12 @@ def windows_in_bounds(eqn: JaxprEqn) -> list[JaxprEqn] | None:
     for k, most in enumerate(last):
         cut, column = join_columns(eqn, [Column(indices, k, len(last))])
         made += cut
-        columns.append(Column(moved(eqn, column, most, made), 0, 1))
+        columns.append(Column(clamp_starts(eqn, column, most, made), 0, 1))
     joined, together = join_columns(eqn, columns)
     return [*made, *joined, eqn.replace(invars=[value, together])]
 
 
-def moved(eqn: JaxprEqn, starts: Atom, last: int, made: list[JaxprEqn]) -> Var:
+def clamp_starts(eqn: JaxprEqn, starts: Atom, last: int, made: list[JaxprEqn]) -> Var:
     """Integers moved to the nearest of ``0 ... last``, by an equation like `eqn` that is added to those `made`."""
     dtype = starts.aval.dtype
     scalar = starts.aval.update(shape=())

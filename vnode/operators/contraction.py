@@ -19,7 +19,7 @@ from vnode.operators.elementwise import keeps_sums
 from vnode.operators.monoid import Monoid
 from vnode.operators.registry import rule
 from vnode.operators.splits import WHOLE, Reduced
-from vnode.operators.windows import resized, window_dim
+from vnode.operators.windows import resize_windows, window_dim
 
 
 def bilinear(eqn: JaxprEqn) -> tuple[frozenset[int], ...]:
@@ -33,7 +33,7 @@ def product_sum(eqn: JaxprEqn) -> Monoid:
     return Monoid.OR if eqn.outvars[0].aval.dtype == np.bool_ else Monoid.SUM
 
 
-def with_type_of_sum(params: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+def with_sum_dtype(params: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
     """The parameters of a contraction whose sum is formed, and stays, in `dtype`."""
     return {**params, "preferred_element_type": np.dtype(dtype)}
 
@@ -61,7 +61,7 @@ def dot_general(eqn: JaxprEqn) -> OperatorDescription:
         results=(result,),
         linear=bilinear(eqn),
         algebra=Algebra.CONTRACTS,
-        widen=with_type_of_sum,
+        widen=with_sum_dtype,
     )
 
 
@@ -97,23 +97,23 @@ def conv_general_dilated(eqn: JaxprEqn) -> OperatorDescription:
         for d in range(len(lhs_spec) - 2)
     ]
 
-    def place(spec: tuple[int, ...], first: Dim, second: Dim, spatial: list[Dim]) -> tuple[Dim, ...]:
+    def order_dims(spec: tuple[int, ...], first: Dim, second: Dim, spatial: list[Dim]) -> tuple[Dim, ...]:
         placed = dict(zip(spec, (first, second, *spatial), strict=True))
         return tuple(placed[d] for d in range(len(spec)))
 
-    lhs = place(
+    lhs = order_dims(
         lhs_spec,
         (*(group if batch_groups != 1 else ()), batch),
         (*(group if feature_groups != 1 else ()), inner),
         [w.operand for w in windows],
     )
-    rhs = place(rhs_spec, (*group, outer), (inner,), [w.window for w in windows])
-    out = place(out_spec, (batch,), (*group, outer), [w.result for w in windows])
+    rhs = order_dims(rhs_spec, (*group, outer), (inner,), [w.window for w in windows])
+    out = order_dims(out_spec, (batch,), (*group, outer), [w.result for w in windows])
 
     def resize(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
         count = math.prod(sizes[factor] for factor in group)
         groups = {name: count for name in ("feature_group_count", "batch_group_count") if e.params[name] != 1}
-        return {**resized(windows, d, e, sizes), **groups}
+        return {**resize_windows(windows, d, e, sizes), **groups}
 
     return OperatorDescription(
         factors=f.all,
@@ -121,7 +121,7 @@ def conv_general_dilated(eqn: JaxprEqn) -> OperatorDescription:
         results=(out,),
         linear=bilinear(eqn),
         algebra=Algebra.CONTRACTS,
-        widen=with_type_of_sum,
+        widen=with_sum_dtype,
         resize=resize,
         emit_on={"cpu": with_canonical_dimensions},
     )
@@ -189,7 +189,7 @@ def ragged_dot_general(eqn: JaxprEqn) -> OperatorDescription:
         results=(result,),
         linear=bilinear(eqn),
         algebra=Algebra.CONTRACTS,
-        widen=with_type_of_sum,
+        widen=with_sum_dtype,
     )
 
 
@@ -221,5 +221,5 @@ def scaled_dot(eqn: JaxprEqn) -> OperatorDescription:
         results=(result,),
         linear=bilinear(eqn),
         algebra=Algebra.CONTRACTS,
-        widen=with_type_of_sum,
+        widen=with_sum_dtype,
     )

@@ -17,9 +17,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 
 from vnode.operators.cost import Cost
-from vnode.operators.memo import Remembered
-from vnode.operators.registry import describe, described
-from vnode.operators.trip_count import turns
+from vnode.operators.memo import Memo
+from vnode.operators.registry import describe, has_rule
+from vnode.operators.trip_count import find_trip_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,12 +108,12 @@ class Region:
         return set(range(self.operands)).difference(self.carried, self.scanned)
 
     @property
-    def times(self) -> int:
+    def run_count(self) -> int:
         """How often bodies are run, as far as is known."""
         return 1
 
     @property
-    def passed(self) -> range:
+    def passed_through(self) -> range:
         """Operands that the bodies hand on as their own results: whatever form they have, results may have."""
         return self.carried
 
@@ -162,7 +162,7 @@ class Loop(Region):
         return range(self.constants + self.carries, self.operands)
 
     @property
-    def times(self) -> int:
+    def run_count(self) -> int:
         return self.length
 
     @property
@@ -195,7 +195,7 @@ class While(Region):
 
     condition_constants: int
     body_constants: int
-    turns: int | None = None
+    trip_count: int | None = None
     """How often it turns, if that is written down."""
 
     tests: ClassVar[int] = 1
@@ -210,11 +210,11 @@ class While(Region):
         return (*range(split), *self.carried), (*range(split, first), *self.carried)
 
     @property
-    def times(self) -> int:
-        return 1 if self.turns is None else self.turns
+    def run_count(self) -> int:
+        return 1 if self.trip_count is None else self.trip_count
 
     def cost(self, costs: Sequence[Cost]) -> Cost:
-        return costs[0] * (self.times + 1) + costs[1] * self.times
+        return costs[0] * (self.run_count + 1) + costs[1] * self.run_count
 
     def run(self, control: Control, bodies: Sequence[Run], operands: Sequence[Any]) -> list[Any]:
         condition, body = bodies
@@ -230,12 +230,12 @@ class Branches(Region):
     chooser: ClassVar[int | None] = 0
 
     @property
-    def passed(self) -> range:
+    def passed_through(self) -> range:
         return range(1, self.operands)
 
     @property
     def inputs(self) -> tuple[tuple[int, ...], ...]:
-        return (tuple(self.passed),) * len(self.bodies)
+        return (tuple(self.passed_through),) * len(self.bodies)
 
     def cost(self, costs: Sequence[Cost]) -> Cost:
         return max(costs, key=lambda cost: cost.flops)
@@ -307,7 +307,7 @@ def implementation_of(eqn: JaxprEqn, known: Sequence[Any]) -> Call | None:
       The call; None for primitives of jax's core and those with a description, and where the implementation has effects
       or is no JAX code.
     """
-    if eqn.effects or described(eqn) or region_of(eqn) is not None:
+    if eqn.effects or has_rule(eqn) or region_of(eqn) is not None:
         return None
     high = eqn.primitive.is_high(*[atom.aval for atom in eqn.invars], **eqn.params)
     run = getattr(eqn.primitive, "to_lojax" if high else "impl", None)
@@ -317,27 +317,29 @@ def implementation_of(eqn: JaxprEqn, known: Sequence[Any]) -> Call | None:
     given = tuple(None if value is None else (type(value), np.asarray(value).item()) for value in known)
     shapes = tuple(jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in eqn.invars)
     params = tuple(eqn.params.items())
-    key = run, eqn.primitive, exactly(params), shapes, exactly(given)
+    key = run, eqn.primitive, exact_key(params), shapes, exact_key(given)
     make = functools.partial(implementation, run, eqn.primitive, params, shapes, given)
     try:
-        written = IMPLEMENTATIONS.found(key, make)
+        written = IMPLEMENTATIONS.get_or_make(key, make)
     except TypeError:  # a parameter that cannot be hashed
         written = make()
     with jax.threefry_partitionable(eqn.ctx.threefry_partitionable):
-        body = traced(written, [shape for shape, value in zip(shapes, given, strict=True) if value is None], eqn)
+        body = trace_implementation(
+            written, [shape for shape, value in zip(shapes, given, strict=True) if value is None], eqn
+        )
     if body is None or [v.aval.shape for v in body.jaxpr.outvars] != [v.aval.shape for v in eqn.outvars]:
         return None
     return Call(body, tuple(i for i, value in enumerate(known) if value is None), custom_derivative=high)
 
 
-IMPLEMENTATIONS = Remembered[Any](1024)
+IMPLEMENTATIONS = Memo[Any](1024)
 """Of equations that are alike one function, so that jax traces it once for each way in which it is configured."""
 
 
-def exactly(value: Any) -> Hashable:
+def exact_key(value: Any) -> Hashable:
     """A key that differs for numbers that are equal to Python, and not to a program: 1 and True, 0.0 and -0.0."""
     if isinstance(value, tuple | list):
-        return type(value), tuple(map(exactly, value))
+        return type(value), tuple(map(exact_key, value))
     return type(value), repr(value) if isinstance(value, float | complex | np.inexact) else value
 
 
@@ -366,7 +368,7 @@ def implementation(
     return jax.jit(evaluate)
 
 
-def traced(function: Any, shapes: Sequence[Any], eqn: JaxprEqn) -> Body | None:
+def trace_implementation(function: Any, shapes: Sequence[Any], eqn: JaxprEqn) -> Body | None:
     """The body of an equation's implementation; None if it is no JAX code, has effects, or is the equation itself."""
     try:
         closed = function.trace(*shapes).jaxpr
@@ -391,7 +393,7 @@ def region_of(eqn: JaxprEqn) -> Region | None:
         case "while":
             bodies = tuple(body_of(params[name]) for name in WHILE)
             constants = params["cond_nconsts"], params["body_nconsts"]
-            known = turns(bodies[0].jaxpr, bodies[1].jaxpr, eqn.invars, constants)
+            known = find_trip_count(bodies[0].jaxpr, bodies[1].jaxpr, eqn.invars, constants)
             return While(bodies, count, *constants, known)
         case "cond":
             return Branches(tuple(body_of(branch) for branch in params["branches"]), count)
@@ -402,12 +404,14 @@ def with_bodies(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr]) -> JaxprEqn:
     """A loop or branch with other bodies, in the order of its region's, that take and give as many values."""
     match eqn.primitive.name:
         case "scan":
-            (params,) = ({"jaxpr": as_held(eqn.params["jaxpr"], body)} for body in bodies)
+            (params,) = ({"jaxpr": in_representation_of(eqn.params["jaxpr"], body)} for body in bodies)
         case "while":
-            params = {name: as_held(eqn.params[name], body) for name, body in zip(WHILE, bodies, strict=True)}
+            params = {
+                name: in_representation_of(eqn.params[name], body) for name, body in zip(WHILE, bodies, strict=True)
+            }
         case _:
             several = zip(eqn.params["branches"], bodies, strict=True)
-            params = {"branches": tuple(as_held(old, body) for old, body in several)}
+            params = {"branches": tuple(in_representation_of(old, body) for old, body in several)}
     return eqn.replace(params={**eqn.params, **params})
 
 
@@ -424,16 +428,16 @@ def scan_like(eqn: JaxprEqn, body: ClosedJaxpr, constants: int, carries: int | N
     assert isinstance(loop, Loop)
     carries = loop.carries if carries is None else carries
     inputs, outputs = len(body.jaxpr.invars), len(body.jaxpr.outvars)
-    params = {**eqn.params, "jaxpr": as_held(eqn.params["jaxpr"], body)}
+    params = {**eqn.params, "jaxpr": in_representation_of(eqn.params["jaxpr"], body)}
     if "num_consts" in params:
         params |= {"num_consts": constants, "num_carry": carries}
     else:
-        params |= grouped(constants, carries, inputs - constants - carries, outputs - carries)
+        params |= scan_grouping(constants, carries, inputs - constants - carries, outputs - carries)
     return params | ({"linear": (False,) * inputs} if "linear" in params else {})
 
 
 @functools.cache
-def grouped(constants: int, carries: int, scanned: int, stacked: int) -> dict[str, Any]:
+def scan_grouping(constants: int, carries: int, scanned: int, stacked: int) -> dict[str, Any]:
     """How a scan of so many operands and results says which are which, since jax 0.12: as one that jax made says it."""
 
     def scan(constant: list[Any], carry: list[Any], xs: list[Any]) -> Any:
@@ -448,7 +452,7 @@ def grouped(constants: int, carries: int, scanned: int, stacked: int) -> dict[st
     return {name: made.params[name] for name in ("ft_in", "ft_out")}
 
 
-def as_held(old: Any, body: ClosedJaxpr) -> Any:
+def in_representation_of(old: Any, body: ClosedJaxpr) -> Any:
     """A body in the representation, closed or open, that an equation holds another one in."""
     return body if not hasattr(old, "eqns") or type(old) is type(body) else body.jaxpr
 

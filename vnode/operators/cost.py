@@ -14,7 +14,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Literal
 
 from vnode.operators.description import Algebra, Dims, OperatorDescription, Role, Sizes
-from vnode.operators.memory_spaces import on_host
+from vnode.operators.memory_spaces import is_on_host
 from vnode.operators.splits import LookedUp
 
 
@@ -100,12 +100,14 @@ def bytes_of(eqn: JaxprEqn, description: OperatorDescription, sizes: Sizes | Non
       sizes: the factor sizes of a copy; by default of the whole equation.
     """
 
-    def held(atom: Any, shape: tuple[int, ...]) -> int:
-        return 0 if on_host(atom.aval) else math.prod(shape) * getattr(getattr(atom.aval, "dtype", None), "itemsize", 0)
+    def bytes_held(atom: Any, shape: tuple[int, ...]) -> int:
+        return (
+            0 if is_on_host(atom.aval) else math.prod(shape) * getattr(getattr(atom.aval, "dtype", None), "itemsize", 0)
+        )
 
     own: dict[Any, int] = {}  # a value that is read twice is read once
-    operands = [held(atom, description.operand_shape(i, sizes)) for i, atom in enumerate(eqn.invars)]
-    results = sum(held(var, description.result_shape(i, sizes)) for i, var in enumerate(eqn.outvars))
+    operands = [bytes_held(atom, description.operand_shape(i, sizes)) for i, atom in enumerate(eqn.invars)]
+    results = sum(bytes_held(var, description.result_shape(i, sizes)) for i, var in enumerate(eqn.outvars))
     places = {f for f, x in enumerate(description.factors) if isinstance(x.split, LookedUp) and x.split.monoid is None}
     put = [i for i, dims in enumerate(description.operands) if places and not has_any(dims, places)]
     terms = sum(operands[i] for i in put if description.roles.get(i) is not Role.INDEX)
@@ -124,7 +126,7 @@ def has_any(dims: Dims, factors: Set[int]) -> bool:
 
 def nbytes(aval: Any) -> int:
     """Bytes of an array of a type in a device's memory: none if it lies on the host."""
-    return 0 if on_host(aval) else all_bytes(aval)
+    return 0 if is_on_host(aval) else all_bytes(aval)
 
 
 def all_bytes(aval: Any) -> int:

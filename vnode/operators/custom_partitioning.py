@@ -47,7 +47,7 @@ SHARDS = 2
 def partitioned_call(eqn: JaxprEqn) -> OperatorDescription | None:
     """The factors of the call's sharding rule; None if there is none, or if no factor of it splits."""
     found = sharding_rule(eqn)
-    description = None if found is None else described_by(eqn, found)
+    description = None if found is None else description_from_rule(eqn, found)
     if description is None:
         return None
     splits = [f for f, factor in enumerate(description.factors) if factor.split is FREE]
@@ -67,7 +67,10 @@ def sharding_rule(eqn: JaxprEqn) -> SdyShardingRule | None:
     """The sharding rule of a call, if it has one that can be read."""
     found, options = eqn.params["sharding_rule"], {}
     if callable(found):
-        types = [[Type(atom.aval.shape, str(atom.aval.dtype)) for atom in atoms] for atoms in (eqn.invars, eqn.outvars)]
+        types = [
+            [CompilerType(atom.aval.shape, str(atom.aval.dtype)) for atom in atoms]
+            for atoms in (eqn.invars, eqn.outvars)
+        ]
         try:
             found = found(*eqn.params["static_args"], AbstractMesh((SHARDS,), ("shard",)), *types)
         except Exception:  # it may ask of a mesh, or of types, what only those of a compiler say
@@ -82,7 +85,7 @@ def sharding_rule(eqn: JaxprEqn) -> SdyShardingRule | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Type:
+class CompilerType:
     """What a sharding rule that is a function asks of a type of the compiler's."""
 
     shape: tuple[int, ...]
@@ -93,7 +96,7 @@ class Type:
         return len(self.shape)
 
 
-def described_by(eqn: JaxprEqn, found: SdyShardingRule) -> OperatorDescription | None:
+def description_from_rule(eqn: JaxprEqn, found: SdyShardingRule) -> OperatorDescription | None:
     """A description with the factors of a sharding rule; None if the rule does not have the equation's shapes."""
     mappings = (*found.operand_mappings, *found.result_mappings)
     atoms = (*eqn.invars, *eqn.outvars)
@@ -103,7 +106,7 @@ def described_by(eqn: JaxprEqn, found: SdyShardingRule) -> OperatorDescription |
     if any(len(names) != len(atom.aval.shape) for names, atom in zip(named, atoms, strict=True)):
         return None
     sizes = sizes_of(named, [atom.aval.shape for atom in atoms], found.factor_sizes)
-    inputs, outputs = (set(flat(several)) for several in (named[: len(eqn.invars)], named[len(eqn.invars) :]))
+    inputs, outputs = (set(flatten_names(several)) for several in (named[: len(eqn.invars)], named[len(eqn.invars) :]))
     special = {*found.reduction_factors, *found.need_replication_factors, *found.permutation_factors}
     f = Factors()
     numbers: dict[str, int] = {}
@@ -136,7 +139,7 @@ def names_of(mapping: Sequence[Any], rank: int) -> list[tuple[str, ...]]:
     return dims
 
 
-def flat(named: Iterable[Sequence[tuple[str, ...]]]) -> Iterator[str]:
+def flatten_names(named: Iterable[Sequence[tuple[str, ...]]]) -> Iterator[str]:
     return (name for names in named for dim in names for name in dim)
 
 
@@ -144,7 +147,7 @@ def sizes_of(
     named: Sequence[Sequence[tuple[str, ...]]], shapes: Sequence[Sequence[int]], given: Mapping[str, int]
 ) -> dict[str, int]:
     """The sizes of factors, without those that dimensions of different sizes have."""
-    found: dict[str, set[int]] = {name: {given[name]} if name in given else set() for name in flat(named)}
+    found: dict[str, set[int]] = {name: {given[name]} if name in given else set() for name in flatten_names(named)}
     for names, shape in zip(named, shapes, strict=True):
         for dim, n in zip(names, shape, strict=True):
             if len(dim) == 1:

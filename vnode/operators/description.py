@@ -24,7 +24,7 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn
 
-from vnode.operators.memo import Remembered
+from vnode.operators.memo import Memo
 from vnode.operators.monoid import Monoid
 from vnode.operators.splits import FREE, Free, Interval, Lead, Reduced, Shifted, Split, Windowed
 
@@ -206,9 +206,9 @@ class OperatorDescription:
     replaced_on: Mapping[str, Emit] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
-    def answers(self) -> Remembered[Any]:
+    def answer_cache(self) -> Memo[Any]:
         """What was asked of it, and found: whoever asks again of an equation of its kind need not find it again."""
-        return Remembered(2_000)
+        return Memo(2_000)
 
     @functools.cached_property
     def sizes(self) -> Sizes:

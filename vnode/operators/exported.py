@@ -24,7 +24,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
 from vnode.operators.description import Factors, OperatorDescription
-from vnode.operators.memo import Remembered
+from vnode.operators.memo import Memo
 from vnode.operators.registry import rule
 from vnode.operators.splits import FREE, WHOLE
 
@@ -48,7 +48,7 @@ def exported_call(eqn: JaxprEqn) -> OperatorDescription | None:
         return None  # of several sizes, or of a sum or product of them
     if any(len(dims) > 1 for dims in rows) or not all(outputs) or exported.ordered_effects:
         return None
-    if not _apart.found(exported, lambda: keeps_rows_apart(exported)):
+    if not _apart.get_or_make(exported, lambda: keeps_rows_apart(exported)):
         return None
     atoms = (*eqn.invars, *eqn.outvars)
     f = Factors()
@@ -76,7 +76,7 @@ def takes_few(eqn: JaxprEqn, description: OperatorDescription, examples: int) ->
     return True
 
 
-_apart = Remembered[bool](200)
+_apart = Memo[bool](200)
 """Whether the programs of exported functions keep rows apart."""
 
 
@@ -142,12 +142,12 @@ class Walk:
                 callee = self.functions[ir.FlatSymbolRefAttr(op.attributes[CALLS[op.operation.name]]).value]
                 results = self.block(callee.regions[0].blocks[0], operands)
             else:
-                results = [step(op, operands, counts)] * len(op.results)
+                results = [result_counts(op, operands, counts)] * len(op.results)
             counts.update(zip(op.results, results, strict=True))
         raise Crossing
 
 
-def step(op: Any, operands: Sequence[Count], counts: Counts) -> Count:
+def result_counts(op: Any, operands: Sequence[Count], counts: Counts) -> Count:
     """What an operation's results have to do with the number of rows; raises `Crossing`."""
     rows_in, rows_out = [rows(value) for value in op.operands], [rows(value) for value in op.results]
     for region in op.regions:

@@ -17,7 +17,7 @@ import jax
 from jax.extend.core import JaxprEqn, Primitive, Var
 
 from vnode.operators.description import OperatorDescription, Positions, Sizes
-from vnode.operators.memory_spaces import DEVICE, HOST, on_host
+from vnode.operators.memory_spaces import DEVICE, HOST, is_on_host
 from vnode.operators.registry import rule
 from vnode.operators.structure import identities
 
@@ -31,24 +31,24 @@ def _(aval: Any, *, space: Any) -> Any:
 
 
 @rule("aside")
-def aside(eqn: JaxprEqn) -> OperatorDescription:
-    return identities(eqn, replaced_on=dict.fromkeys(("cpu", "gpu", "tpu"), by_move))
+def host_transfer(eqn: JaxprEqn) -> OperatorDescription:
+    return identities(eqn, replaced_on=dict.fromkeys(("cpu", "gpu", "tpu"), emit_move))
 
 
-def by_move(
+def emit_move(
     d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
 ) -> list[Any]:
     """Emits a move, where the value can be moved, or was."""
     (value,) = operands
     space = e.params["space"]
-    stays = not in_rows(value.shape) if space == HOST else not on_host(jax.typeof(value))
+    stays = not has_several_rows(value.shape) if space == HOST else not is_on_host(jax.typeof(value))
     return [value if stays else jax.device_put(value, space)]
 
 
-def in_rows(shape: Sequence[int]) -> bool:
+def has_several_rows(shape: Sequence[int]) -> bool:
     """Whether arrays of a shape have several rows, of several elements each.
 
-    >>> in_rows((8, 128)), in_rows((8, 1)), in_rows((1, 128)), in_rows((128,))
+    >>> has_several_rows((8, 128)), has_several_rows((8, 1)), has_several_rows((1, 128)), has_several_rows((128,))
     (True, False, False, False)
     """
     return sum(n > 1 for n in shape) > 1 and shape[-1] > 1
@@ -62,17 +62,17 @@ def move(source: Any, target: Var, like: JaxprEqn) -> JaxprEqn:
       target: its new one, of the same shape and dtype.
       like: an equation at whose place in the user's code it stands.
     """
-    space = HOST if on_host(target.aval) else DEVICE
-    return moving(space).replace(invars=[source], outvars=[target], source_info=like.source_info)
+    space = HOST if is_on_host(target.aval) else DEVICE
+    return move_template(space).replace(invars=[source], outvars=[target], source_info=like.source_info)
 
 
 @functools.lru_cache(maxsize=2)
-def moving(space: Any) -> JaxprEqn:
+def move_template(space: Any) -> JaxprEqn:
     """An equation that moves a number to a memory, to copy."""
     (eqn,) = jax.make_jaxpr(lambda x: aside_p.bind(x, space=space))(0.0).jaxpr.eqns
     return eqn
 
 
-def in_space(aval: Any, space: Any) -> Var:
+def variable_in_space(aval: Any, space: Any) -> Var:
     """A new variable for a value of a type in a memory."""
     return Var(aval.update(memory_space=space))

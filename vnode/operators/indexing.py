@@ -43,7 +43,7 @@ FIRST = (frozenset({0}),)
 INDICES = {1: Role.INDEX}
 
 
-def found(dtype: Any) -> Split:
+def looked_up(dtype: Any) -> Split:
     """How a dimension that is read from by index splits: what copies find is put together."""
     if not (dtype == np.bool_ or jnp.issubdtype(dtype, np.number)):
         return WHOLE  # there is no zero among keys
@@ -73,7 +73,7 @@ def gather(eqn: JaxprEqn) -> OperatorDescription:
             continue
         operand[d] = (f.new(n),)
         if d in numbers.collapsed_slice_dims:
-            split = found(eqn.outvars[0].aval.dtype) if d in numbers.start_index_map else WHOLE
+            split = looked_up(eqn.outvars[0].aval.dtype) if d in numbers.start_index_map else WHOLE
             f.change(*operand[d], split=split)
             if isinstance(split, LookedUp):
                 columns[operand[d][0]] = numbers.start_index_map.index(d)
@@ -104,8 +104,8 @@ def gather(eqn: JaxprEqn) -> OperatorDescription:
         for column, (factor, start) in cut.items():
             place, last = index[..., column], d.sizes[factor] - 1
             if params["mode"] == GatherScatterMode.FILL_OR_DROP:
-                valid &= in_bounds(place, last)
-            place = moved_in(place, last, start.dtype)
+                valid &= are_in_bounds(place, last)
+            place = clamp_indices(place, last, start.dtype)
             here &= (place >= start) & (place < start + sizes[factor])
             place = jnp.clip(place - start, 0, sizes[factor] - 1)
             own = own.at[..., column].set(place.astype(index.dtype))
@@ -116,7 +116,7 @@ def gather(eqn: JaxprEqn) -> OperatorDescription:
             lax.broadcast_in_dim(jnp.broadcast_to(x, index.shape[:-1]), result.shape, along) for x in (here, valid)
         )
         nothing = jnp.zeros((), result.dtype)
-        beyond = jnp.where(at_first, filling(params["fill_value"], result.dtype), nothing)
+        beyond = jnp.where(at_first, out_of_bounds_value(params["fill_value"], result.dtype), nothing)
         return [jnp.where(valid, jnp.where(here, result, nothing), beyond)]
 
     return OperatorDescription(
@@ -131,7 +131,7 @@ def gather(eqn: JaxprEqn) -> OperatorDescription:
     )
 
 
-def filling(fill_value: Any, dtype: Any) -> Any:
+def out_of_bounds_value(fill_value: Any, dtype: Any) -> Any:
     """What a gather gives where it reads out of bounds, a scalar of type `dtype`."""
     if fill_value is not None:
         return jnp.asarray(fill_value, dtype)
@@ -164,7 +164,7 @@ SCATTERS = {
 """How terms at the same place combine; None where one of them stays."""
 
 
-def unchanging(name: str, dtype: Any) -> Any:
+def neutral_update(name: str, dtype: Any) -> Any:
     """What a scatter combines with any element without a change to its bits; None if there is no such thing."""
     monoid, floats = SCATTERS[name], jnp.issubdtype(dtype, jnp.inexact)
     if monoid is None or (monoid is Monoid.PROD and jnp.issubdtype(dtype, jnp.complexfloating)):
@@ -242,16 +242,16 @@ def scatter(eqn: JaxprEqn) -> OperatorDescription:
             factor, start = cut.get(column, (None, 0))
             full = value.shape[dimension] if factor is None else d.sizes[factor]
             last = full - updated_extent(numbers, dimension, value.shape, update.shape)
-            place = moved_in(index[..., column], last, first.dtype) - start
+            place = clamp_indices(index[..., column], last, first.dtype) - start
             if not clips:
-                within.append(in_bounds(index[..., column], last))
+                within.append(are_in_bounds(index[..., column], last))
             if factor is not None:
                 within.append((place >= 0) & (place < sizes[factor]))
                 place = place % sizes[factor] if alone else place
             places.append(place)
         drops = {**params, "mode": GatherScatterMode.FILL_OR_DROP, **UNORDERED}
         here = functools.reduce(jnp.logical_and, within)
-        nothing = unchanging(e.primitive.name, update.dtype) if alone else None
+        nothing = neutral_update(e.primitive.name, update.dtype) if alone else None
         if nothing is not None:
             update = jnp.where(lax.broadcast_in_dim(here, update.shape, terms), update, nothing)
             return [e.primitive.bind(value, jnp.stack(places, -1), update, **drops)]
@@ -299,17 +299,17 @@ def with_wide_update(params: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
     return {**params, "update_jaxpr": traced.jaxpr, "update_consts": tuple(traced.consts)}
 
 
-def in_bounds(place: Any, last: int) -> Any:
+def are_in_bounds(place: Any, last: int) -> Any:
     """Whether indices of any integer type are among ``0 ... last``."""
     return (place >= 0) & (place <= min(last, np.iinfo(place.dtype).max))
 
 
-def moved_in(place: Any, last: int, dtype: Any) -> Any:
+def clamp_indices(place: Any, last: int, dtype: Any) -> Any:
     """Indices of any integer type moved to the nearest of ``0 ... last``, in a type that holds all of these."""
     return jnp.clip(place, 0, min(last, np.iinfo(place.dtype).max)).astype(dtype)
 
 
-def padded(value: Any, dimension: int, count: int) -> Any:
+def pad_with_zeros(value: Any, dimension: int, count: int) -> Any:
     """Zeros before and behind an array's elements along a dimension."""
     config = [(count, count, 0) if d == dimension else (0, 0, 0) for d in range(value.ndim)]
     return lax.pad(value, jnp.zeros((), value.dtype), config)
@@ -319,7 +319,7 @@ def padded(value: Any, dimension: int, count: int) -> Any:
 def dynamic_slice(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     operand = f.dims(eqn.invars[0].aval.shape)
-    split = found(eqn.outvars[0].aval.dtype)
+    split = looked_up(eqn.outvars[0].aval.dtype)
     result = list(operand)
     for d, (n, m) in enumerate(zip(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, strict=True)):
         if n != m:
@@ -338,10 +338,10 @@ def dynamic_slice(eqn: JaxprEqn) -> OperatorDescription:
         if cut:
             dtype = jnp.result_type(*cut.values())
             extents = zip(d.operand_shape(0), d.result_shape(0), strict=True)
-            starts = [moved_in(start, n - m, dtype) for start, (n, m) in zip(starts, extents, strict=True)]
+            starts = [clamp_indices(start, n - m, dtype) for start, (n, m) in zip(starts, extents, strict=True)]
         for i, first in cut.items():
             own, m = value.shape[i], d.result_shape(0)[i]
-            value = padded(value, i, m)
+            value = pad_with_zeros(value, i, m)
             starts[i] = jnp.clip(starts[i] - first, -m, own) + m
         return [e.primitive.bind(value, *starts, **resize(d, e, sizes))]
 
@@ -376,8 +376,8 @@ def dynamic_update_slice(eqn: JaxprEqn) -> OperatorDescription:
         for i, (n, m) in enumerate(zip(d.operand_shape(0), d.operand_shape(1), strict=True)):
             if n != m and operand[i][0] in positions:
                 place = positions[operand[i][0]]()
-                own, start = place.shape[0], moved_in(starts[i], n - m, place.dtype)
-                part = padded(part, i, own)
+                own, start = place.shape[0], clamp_indices(starts[i], n - m, place.dtype)
+                part = pad_with_zeros(part, i, own)
                 offset = jnp.clip(place[0] - start, -own, m) + own
                 part = lax.dynamic_slice_in_dim(part, offset, own, i)
                 inside = (place >= start) & (place < start + m)
@@ -435,7 +435,9 @@ def with_batching_dims(
         value = None
         if d in inserted:
             value = known_value(column.atom, definition, constant)
-        axis = None if value is None else position_axis(column.of(value), shape, operand_shape[d], pairs.values())
+        axis = (
+            None if value is None else position_axis(column.read_from(value), shape, operand_shape[d], pairs.values())
+        )
         if axis is None:
             kept.append((column, d))
         else:
@@ -474,7 +476,7 @@ class Column:
     def __init__(self, atom: Atom, offset: int, width: int) -> None:
         self.atom, self.offset, self.width = atom, offset, width
 
-    def of(self, value: np.ndarray) -> np.ndarray:
+    def read_from(self, value: np.ndarray) -> np.ndarray:
         """The column of a value of `atom` that is shrunk where it does not vary."""
         return value if value.shape[-1] == 1 else value[..., self.offset : self.offset + 1]
 

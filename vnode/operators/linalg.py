@@ -54,7 +54,7 @@ TOGETHER = 8
 """Problems of a stack that are written out as calls of their own; more take turns in a loop."""
 
 
-def taken_apart(
+def solve_separately(
     description: OperatorDescription, eqn: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
 ) -> list[Any]:
     """Solves a stack of problems by a call for each."""
@@ -101,7 +101,7 @@ def stacked(eqn: JaxprEqn) -> OperatorDescription:
         results=tuple(results),
         linear=(frozenset({LINEAR[name]}),) if name in LINEAR else (),
         work=Work(max(1, *core) if len(core) == 2 and name not in LINEAR else 1),
-        replaced_on={"cpu": taken_apart},
+        replaced_on={"cpu": solve_separately},
     )
 
 
@@ -119,11 +119,11 @@ def fft(eqn: JaxprEqn) -> OperatorDescription:
         results=(stack + after,),
         linear=(frozenset({0}),),
         work=Work(5 * max(1, math.prod(lengths).bit_length() - 1)),
-        replaced_on={"cpu": in_rows},
+        replaced_on={"cpu": fft_in_rows},
     )
 
 
-def in_rows(
+def fft_in_rows(
     d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
 ) -> list[Any]:
     """The transform of what lies in memory row by row, to the same: jaxlib's for CPUs fails at run time for others."""

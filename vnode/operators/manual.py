@@ -37,14 +37,14 @@ def replicates(eqn: JaxprEqn) -> bool:
 LIBRARY = os.path.join(os.path.dirname(jax.__file__), "")
 
 
-def untyped(eqn: JaxprEqn) -> JaxprEqn:
+def without_varying_types(eqn: JaxprEqn) -> JaxprEqn:
     """An equation of a shard's program without what it proves of the types of its results."""
     if eqn.primitive.name != "psum_invariant":
         return eqn
     return eqn.replace(primitive=psum_p, params={"axis_index_groups": None, **eqn.params})
 
 
-def on_whole_values(eqn: JaxprEqn, body: Jaxpr) -> JaxprEqn:
+def call_on_whole_values(eqn: JaxprEqn, body: Jaxpr) -> JaxprEqn:
     """The call of a program on whole values that a ``shard_map`` means.
 
     Args:
@@ -77,20 +77,20 @@ def per_shard(eqn: JaxprEqn, body: Jaxpr) -> Callable[..., list[Any]]:
         """The body over all shards; `agreed`: results are the same along axes that they do not name."""
         run = shard
         for name, size in reversed(sizes.items()):
-            into = [0 if name in flat(dims) else None for dims in given]
-            out = [0 if name in flat(dims) or not agreed else None for dims in made]
+            into = [0 if name in flatten_axes(dims) else None for dims in given]
+            out = [0 if name in flatten_axes(dims) or not agreed else None for dims in made]
             run = jax.vmap(run, tuple(into), out, axis_name=name, axis_size=size)
         return run
 
-    def whole(*operands: Any) -> list[Any]:
-        parts = [cut(value, dims, sizes) for value, dims in zip(operands, given, strict=True)]
+    def on_whole(*operands: Any) -> list[Any]:
+        parts = [split_into_shards(value, dims, sizes) for value, dims in zip(operands, given, strict=True)]
         try:
             results = over_shards(True)(*parts)
         except ValueError:  # or they are said to be, with check_vma=False, and are not
-            results = [first(v, dims, sizes) for v, dims in zip(over_shards(False)(*parts), made, strict=True)]
-        return [join(value, dims, sizes) for value, dims in zip(results, made, strict=True)]
+            results = [first_shards(v, dims, sizes) for v, dims in zip(over_shards(False)(*parts), made, strict=True)]
+        return [join_shards(value, dims, sizes) for value, dims in zip(results, made, strict=True)]
 
-    return whole
+    return on_whole
 
 
 def named_dims(spec: Any, ndim: int) -> list[tuple[str, ...]]:
@@ -99,11 +99,11 @@ def named_dims(spec: Any, ndim: int) -> list[tuple[str, ...]]:
     return [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in entries]
 
 
-def flat(dims: Sequence[tuple[str, ...]]) -> list[str]:
+def flatten_axes(dims: Sequence[tuple[str, ...]]) -> list[str]:
     return [name for names in dims for name in names]
 
 
-def cut(value: Any, dims: Sequence[tuple[str, ...]], sizes: dict[str, int]) -> Any:
+def split_into_shards(value: Any, dims: Sequence[tuple[str, ...]], sizes: dict[str, int]) -> Any:
     """A whole value as shards, ``[axes that it names, in the order of the mesh, ..., local dimensions]``."""
     shape: list[int] = []
     at: dict[str, int] = {}
@@ -119,9 +119,9 @@ def cut(value: Any, dims: Sequence[tuple[str, ...]], sizes: dict[str, int]) -> A
     return value.reshape(shape).transpose([*(at[name] for name in sizes if name in at), *local])
 
 
-def join(value: Any, dims: Sequence[tuple[str, ...]], sizes: dict[str, int]) -> Any:
+def join_shards(value: Any, dims: Sequence[tuple[str, ...]], sizes: dict[str, int]) -> Any:
     """A whole value from shards; undoes `cut`."""
-    named = [name for name in sizes if name in flat(dims)]
+    named = [name for name in sizes if name in flatten_axes(dims)]
     if not named:
         return value
     order: list[int] = []
@@ -133,7 +133,7 @@ def join(value: Any, dims: Sequence[tuple[str, ...]], sizes: dict[str, int]) -> 
     return value.transpose(order).reshape(shape)
 
 
-def first(value: Any, dims: Sequence[tuple[str, ...]], sizes: dict[str, int]) -> Any:
+def first_shards(value: Any, dims: Sequence[tuple[str, ...]], sizes: dict[str, int]) -> Any:
     """Of shards ``[all axes, ..., local dimensions]`` the first along the axes that are not named."""
-    named = flat(dims)
+    named = flatten_axes(dims)
     return value[tuple(slice(None) if name in named else 0 for name in sizes)]

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Remembered(Generic[T]):
+class Memo(Generic[T]):
     """Values by keys, up to a number of them. Several threads may ask at once.
 
     Args:
@@ -19,7 +19,7 @@ class Remembered(Generic[T]):
 
     Example:
       >>> lengths = Remembered[int](100)
-      >>> lengths.found("node", lambda: len("node")), lengths.found("node", lambda: 0)
+      >>> lengths.get_or_make("node", lambda: len("node")), lengths.get_or_make("node", lambda: 0)
       (4, 4)
     """
 
@@ -27,7 +27,7 @@ class Remembered(Generic[T]):
         self._most = most
         self._values: dict[Hashable, T] = {}
 
-    def found(self, key: Hashable, make: Callable[[], T]) -> T:
+    def get_or_make(self, key: Hashable, make: Callable[[], T]) -> T:
         """What belongs to a key, made if that is not known."""
         try:
             return self._values[key]

@@ -14,30 +14,30 @@ import numpy as np
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
-def on_host(aval: Any) -> bool:
+def is_on_host(aval: Any) -> bool:
     """Whether values of a type lie in the host's memory.
 
-    >>> on_host(jax.typeof(jnp.ones(3)))
+    >>> is_on_host(jax.typeof(jnp.ones(3)))
     False
     """
     return getattr(aval, "memory_space", DEVICE) == HOST
 
 
-def crosses(eqn: Any) -> bool:
+def crosses_memories(eqn: Any) -> bool:
     """Whether an equation, no loop or branch, moves a value to the host's memory, or back.
 
     >>> there = jax.make_jaxpr(lambda x: jax.device_put(jnp.sin(x), HOST))(1.0)
-    >>> [crosses(eqn) for eqn in there.jaxpr.eqns]
+    >>> [crosses_memories(eqn) for eqn in there.jaxpr.eqns]
     [False, True]
     """
-    before, after = ({on_host(atom.aval) for atom in several} for several in (eqn.invars, eqn.outvars))
+    before, after = ({is_on_host(atom.aval) for atom in several} for several in (eqn.invars, eqn.outvars))
     return bool(before) and before != after
 
 
-def can_be_away(aval: Any) -> bool:
+def can_offload(aval: Any) -> bool:
     """Whether values of a type can be moved to the host: numbers, or booleans, of whole bytes, and some of them.
 
-    >>> can_be_away(jax.typeof(jnp.ones(3))), can_be_away(jax.typeof(jax.random.key(0)))
+    >>> can_offload(jax.typeof(jnp.ones(3))), can_offload(jax.typeof(jax.random.key(0)))
     (True, False)
     """
     dtype = getattr(aval, "dtype", None)

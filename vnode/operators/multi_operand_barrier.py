@@ -27,7 +27,7 @@ def is_part(eqn: JaxprEqn, description: OperatorDescription | None) -> bool:
     return several and description is not None and description.part is not None
 
 
-def as_written(
+def group_barrier_parts(
     items: Iterable[T],
     equation: Callable[[T], JaxprEqn | None],
     describe: Describe,

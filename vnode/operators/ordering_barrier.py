@@ -34,26 +34,26 @@ def _(*avals: Any) -> list[Any]:
 
 
 @rule("postponed")
-def postponed(eqn: JaxprEqn) -> OperatorDescription:
-    emits = dict.fromkeys(("gpu", "tpu"), by_barrier) | {"cpu": by_bits}
+def ordering_barrier(eqn: JaxprEqn) -> OperatorDescription:
+    emits = dict.fromkeys(("gpu", "tpu"), emit_barrier) | {"cpu": emit_bit_dependency}
     return identities(eqn, replaced_on=emits)
 
 
-def by_barrier(
+def emit_barrier(
     d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
 ) -> list[Any]:
     """Emits a barrier."""
     return list(lax.optimization_barrier(tuple(operands)))
 
 
-def by_bits(
+def emit_bit_dependency(
     d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
 ) -> list[Any]:
     """Emits what XLA keeps on CPUs."""
     *values, latest = operands
     if not can_be_awaited(latest):
-        return by_barrier(d, e, operands, sizes, positions)
-    return [*(as_it_was(value, latest) for value in values), latest]
+        return emit_barrier(d, e, operands, sizes, positions)
+    return [*(ready_value(value, latest) for value in values), latest]
 
 
 def can_be_awaited(type_: Any) -> bool:
@@ -61,15 +61,15 @@ def can_be_awaited(type_: Any) -> bool:
     return bool(jnp.issubdtype(type_.dtype, np.floating) and type_.size)
 
 
-def as_it_was(value: Any, *latest: Any) -> Any:
+def ready_value(value: Any, *latest: Any) -> Any:
     """A value that is there when others are, if it is of numbers."""
     real = jnp.issubdtype(value.dtype, np.floating), jnp.issubdtype(value.dtype, np.integer)
     about = jnp.finfo if real[0] else jnp.iinfo
     whole_bytes = any(real) and about(value.dtype).bits == 8 * value.dtype.itemsize
-    return lax.bitcast_convert_type(behind(value, *latest), value.dtype) if whole_bytes else value
+    return lax.bitcast_convert_type(bits_after(value, *latest), value.dtype) if whole_bytes else value
 
 
-def behind(value: Any, *latest: Any) -> Any:
+def bits_after(value: Any, *latest: Any) -> Any:
     """The bits of a value, as integers that are there when others are, and not before.
 
     Args:

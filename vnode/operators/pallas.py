@@ -28,7 +28,7 @@ from jax.extend.core import JaxprEqn
 
 from vnode.operators.control_flow import body_of
 from vnode.operators.description import Dim, Dims, Factors, OperatorDescription, Positions, Sizes, Work
-from vnode.operators.memo import Remembered
+from vnode.operators.memo import Memo
 from vnode.operators.monoid import Monoid
 from vnode.operators.pallas_axes import Axis, Call, Plan, split_axes
 from vnode.operators.pallas_sums import with_size
@@ -51,10 +51,10 @@ def pallas_call(eqn: JaxprEqn) -> OperatorDescription | None:
     own = kind(eqn)
     if own is None:
         return described(eqn, call)
-    return DESCRIPTIONS.found(own, lambda: described(eqn, call))
+    return DESCRIPTIONS.get_or_make(own, lambda: described(eqn, call))
 
 
-DESCRIPTIONS = Remembered[OperatorDescription](256)
+DESCRIPTIONS = Memo[OperatorDescription](256)
 """Kernels have no constants that would be kept."""
 
 
@@ -168,9 +168,9 @@ def evaluate_copy(eqn: JaxprEqn, plan: Plan, sizes: Mapping[int, int], operands:
         params["cost_estimate"] = dataclasses.replace(params["cost_estimate"], **counts)
     given = list(operands)
     for k, aval in enumerate(mapping.index_map_avals[len(grid) :]):
-        given[call.sizes_given + k] = extended(given[call.sizes_given + k], aval.shape)
+        given[call.sizes_given + k] = repeat_last(given[call.sizes_given + k], aval.shape)
     for k, own in enumerate(blocks[: call.arrays]):
-        given[first + k] = extended(given[first + k], own.array_aval.shape)
+        given[first + k] = repeat_last(given[first + k], own.array_aval.shape)
     made = eqn.primitive.bind(*given, **params)
     shapes = [
         tuple(
@@ -185,7 +185,7 @@ def evaluate_copy(eqn: JaxprEqn, plan: Plan, sizes: Mapping[int, int], operands:
     ]
 
 
-def extended(value: Any, shape: tuple[int, ...]) -> Any:
+def repeat_last(value: Any, shape: tuple[int, ...]) -> Any:
     """An array that repeats its last elements up to a shape."""
     missing = [(0, n - own) for n, own in zip(shape, jnp.shape(value), strict=True)]
     return jnp.pad(value, missing, mode="edge") if any(after for _, after in missing) else value

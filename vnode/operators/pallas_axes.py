@@ -18,7 +18,7 @@ from typing import Any
 
 from vnode.operators.control_flow import body_of
 from vnode.operators.pallas_index_maps import Component, Digit, Read, components, digits_of, divisors, numbering
-from vnode.operators.pallas_kernel import overwrites, uses, written
+from vnode.operators.pallas_kernel import overwrites, uses, written_inputs
 from vnode.operators.pallas_rows import rows_are_independent
 from vnode.operators.pallas_sums import adds_up
 
@@ -164,7 +164,7 @@ def split_axes(call: Call) -> Plan:
         for d, axis in enumerate(read.axes):
             if axis is not None and (tied.get((read.scalars, d)) != axis or len(digits[axis]) > 1):
                 exclude([axis], "scalars are read by its program id, and by other numbers")
-    exclude(carrying(call), "a step may read what an earlier one left")
+    exclude(carrying_axes(call), "a step may read what an earlier one left")
     numbered = [
         [
             along_dimension(component, digits, block, size)
@@ -179,7 +179,7 @@ def split_axes(call: Call) -> Plan:
     for lines in numbered[call.arrays :]:
         there = {digit.axis for digit in map(leading_digit, lines) if digit is not None}
         exclude(set(range(len(grid))) - there, "several steps along it write the same block")
-    exclude(torn(call, numbered), "a result takes the memory of an operand that lies in other blocks")
+    exclude(mismatched_aliases(call, numbered), "a result takes the memory of an operand that lies in other blocks")
     axes: dict[int, Axis] = {}
     for axis in sorted(set(range(len(grid))) - set(whole)):
         (first, *_) = digits[axis]
@@ -202,7 +202,7 @@ def split_axes(call: Call) -> Plan:
     last = max((axis for axis, size in enumerate(grid) if size != 1), default=None)
     read_by = {axis for read in reads for axis in read.axes}
     if last is not None and last not in axes and last not in read_by and len(digits[last]) == 1:
-        axes |= summed(call, last, found, numbered)
+        axes |= summed_axis(call, last, found, numbered)
     arrays = [
         [None if digit is None else axes.get(digit.axis) for digit in map(leading_digit, lines)] for lines in numbered
     ]
@@ -276,12 +276,12 @@ def numbered_scalars(
     }
 
 
-def carrying(call: Call) -> set[int]:
+def carrying_axes(call: Call) -> set[int]:
     """Axes along which a step may read what earlier ones left, unless the kernel's author says that it does not."""
     kernel, users, semantics = call.kernel, call.users, call.semantics
     first_scratch = call.scalars + len(call.blocks)
     inputs = range(call.scalars + call.arrays)
-    state = [k for k in sorted(written(kernel)) if k in inputs]
+    state = [k for k in sorted(written_inputs(kernel)) if k in inputs]
     scratch = list(range(first_scratch, len(kernel.invars)))
     sizes = {number: call.grid[axis] for number, axis in enumerate(users)}
     found = set()
@@ -299,7 +299,7 @@ def carrying(call: Call) -> set[int]:
     return found
 
 
-def torn(call: Call, numbered: Sequence[Sequence[Line | None]]) -> set[int]:
+def mismatched_aliases(call: Call, numbered: Sequence[Sequence[Line | None]]) -> set[int]:
     """Axes along which an operand and the result that takes its memory do not lie in the same blocks."""
     found: set[int] = set()
     for operand, result in dict(call.params["input_output_aliases"]).items():
@@ -309,7 +309,7 @@ def torn(call: Call, numbered: Sequence[Sequence[Line | None]]) -> set[int]:
     return found
 
 
-def summed(
+def summed_axis(
     call: Call, axis: int, found: Sequence[Sequence[Component]], numbered: Sequence[Sequence[Line | None]]
 ) -> dict[int, Axis]:
     """The innermost axis, if all that the steps along it do is to add up; else nothing.
@@ -320,7 +320,7 @@ def summed(
     arrays = range(first, first + call.arrays)
     state = range(arrays.stop, len(kernel.invars))
     outputs = set(range(arrays.stop, first + len(call.blocks)))
-    plain = not call.params["input_output_aliases"] and written(kernel) <= set(state) and call.grid[axis] > 1
+    plain = not call.params["input_output_aliases"] and written_inputs(kernel) <= set(state) and call.grid[axis] > 1
     if not plain or axis not in users or call.semantics.get(axis, "arbitrary") not in ("parallel", "arbitrary"):
         return {}
     having: set[int] = set()

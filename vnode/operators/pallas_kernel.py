@@ -122,7 +122,7 @@ def is_copy(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
 
 
-def written(kernel: Jaxpr) -> frozenset[int]:
+def written_inputs(kernel: Jaxpr) -> frozenset[int]:
     """The inputs of a kernel that it writes."""
     found: set[int] = set()
     for effect in kernel.effects:

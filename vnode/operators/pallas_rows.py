@@ -96,13 +96,13 @@ class Walk:
             return [UNIFORM]
         region, bodies = bodies_of(eqn)
         if bodies:
-            return self.nested(eqn, region, bodies, operands)
+            return self.follow_region(eqn, region, bodies, operands)
         if name == "get":
-            return [self.held_at(operands[0], *self.named_dims(eqn, operands[1:], eqn.invars[1:]))]
+            return [self.read_rows(operands[0], *self.named_dims(eqn, operands[1:], eqn.invars[1:]))]
         if name in ("swap", "addupdate"):
             dims, cut = self.named_dims(eqn, operands[2:], eqn.invars[2:])
             self.put(operands[0], dims, cut, operands[1])
-            return [self.held_at(operands[0], dims, cut)] * len(eqn.outvars)
+            return [self.read_rows(operands[0], dims, cut)] * len(eqn.outvars)
         if any(isinstance(value, tuple) for value in operands) or self._axis in has_program_id(eqn):
             raise Dependent
         values = [value for value in operands if isinstance(value, int)]
@@ -134,7 +134,7 @@ class Walk:
             raise Dependent  # several elements by their numbers
         return dims, frozenset(d for d, i in enumerate(index) if not is_all(i, shape[d]))
 
-    def held_at(self, reference: Value, dims: list[int], cut: frozenset[int]) -> int:
+    def read_rows(self, reference: Value, dims: list[int], cut: frozenset[int]) -> int:
         """The rows of what is read."""
         assert isinstance(reference, tuple)
         rows = self._held[reference[1]]
@@ -151,17 +151,17 @@ class Walk:
         if not isinstance(value, int):
             raise Dependent
         if number in self._rows:
-            if value != UNIFORM and value != self.held_at(reference, dims, cut):
+            if value != UNIFORM and value != self.read_rows(reference, dims, cut):
                 raise Dependent
-            self.held_at(reference, dims, cut)
+            self.read_rows(reference, dims, cut)
             return
         if value >= 0 and dims[value] in cut:
             raise Dependent
         held = dims[value] if value >= 0 else SHARED if cut and self._held[number] < 0 else value
-        self._held[number] = merged(self._held[number], held)
-        self.held_at(reference, dims, cut)
+        self._held[number] = merge_values(self._held[number], held)
+        self.read_rows(reference, dims, cut)
 
-    def nested(self, eqn: JaxprEqn, region: Any, bodies: Sequence[Any], operands: list[Value]) -> list[Value]:
+    def follow_region(self, eqn: JaxprEqn, region: Any, bodies: Sequence[Any], operands: list[Value]) -> list[Value]:
         """A call, loop or branch."""
         if region is None:
             ((body, given),) = bodies
@@ -188,10 +188,10 @@ class Walk:
                     value + 1 if region.stacks and j >= carried and isinstance(value, int) and value >= 0 else value
                     for j, value in enumerate(made)
                 ]
-                results = [merged(a, b) for a, b in zip(results, stacked, strict=True)]
+                results = [merge_values(a, b) for a, b in zip(results, stacked, strict=True)]
             before = list(inputs)
             for i, k in enumerate(region.carried):
-                inputs[k] = merged(inputs[k], results[i])
+                inputs[k] = merge_values(inputs[k], results[i])
                 results[i] = inputs[k]
             if inputs == before:
                 return results
@@ -223,7 +223,7 @@ def row_dims(description: OperatorDescription, values: Sequence[int]) -> list[in
     return made
 
 
-def merged(a: T, b: T) -> T:
+def merge_values(a: T, b: T) -> T:
     """What is one value or another."""
     if a == b or b == UNIFORM:
         return a

@@ -202,7 +202,7 @@ class Sums:
             return [values[0] if len(set(values)) == 1 and chosen is Term.SAME else Term.ANY for values in both]
         plain = not self.depth and not eqn.outvars and len(region.bodies) == 2 and not region.bodies[0].jaxpr.eqns
         if chosen is Test.FIRST and plain:
-            self.first(region.bodies[1], given)
+            self.check_first_step(region.bodies[1], given)
         elif chosen is Test.LAST and plain:
             self.done = True  # all that is done at last is to hand on totals
             self.body(region.bodies[1].jaxpr, given)
@@ -210,7 +210,7 @@ class Sums:
             raise Unknown
         return []
 
-    def first(self, body: Body, given: list[Value]) -> None:
+    def check_first_step(self, body: Body, given: list[Value]) -> None:
         """All that is done first is to begin with zero."""
         env: dict[Any, Value] = dict(zip(body.jaxpr.invars, given, strict=True))
         zeros: set[Var] = set()
@@ -240,7 +240,7 @@ class Sums:
             return Term.ZERO if reference in self.having else Term.SAME
         if self.stages[reference] != Stage.ZEROED:
             raise Unknown
-        return Total(reference, place_of(eqn.invars[1:], eqn))
+        return Total(reference, access_place(eqn.invars[1:], eqn))
 
     def put(self, eqn: JaxprEqn, operands: list[Value]) -> None:
         reference, value = operands[0], operands[1]
@@ -255,12 +255,12 @@ class Sums:
                 raise Unknown
             self.stages[reference], self.done = Stage.FINAL, True
             return
-        more = value is Term.ZERO if adds else value == Total(reference, place_of(eqn.invars[2:], eqn))
+        more = value is Term.ZERO if adds else value == Total(reference, access_place(eqn.invars[2:], eqn))
         if self.done or stage != Stage.ZEROED or not more:
             raise Unknown
 
 
-def place_of(indices: Sequence[Any], eqn: JaxprEqn) -> Any:
+def access_place(indices: Sequence[Any], eqn: JaxprEqn) -> Any:
     """Where an equation reads or writes its reference; None if that is all of it."""
     if takes_all(eqn, indices):
         return None

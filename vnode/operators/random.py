@@ -43,7 +43,7 @@ def keywise(eqn: JaxprEqn, keys: Any) -> bool:
     return keys.aval.dtype.name in KEYWISE[eqn.primitive.name]
 
 
-def drawn_elsewhere(
+def emit_portable_draw(
     d: OperatorDescription, eqn: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
 ) -> list[Any]:
     """An equation of Philox keys, by an implementation that compiles for several devices."""
@@ -52,9 +52,9 @@ def drawn_elsewhere(
     return [with_other_keys(functools.partial(eqn.primitive.bind, **params), operands, dtype)]
 
 
-def replaced(keys: Any) -> dict[str, Emit]:
+def replacement_platforms(keys: Any) -> dict[str, Emit]:
     """On which platforms an equation that computes with keys such as `keys` is replaced, and by what."""
-    return dict.fromkeys(("cpu", "gpu", "tpu"), drawn_elsewhere) if keys.aval.dtype.name in PHILOX else {}
+    return dict.fromkeys(("cpu", "gpu", "tpu"), emit_portable_draw) if keys.aval.dtype.name in PHILOX else {}
 
 
 def make_whole(f: Factors) -> None:
@@ -66,7 +66,7 @@ def each_key(eqn: JaxprEqn) -> OperatorDescription:
     f, operands, result = broadcast(*shapes_of(eqn))
     if not keywise(eqn, eqn.invars[0]):
         make_whole(f)
-    replaced_on = replaced(eqn.invars[0])
+    replaced_on = replacement_platforms(eqn.invars[0])
     return OperatorDescription(factors=f.all, operands=operands, results=(result,), replaced_on=replaced_on)
 
 
@@ -75,7 +75,7 @@ def random_seed(eqn: JaxprEqn) -> OperatorDescription:
     f, operands, result = broadcast(*shapes_of(eqn))
     if not keywise(eqn, eqn.outvars[0]):
         make_whole(f)
-    replaced_on = replaced(eqn.outvars[0])
+    replaced_on = replacement_platforms(eqn.outvars[0])
     return OperatorDescription(factors=f.all, operands=operands, results=(result,), replaced_on=replaced_on)
 
 
@@ -135,7 +135,7 @@ def per_key(eqn: JaxprEqn, emit: Any) -> OperatorDescription:
         results=((*keys, *drawn),),
         emit=emit if counted else None,
         work=Work(20),  # rounds of mixing for every word
-        replaced_on=replaced(eqn.invars[0]),
+        replaced_on=replacement_platforms(eqn.invars[0]),
     )
 
 
@@ -198,7 +198,7 @@ def random_gamma(eqn: JaxprEqn) -> OperatorDescription:
         operands=(dims[: len(keys)], dims),
         results=(dims,),
         work=Work(200),
-        replaced_on=replaced(eqn.invars[0]),
+        replaced_on=replacement_platforms(eqn.invars[0]),
     )
 
 

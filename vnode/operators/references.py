@@ -24,7 +24,7 @@ def is_reference(atom: Any) -> bool:
     return hasattr(getattr(atom, "aval", None), "inner_aval")
 
 
-def made_by(eqn: JaxprEqn, operands: Sequence[Any]) -> Any | None:
+def initial_content(eqn: JaxprEqn, operands: Sequence[Any]) -> Any | None:
     """What a new reference holds at first; None if the equation makes none."""
     if eqn.primitive.name == "new_ref":
         return operands[0]
@@ -40,19 +40,19 @@ def access_of(eqn: JaxprEqn) -> Access | None:
 
 
 def get(eqn: JaxprEqn, held: Any, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
-    return held, [read(held, indexers(eqn, operands))]
+    return held, [read_chain(held, indexers(eqn, operands))]
 
 
 def swap(eqn: JaxprEqn, held: Any, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
     value, *rest = operands
     chain = indexers(eqn, rest)
-    return written(held, chain, value), [read(held, chain)]
+    return write_chain(held, chain, value), [read_chain(held, chain)]
 
 
 def addupdate(eqn: JaxprEqn, held: Any, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
     value, *rest = operands
     chain = indexers(eqn, rest)
-    return written(held, chain, read(held, chain) + value), []
+    return write_chain(held, chain, read_chain(held, chain) + value), []
 
 
 def freeze(eqn: JaxprEqn, held: Any, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -107,7 +107,7 @@ def index_of(view: Any) -> tuple[list[Any], list[int] | None]:
     return index, None
 
 
-def read(value: Any, chain: Sequence[Any]) -> Any:
+def read_chain(value: Any, chain: Sequence[Any]) -> Any:
     for view in chain:
         starts, sizes = index_of(view)
         if sizes is None:
@@ -118,10 +118,10 @@ def read(value: Any, chain: Sequence[Any]) -> Any:
     return value
 
 
-def written(value: Any, chain: Sequence[Any], part: Any) -> Any:
+def write_chain(value: Any, chain: Sequence[Any], part: Any) -> Any:
     if not chain:
         return part
-    part = written(read(value, chain[:1]), chain[1:], part)
+    part = write_chain(read_chain(value, chain[:1]), chain[1:], part)
     starts, sizes = index_of(chain[0])
     if sizes is None:
         return value.at[tuple(starts)].set(part)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 
 from vnode.operators.description import OperatorDescription
-from vnode.operators.memo import Remembered
+from vnode.operators.memo import Memo
 
 Rule = Callable[[JaxprEqn], OperatorDescription | None]
 _rules: dict[str, Rule] = {}
@@ -131,14 +131,14 @@ def describe(eqn: JaxprEqn) -> OperatorDescription | None:
     of = kind_to_keep(eqn)
     if of is None:
         return fun(eqn)
-    return _known.found(of, lambda: fun(eqn))
+    return _known.get_or_make(of, lambda: fun(eqn))
 
 
-_known = Remembered[OperatorDescription | None](20_000)
+_known = Memo[OperatorDescription | None](20_000)
 """Descriptions that were made, by kind."""
 
 
-def described(eqn: JaxprEqn) -> bool:
+def has_rule(eqn: JaxprEqn) -> bool:
     """Whether there is a rule for an equation's primitive."""
     return rule_of(eqn.primitive.name) is not None
 

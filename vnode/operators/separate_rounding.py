@@ -37,7 +37,7 @@ class Rounding:
     zero: jax.Array
 
     @staticmethod
-    def of(values: Sequence[Any]) -> Rounding | None:
+    def from_values(values: Sequence[Any]) -> Rounding | None:
         """A rounding in a program that is being traced; None if nothing is computed of anything.
 
         Args:
@@ -45,27 +45,29 @@ class Rounding:
             loops, and what is made in one is in memory for whoever reads it.
         """
         for value in values:
-            if Rounding.can_be_of(value):
+            if Rounding.can_use(value):
                 first = lax.slice(value, (0,) * value.ndim, (1,) * value.ndim).reshape(())
                 start = ((first != 0).astype(jnp.int32), jnp.uint32(0))
                 return Rounding(lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] - 1, s[1] * 2), start)[1])
         return None
 
     @staticmethod
-    def can_be_of(value: Any) -> bool:
+    def can_use(value: Any) -> bool:
         """Whether a value has a number of which a rounding can be made."""
         return bool(getattr(value, "size", 0)) and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
 
-    def unknown(self, constant: Any) -> Any:
+    def opaque_constant(self, constant: Any) -> Any:
         """A constant of several elements that compilers do not know for one.
 
         They would compute what is made of it while they compile, and round that otherwise than a device does; and only
         where they see all of it, which of parts they do not.
         """
         several = jnp.size(constant) > 1 and self.is_at_stake(constant, adds=False)
-        return self.rounded(jnp.asarray(constant)) if several else constant
+        return self.round_value(jnp.asarray(constant)) if several else constant
 
-    def each(self, eqn: JaxprEqn, description: OperatorDescription | None, results: Sequence[Any]) -> list[Any]:
+    def round_results(
+        self, eqn: JaxprEqn, description: OperatorDescription | None, results: Sequence[Any]
+    ) -> list[Any]:
         """Results of an equation, rounded before anything else is computed of them if compilers might not.
 
         Args:
@@ -76,7 +78,7 @@ class Rounding:
         if description is None or not description.by_element or description.has(Algebra.MOVES):
             return list(results)
         adds = frozenset(range(len(eqn.invars))) in description.linear
-        return [self.rounded(value) if self.is_at_stake(value, adds) else value for value in results]
+        return [self.round_value(value) if self.is_at_stake(value, adds) else value for value in results]
 
     @staticmethod
     def is_at_stake(value: Any, adds: bool) -> bool:
@@ -84,12 +86,12 @@ class Rounding:
         dtype = getattr(value, "dtype", None)
         return dtype is not None and jnp.issubdtype(dtype, np.floating) and not (adds and dtype.itemsize >= NARROW)
 
-    def rounded(self, value: jax.Array) -> jax.Array:
+    def round_value(self, value: jax.Array) -> jax.Array:
         """The same value, by its bits."""
         bits = jnp.dtype(f"uint{8 * value.dtype.itemsize}")
         return lax.bitcast_convert_type(lax.bitcast_convert_type(value, bits) ^ self.zero.astype(bits), value.dtype)
 
-    def apart(self, spread: jax.Array) -> jax.Array:
+    def hide_broadcast(self, spread: jax.Array) -> jax.Array:
         """A value that is one number everywhere, or along a dimension, of which compilers do not see that.
 
         XLA divides by such a value by multiplying with its reciprocal, or does not, depending on which other arrays

@@ -229,7 +229,7 @@ def pad(eqn: JaxprEqn) -> OperatorDescription:
         value, padding = operands
         cut = [factor for factor in moved if factor in positions]
 
-        def own(i: int) -> tuple[int, int, int]:
+        def block_padding(i: int) -> tuple[int, int, int]:
             """Blocks may be of fewer elements than they were."""
             low, high, interior = configs[i]
             if d.results[0][i][0] in cut:
@@ -238,7 +238,7 @@ def pad(eqn: JaxprEqn) -> OperatorDescription:
                 return low, high, interior
             return low * value.shape[i] // shape[i], high * value.shape[i] // shape[i], interior
 
-        value = e.primitive.bind(value, padding, padding_config=tuple(map(own, range(len(configs)))))
+        value = e.primitive.bind(value, padding, padding_config=tuple(map(block_padding, range(len(configs)))))
         for factor in cut:
             i = moved[factor]
             low, _, interior = configs[i]

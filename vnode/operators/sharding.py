@@ -45,7 +45,7 @@ def constraint(eqn: JaxprEqn) -> OperatorDescription:
         linear=(frozenset({0}),),
         algebra=Algebra.MOVES,
         layout=axes_of(asked, len(dims), eqn.params.get("unconstrained_dims", ())),
-        emit=constrained,
+        emit=emit_constraint,
     )
 
 
@@ -63,7 +63,7 @@ def axes_of(asked: Any, ndim: int, free: Any = ()) -> tuple[tuple[str, ...] | No
     )  # fmt: skip
 
 
-def constrained(
+def emit_constraint(
     d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
 ) -> list[Any]:
     """Asks of a copy what is asked over the axes that are the partitioner's here."""
@@ -88,7 +88,7 @@ def constrained(
     return [lax.with_sharding_constraint(value, PartitionSpec(*fitting))]
 
 
-def meshless(eqn: JaxprEqn) -> list[JaxprEqn]:
+def without_mesh(eqn: JaxprEqn) -> list[JaxprEqn]:
     """An equation without a mesh in its parameters: what it computes, then a constraint with what it asks for.
 
     Args:

@@ -20,7 +20,7 @@ COMPARED = {"lt": (1, 0), "le": (1, 1), "gt": (-1, 0), "ge": (-1, 1)}
 MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 
 
-def turns(condition: Jaxpr, body: Jaxpr, operands: Sequence[Any], constants: tuple[int, int]) -> int | None:
+def find_trip_count(condition: Jaxpr, body: Jaxpr, operands: Sequence[Any], constants: tuple[int, int]) -> int | None:
     """How often a loop turns, or None if that is not written down.
 
     Args:

@@ -37,7 +37,7 @@ class Window:
     operand: Dim
     result: Dim
     window: Dim
-    inside: int | None = None
+    window_factor: int | None = None
     tie: Windowed | None = None
     repeats: int = 1
 
@@ -124,15 +124,15 @@ def window_dims(
     ]
 
 
-def resized(windows: Sequence[Window], d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
+def resize_windows(windows: Sequence[Window], d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
     """The parameters that speak of windows, for a copy with factor sizes `sizes`."""
     extent, stride = list(e.params.get("window_dimensions", ())), list(e.params["window_strides"])
     padding = list(e.params["padding"])
     for i, w in enumerate(windows):
-        if w.inside is not None:
-            stride[i] = sizes[w.inside]
+        if w.window_factor is not None:
+            stride[i] = sizes[w.window_factor]
             if extent:
-                extent[i] = sizes[w.inside]
+                extent[i] = sizes[w.window_factor]
         if w.tie is not None:
             padding[i] = w.tie.padding(sizes, d.sizes)
     of_windows = {"window_strides": tuple(stride), "padding": tuple(padding)}
@@ -153,7 +153,7 @@ def windowed(
         results=(tuple(w.result for w in windows),) * len(eqn.outvars),
         linear=(frozenset({0}),) if monoid is Monoid.SUM else (),
         work=Work(math.prod(w.repeats for w in windows)),
-        resize=lambda d, e, sizes: resized(windows, d, e, sizes),
+        resize=lambda d, e, sizes: resize_windows(windows, d, e, sizes),
     )
 
 
@@ -176,7 +176,7 @@ def reduce_window(eqn: JaxprEqn) -> OperatorDescription:
     return windowed(eqn, len(eqn.outvars), None, None)
 
 
-def furthest(eqn: JaxprEqn) -> Monoid:
+def extreme_monoid(eqn: JaxprEqn) -> Monoid:
     """The monoid whose identity a comparison never selects."""
     return Monoid.MAX if eqn.params["select_prim"].name == "ge" else Monoid.MIN
 
@@ -184,7 +184,7 @@ def furthest(eqn: JaxprEqn) -> Monoid:
 @rule("select_and_gather_add")
 def select_and_gather_add(eqn: JaxprEqn) -> OperatorDescription:
     """From each window the tangent at the place where the second operand is extreme."""
-    description = windowed(eqn, 2, None, (Monoid.SUM, furthest(eqn)))
+    description = windowed(eqn, 2, None, (Monoid.SUM, extreme_monoid(eqn)))
     return dataclasses.replace(description, linear=(frozenset({0}),))
 
 
@@ -193,7 +193,7 @@ def select_and_scatter_add(eqn: JaxprEqn) -> OperatorDescription:
     """Adds each element of the first operand to the place of its window where the second operand is extreme."""
     f = Factors()
     shapes = eqn.invars[1].aval.shape, eqn.invars[0].aval.shape
-    around = (Monoid.SUM, furthest(eqn))
+    around = (Monoid.SUM, extreme_monoid(eqn))
     windows = window_dims(f, *shapes, eqn.params, monoid=None, around=around, back=True)
     places = tuple(w.operand if w.tie is None or w.tie.back is None else (w.tie.back,) for w in windows)
     f.change(*(w.tie.back for w in windows if w.tie is not None and w.tie.back is not None), counted=False)
@@ -202,7 +202,7 @@ def select_and_scatter_add(eqn: JaxprEqn) -> OperatorDescription:
         d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
     ) -> list[Any]:
         """A copy collects over all that its windows cover; of that its own places are kept."""
-        made = e.primitive.bind(*operands, **resized(windows, d, e, sizes))
+        made = e.primitive.bind(*operands, **resize_windows(windows, d, e, sizes))
         for i, w in enumerate(windows):
             if w.tie is not None and w.tie.back is not None and w.tie.back in positions:
                 made = lax.slice_in_dim(made, w.tie.before, w.tie.before + sizes[w.tie.back], axis=i)

@@ -256,12 +256,12 @@ def accept(compiled: Any, cost: ProgramCost, *, tolerance: float = TOLERANCE) ->
       >>> from vnode.partition.cost import program_cost
       >>> from vnode.spmd.sharding_flow import follow
       >>> from vnode.spmd.layout import from_spec
-      >>> from vnode.spmd.sharded_program import over_mesh
+      >>> from vnode.spmd.sharded_program import flow_over_mesh
       >>> traced = jax.make_jaxpr(lambda a, b: a @ b)(jnp.ones((64, 512)), jnp.ones((512, 64)))
       >>> program, axes = inline(traced.jaxpr, traced.consts), {"x": 4}
       >>> layouts = [from_spec(P(None, "x"), (64, 512), axes), from_spec(P("x"), (512, 64), axes)]
       >>> flow = follow(program, layouts, axes)
-      >>> run = over_mesh(flow, Mesh(np.array(jax.devices()[:4]), ("x",)))
+      >>> run = flow_over_mesh(flow, Mesh(np.array(jax.devices()[:4]), ("x",)))
       >>> compiled = jax.jit(run).lower(*(var.aval for var in program.inputs)).compile()
       >>> machine = Machine.tpu("v5e:2x2")
       >>> cost = program_cost(flow, machine, machine.mesh(axes), platform="cpu")

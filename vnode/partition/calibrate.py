@@ -36,7 +36,7 @@ from vnode.partition.machine import Kind, Machine
 from vnode.partition.machine.known_kinds import KINDS, kind_named
 from vnode.placement.temporary import temporary_of
 from vnode.spmd.layout import from_spec
-from vnode.spmd.sharded_program import at_the_border, over_mesh, spec_of
+from vnode.spmd.sharded_program import as_spec_layout, flow_over_mesh, spec_of
 from vnode.spmd.sharding_flow import follow
 
 TOPOLOGIES = {"v4": "v4:2x2x2", "v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4"}
@@ -177,9 +177,9 @@ def spread(machine: Machine, devices: Sequence[Any]) -> tuple[Quantiles | None, 
         for specs in ways.values():
             layouts = [from_spec(spec, x.shape, axes) for spec, x in zip(specs, args, strict=True)]
             flow = follow(program, layouts, axes, outputs=layouts[:2])
-            lies = [NamedSharding(mesh, spec_of(at_the_border(each, axes))) for each in layouts]
+            lies = [NamedSharding(mesh, spec_of(as_spec_layout(each, axes))) for each in layouts]
             given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(args, lies, strict=True)]
-            run = jax.jit(over_mesh(flow, mesh), donate_argnums=(0, 1), keep_unused=True)
+            run = jax.jit(flow_over_mesh(flow, mesh), donate_argnums=(0, 1), keep_unused=True)
             compiled = run.lower(*given).compile()
             said: Any = compiled.memory_analysis()
             cost = program_cost(flow, machine, machine.mesh(axes), donated=(0, 1), platform=platform)

@@ -58,14 +58,14 @@ def check_same(
     Raises:
       DifferentProcess: some differ; it names the processes, and the facts with their values.
     """
-    if not world().several:
+    if not world().has_others:
         return
     concerned = frozenset(range(world().count) if processes is None else processes)
-    mine = flat(facts, [*shows] if shows else []) | {LAUNCHED: world().launches[concerned]}
-    words = exchange_words(what, json.dumps({name: short(value) for name, value in mine.items()}), processes)
+    mine = flatten_facts(facts, [*shows] if shows else []) | {LAUNCHED: world().launches[concerned]}
+    words = exchange_words(what, json.dumps({name: shorten(value) for name, value in mine.items()}), processes)
     everyones = {process: json.loads(words[process]) for process in sorted(words)}
     names = dict.fromkeys(name for facts in everyones.values() for name in facts)
-    odd = {name: found for name in names if (found := differing(name, everyones))}
+    odd = {name: found for name in names if (found := find_differing(name, everyones))}
     if not odd:
         return
     long = [name for name, two in odd.items() if any(everyones[p].get(name, "").startswith(CHECKSUM) for p in two)]
@@ -101,10 +101,10 @@ def check_same(
     )
 
 
-def differing(name: str, everyones: Mapping[int, Mapping[str, str]]) -> tuple[int, int] | None:
+def find_differing(name: str, everyones: Mapping[int, Mapping[str, str]]) -> tuple[int, int] | None:
     """A process whose fact is another one than that of most, and one of these; None if all that have it agree.
 
-    >>> differing("seed", {0: {"seed": "1"}, 1: {"seed": "2"}, 2: {"seed": "2"}, 3: {"seed": "null"}})
+    >>> find_differing("seed", {0: {"seed": "1"}, 1: {"seed": "2"}, 2: {"seed": "2"}, 3: {"seed": "null"}})
     (0, 1)
     """
     found = {process: facts.get(name, "none") for process, facts in everyones.items()}
@@ -115,10 +115,10 @@ def differing(name: str, everyones: Mapping[int, Mapping[str, str]]) -> tuple[in
     return next(p for p, text in found.items() if text != most), next(p for p, text in found.items() if text == most)
 
 
-def flat(facts: Mapping[str, Any], whole: Collection[str] = ()) -> dict[str, Any]:
+def flatten_facts(facts: Mapping[str, Any], whole: Collection[str] = ()) -> dict[str, Any]:
     """Facts of dictionaries one by one, but for those that are one fact.
 
-    >>> flat({"data": {"seed": 1, "size": None}, "examples": None})
+    >>> flatten_facts({"data": {"seed": 1, "size": None}, "examples": None})
     {'data.seed': 1, 'data.size': 'None', 'examples': None}
     """
     found: dict[str, Any] = {}
@@ -130,7 +130,7 @@ def flat(facts: Mapping[str, Any], whole: Collection[str] = ()) -> dict[str, Any
     return found
 
 
-def short(value: Any) -> str:
+def shorten(value: Any) -> str:
     """A fact as it is told."""
     text = json.dumps(value, sort_keys=True, default=str)
     return text if len(text) <= LONGEST else f"{CHECKSUM}{hashlib.sha256(text.encode()).hexdigest()[:24]}"

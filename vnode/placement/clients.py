@@ -59,7 +59,7 @@ def join_world(
     if count == 1:
         return World(own_devices=tuple(jax.local_devices()), generation=generation, workers=workers)
     check_reachable(address)
-    client = connected(address)
+    client = connect(address)
     backend = backend_of(client, index, count, interface)
     meeting = Rendezvous(client, index, count)
     board = Board(meeting, index)
@@ -77,7 +77,7 @@ def leave_world(world: World) -> None:
     world.client.client.shutdown()
 
 
-def connected(address: str) -> Any:
+def connect(address: str) -> Any:
     """A client of a service, which answers."""
     client = constructors()["get_distributed_runtime_client"](
         address,
@@ -157,7 +157,7 @@ class Stage:
             self.service = constructors()["get_distributed_runtime_service"](
                 address, 1, heartbeat_timeout=HEARTBEAT, shutdown_timeout=1
             )
-            self.client = client = connected(address)
+            self.client = client = connect(address)
             with concurrent.futures.ThreadPoolExecutor(self.count) as pool:
                 made = [pool.submit(backend_of, client, i, self.count, "127.0.0.1") for i in range(self.count)]
                 self.backends = [each.result() for each in made]

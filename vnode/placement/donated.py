@@ -17,7 +17,7 @@ from vnode.errors import VnodeError, layout_message
 IS_DELETED = operator.methodcaller("is_deleted")
 
 
-def given_away(tree: Any, name: str) -> list[str]:
+def donated_leaves(tree: Any, name: str) -> list[str]:
     """The leaves whose arrays are deleted: a computation that they were donated to has their memory.
 
     Args:
@@ -28,14 +28,16 @@ def given_away(tree: Any, name: str) -> list[str]:
       >>> import jax.numpy as jnp
       >>> w, b = jnp.ones(3), jnp.zeros(3)
       >>> w.delete()
-      >>> given_away({"w": w, "b": b}, "state")
+      >>> donated_leaves({"w": w, "b": b}, "state")
       ["state['w']"]
     """
 
     if not any(map(IS_DELETED, arrays_among(jax.tree.leaves(tree)))):
         return []  # in a tenth of the time
     paths = jax.tree.leaves_with_path(tree)
-    return [name + jax.tree_util.keystr(path) for path, leaf in paths if is_held(type(leaf)) and leaf.is_deleted()]
+    return [
+        name + jax.tree_util.keystr(path) for path, leaf in paths if is_array_class(type(leaf)) and leaf.is_deleted()
+    ]
 
 
 def arrays_among(leaves: list[Any]) -> list[Any]:
@@ -47,17 +49,17 @@ def arrays_among(leaves: list[Any]) -> list[Any]:
       [Array([1., 1.], dtype=float32)]
     """
     kinds = set(map(type, leaves))
-    held = set(filter(is_held, kinds))
+    held = set(filter(is_array_class, kinds))
     return leaves if held == kinds else [leaf for leaf in leaves if type(leaf) in held]
 
 
 @functools.lru_cache(maxsize=64)
-def is_held(kind: type) -> bool:
+def is_array_class(kind: type) -> bool:
     """Whether values of a class are arrays of jax with memory of their own."""
     return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
 
 
-def check_there(
+def check_not_donated(
     trees: Mapping[str, Any],
     donated: Mapping[str, str] | None = None,
     *,
@@ -75,9 +77,9 @@ def check_there(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> check_there({"state": {"w": jnp.ones(3)}})
+      >>> check_not_donated({"state": {"w": jnp.ones(3)}})
     """
-    gone = {name: names for name, tree in trees.items() if (names := given_away(tree, name))}
+    gone = {name: names for name, tree in trees.items() if (names := donated_leaves(tree, name))}
     if not gone:
         return
     names = [name for found in gone.values() for name in found]

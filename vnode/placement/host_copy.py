@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from vnode.placement.leaves import is_array, is_key, shape_of
 from vnode.placement.placement import Placement
-from vnode.placement.process_arrays import exchanged, global_array, whole_everywhere
-from vnode.placement.transfer import fitting, partition
+from vnode.placement.process_arrays import exchange_arrays, global_array, replicate_in_processes
+from vnode.placement.transfer import fitting_sharding, partition
 from vnode.placement.world import is_shared
 
 
@@ -34,10 +34,10 @@ def is_weak(leaf: Any) -> bool:
     return getattr(leaf, "weak_type", False)
 
 
-def on_host(leaf: Any) -> Any:
+def to_numpy(leaf: Any) -> Any:
     """An array as NumPy has it; keys and other leaves as they are. (`jax.device_get` takes ten times as long.)
 
-    An array of several processes must be whole in this one (`vnode.placement.process_arrays.whole_everywhere`).
+    An array of several processes must be whole in this one (`vnode.placement.process_arrays.replicate_in_processes`).
     """
     return np.array(leaf) if isinstance(leaf, jax.Array) and not is_key(leaf) else leaf
 
@@ -68,7 +68,7 @@ class HostParts:
     def copy(cls, leaf: jax.Array) -> HostParts:
         """Copies this process's parts of a leaf; waits for them."""
         weak = is_weak(leaf)
-        leaf = whole_everywhere(leaf) if weak else leaf  # there are weak types of whole arrays only
+        leaf = replicate_in_processes(leaf) if weak else leaf  # there are weak types of whole arrays only
         key = jax.random.key_impl(leaf) if is_key(leaf) else None
         data = leaf if key is None else jax.random.key_data(leaf)
         parts = {}
@@ -77,7 +77,7 @@ class HostParts:
                 parts[str(shard.index)] = np.array(shard.data, copy=True)
         return cls(data.shape, data.sharding, data.dtype, parts, key, weak)
 
-    def made(self) -> jax.Array:
+    def rebuild(self) -> jax.Array:
         """The array as it was, where it was. All processes that have a part must call it."""
         if self.weak:
             whole = next(iter(self.parts.values()), np.zeros(self.shape, self.dtype))
@@ -105,9 +105,9 @@ class HostLeaf:
         data = leaf if key is None else jax.random.key_data(leaf)
         return cls(np.array(data, copy=True), spec, key, is_weak(leaf))  # a view would keep a donated buffer alive
 
-    def on(self, placement: Placement) -> jax.Array:
+    def place_on(self, placement: Placement) -> jax.Array:
         """The array on a placement's devices."""
-        sharding = fitting(placement, self.bits.shape, self.spec)
+        sharding = fitting_sharding(placement, self.bits.shape, self.spec)
         if self.weak and self.bits.size:
             return with_weak_type(self.bits, sharding)
         # On a CPU the array may share the copy's memory; if it is donated, XLA does not overwrite what is not its own.
@@ -123,7 +123,7 @@ class HostCopy:
     treedef: Any
 
     @classmethod
-    def of(cls, state: Any) -> HostCopy:
+    def from_state(cls, state: Any) -> HostCopy:
         """Copies a state. Waits until it is computed, so what is copied is known to be good.
 
         In several processes each copies its parts.
@@ -135,13 +135,13 @@ class HostCopy:
         kind = HostParts if is_shared() else HostLeaf
         return cls(tuple(kind.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves), treedef)
 
-    def on(self, placement: Placement) -> Any:
+    def place_on(self, placement: Placement) -> Any:
         """The state on a placement's devices. All processes concerned must call it."""
-        leaves = [leaf.on(placement) if isinstance(leaf, HostLeaf) else leaf for leaf in self.leaves]
+        leaves = [leaf.place_on(placement) if isinstance(leaf, HostLeaf) else leaf for leaf in self.leaves]
         parted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, HostParts)]
-        arrays = [self.leaves[i].made() for i in parted]
+        arrays = [self.leaves[i].rebuild() for i in parted]
         for i, array in zip(
-            parted, exchanged(arrays, placement, [f"array {i} of the copy" for i in parted]), strict=True
+            parted, exchange_arrays(arrays, placement, [f"array {i} of the copy" for i in parted]), strict=True
         ):
             leaves[i] = array
         return jax.tree.unflatten(self.treedef, leaves)

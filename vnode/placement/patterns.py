@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
 from vnode.placement.placement import Placement
-from vnode.placement.transfer import lies_on, named_so, resharding, to_placement
+from vnode.placement.transfer import has_device_order, rename_axes, resharding, to_placement
 from vnode.placement.uneven_dimension import UnevenSpec
 from vnode.show.units import several
 
@@ -30,7 +30,7 @@ class Exactly:
     """In the place of a pattern: the leaves of one name and no others, of one shape if that is said as well.
 
     Attributes:
-      leaf: the name, or what `in_full` makes of it and the shape.
+      leaf: the name, or what `full_name` makes of it and the shape.
     """
 
     leaf: str
@@ -67,29 +67,29 @@ def patterns_of(given: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
     return tuple(given.items())
 
 
-def in_full(name: str, shape: Sequence[int]) -> str:
+def full_name(name: str, shape: Sequence[int]) -> str:
     """What a leaf is called where arguments have leaves of one name and several shapes, as two networks have.
 
-    >>> in_full("mlp/0", (4, 3))
+    >>> full_name("mlp/0", (4, 3))
     'mlp/0 (4, 3)'
     """
     return f"{name} {tuple(shape)}"
 
 
-def means(pattern: Pattern, name: str, shape: Sequence[int]) -> bool:
+def matches(pattern: Pattern, name: str, shape: Sequence[int]) -> bool:
     """Whether a pattern means a leaf.
 
-    >>> [means(pattern, "mlp/0", (4, 3)) for pattern in ("0$", Exactly("0"), Exactly("mlp/0 (4, 3)"))]
+    >>> [matches(pattern, "mlp/0", (4, 3)) for pattern in ("0$", Exactly("0"), Exactly("mlp/0 (4, 3)"))]
     [True, False, True]
     """
     if isinstance(pattern, Exactly):
-        return pattern.leaf in (name, in_full(name, shape))
+        return pattern.leaf in (name, full_name(name, shape))
     return re.search(pattern, name) is not None
 
 
-def first_of(patterns: Patterns, name: str, shape: Sequence[int]) -> PartitionSpec | UnevenSpec | None:
+def first_match(patterns: Patterns, name: str, shape: Sequence[int]) -> PartitionSpec | UnevenSpec | None:
     """How a leaf lies by the first pattern that means it; None if none does."""
-    return next((spec for pattern, spec in patterns if means(pattern, name, shape)), None)
+    return next((spec for pattern, spec in patterns if matches(pattern, name, shape)), None)
 
 
 def axes_of(spec: PartitionSpec | UnevenSpec) -> list[Any]:
@@ -178,32 +178,32 @@ def by_name(tree: Any, patterns: Patterns, placement: Placement, host: Sequence[
       PlacementError: axes do not divide a dimension.
     """
 
-    def place(path: tuple[Any, ...], leaf: Any) -> Any:
+    def add_spec(path: tuple[Any, ...], leaf: Any) -> Any:
         name = name_of(path)
         shape = np.shape(leaf)
-        spec = first_of(patterns, name, shape)
-        away = any(means(pattern, name, shape) for pattern in host)
+        spec = first_match(patterns, name, shape)
+        away = any(matches(pattern, name, shape) for pattern in host)
         spec = PartitionSpec() if away and spec is None else spec
         if spec is None or isinstance(spec, UnevenSpec) or len(spec) > len(shape) or not hasattr(leaf, "dtype"):
             return leaf
-        target = NamedSharding(placement.mesh, on_mesh(spec, placement), memory_kind=HOST if away else None)
+        target = NamedSharding(placement.mesh, restrict_to_mesh(spec, placement), memory_kind=HOST if away else None)
         check_divides(name, shape, target)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target, weak_type=leaf.weak_type)
         if not isinstance(leaf, jax.Array):
             return jax.device_put(leaf, target)
         if leaf.sharding.is_equivalent_to(target, leaf.ndim):
-            return named_so(leaf, target)
-        if not lies_on(leaf.sharding, placement.devices):
+            return rename_axes(leaf, target)
+        if not has_device_order(leaf.sharding, placement.devices):
             leaf = to_placement(leaf, placement)
         if away:
             return jax.device_put(leaf, target)
         return resharding(target)(leaf)
 
-    return jax.tree_util.tree_map_with_path(place, tree)
+    return jax.tree_util.tree_map_with_path(add_spec, tree)
 
 
-def on_mesh(spec: PartitionSpec, placement: Placement) -> PartitionSpec:
+def restrict_to_mesh(spec: PartitionSpec, placement: Placement) -> PartitionSpec:
     """A spec over those of its axes that a placement's mesh has."""
     entries = [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in spec]
     kept = [tuple(name for name in entry if name in placement.mesh.shape) for entry in entries]
@@ -238,7 +238,7 @@ def check_divides(name: str, shape: Sequence[int], target: NamedSharding) -> Non
         )
 
 
-def check_found(trees: Sequence[Any], patterns: Patterns) -> None:
+def check_matched(trees: Sequence[Any], patterns: Patterns) -> None:
     """Refuses patterns that are found in no name, or in names of leaves alone that have too few dimensions.
 
     Args:
@@ -251,7 +251,7 @@ def check_found(trees: Sequence[Any], patterns: Patterns) -> None:
     paths = [each for tree in trees for each in jax.tree_util.tree_leaves_with_path(tree)]
     leaves = [(name_of(path), np.shape(leaf)) for path, leaf in paths]
     for pattern, spec in patterns:
-        found = [leaf for leaf in leaves if means(pattern, *leaf)]
+        found = [leaf for leaf in leaves if matches(pattern, *leaf)]
         if not found:
             names = [name or f"'' ({quoted(name)})" for name in dict(leaves)]
             if isinstance(pattern, Exactly):
@@ -282,7 +282,7 @@ def check_found(trees: Sequence[Any], patterns: Patterns) -> None:
                     remedies=["name another dimension; the first is 0", "write no more entries than a leaf has"],
                 )
             )
-        earlier = {name: next(p for p, _ in patterns if means(p, name, shape)) for name, shape in found}
+        earlier = {name: next(p for p, _ in patterns if matches(p, name, shape)) for name, shape in found}
         if pattern not in earlier.values():
             raise PlacementError(
                 layout_message(

@@ -144,14 +144,14 @@ class Placement(Drawn, Bound):
         """The same nodes on other devices.
 
         Args:
-          devices: a sequence of devices, as `over` takes it, or a mesh that has the placement's axis.
+          devices: a sequence of devices, as `arrange_devices` takes it, or a mesh that has the placement's axis.
           counts: nodes on each device, or at each place along the axis; as even as possible by default.
 
         Returns:
           Another placement.
 
         Raises:
-          PlacementError: as for `Placement`, and for `over`.
+          PlacementError: as for `Placement`, and for `arrange_devices`.
 
         Example:
           >>> import jax
@@ -159,12 +159,12 @@ class Placement(Drawn, Bound):
           >>> placement.resize(jax.devices()[:3]).counts
           (3, 3, 2)
         """
-        place = self.over(devices)
+        place = self.arrange_devices(devices)
         if isinstance(place, Mesh):
             return Placement(self.virtual_nodes, mesh=place, counts=counts, axis=self.axis)
         return Placement(self.virtual_nodes, place, counts=counts, axis=self.axis)
 
-    def over(self, devices: Sequence[Any] | Mesh) -> list[Any] | Mesh:
+    def arrange_devices(self, devices: Sequence[Any] | Mesh) -> list[Any] | Mesh:
         """Where the nodes are to live: on devices in a row, or on a mesh.
 
         Args:
@@ -180,7 +180,7 @@ class Placement(Drawn, Bound):
         Example:
           >>> import jax
           >>> mesh = jax.make_mesh((4, 2), ("vnode", "model"), axis_types=(AxisType.Auto,) * 2)
-          >>> dict(Placement(8, mesh=mesh).over(jax.devices()[:6]).shape)
+          >>> dict(Placement(8, mesh=mesh).arrange_devices(jax.devices()[:6]).shape)
           {'vnode': 3, 'model': 2}
         """
         if isinstance(devices, Mesh):
@@ -300,7 +300,7 @@ class Placement(Drawn, Bound):
         held = f"{several(self.size, holder)}{'' if each == 1 else f' of {each} devices'}"
         held += f" with {spread(self.counts)} each, {several(self.waves, 'wave')}"
         held += f", {len(self.groups)} groups" if len(self.groups) > 1 else ""
-        picture = Picture("", Grid.of(self.counts, self.names, each=holder))
+        picture = Picture("", Grid.from_counts(self.counts, self.names, each=holder))
         return Page("Placement", f"{several(self.virtual_nodes, 'node')} on {held}", (picture,))
 
     def sharding(self, *spec: Any) -> NamedSharding:

@@ -24,13 +24,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
 from vnode.placement.device_cache import device_cache
-from vnode.placement.donated import check_there
+from vnode.placement.donated import check_not_donated
 from vnode.placement.leaves import bytes_of, is_array, is_key
 from vnode.placement.placement import Placement
-from vnode.placement.process_barrier import exchange_words, process_names, ready
+from vnode.placement.process_barrier import block_until_ready, exchange_words, process_names
 from vnode.placement.sharded import ShardedBatch
 from vnode.placement.static_scalars import map_arrays
-from vnode.placement.transfer import lies_on, replicated, resharding, target_sharding, to_placement
+from vnode.placement.transfer import has_device_order, replicated, resharding, target_sharding, to_placement
 from vnode.placement.world import in_world, is_local, is_shared, world, world_of
 from vnode.show.units import several
 
@@ -45,7 +45,9 @@ Vote = tuple[int, int, int]
 """What a process says of an array: a checksum of its type, how it has it, and one of its value or its devices."""
 
 
-def exchanged(leaves: Sequence[Any], placement: Placement, names: Sequence[str], *, batch: bool = False) -> list[Any]:
+def exchange_arrays(
+    leaves: Sequence[Any], placement: Placement, names: Sequence[str], *, batch: bool = False
+) -> list[Any]:
     """Arrays on a placement's devices, from wherever they are. All processes concerned must call it.
 
     Those are the processes of the placement's devices, and of those where the arrays are.
@@ -80,39 +82,39 @@ def to_placements(leaves: Sequence[Any], placement: Placement, names: Sequence[s
 
 
 def between_processes(leaves: Sequence[Any], placement: Placement, names: Sequence[str], batch: bool) -> list[Any]:
-    """`exchanged` of arrays that are in one piece."""
+    """`exchange_arrays` of arrays that are in one piece."""
     devices = {*placement.devices, *(device for leaf in leaves for device in devices_of(leaf))}
     processes = {device.process_index for device in devices}
     if not leaves or processes == {world().index}:
         return to_placements(leaves, placement)
     if world().index not in processes:
-        return [moved(leaf, placement, [NONE], devices, own=NONE) for leaf in leaves]
+        return [move_agreed(leaf, placement, [NONE], devices, own=NONE) for leaf in leaves]
     what = "to compare a batch" if batch else "to compare a state that is put on devices"
     mine = np.array([vote(leaf, placement) for leaf in leaves], np.uint32)
     votes = np.broadcast_to(mine, (len(processes), *mine.shape))
-    if not agreed(mine, names, placement, what, processes):
-        votes = gathered(mine.reshape(-1), what, processes).reshape(votes.shape)
+    if not check_agreed(mine, names, placement, what, processes):
+        votes = gather_rows(mine.reshape(-1), what, processes).reshape(votes.shape)
     compare(votes, names, leaves, placement, sorted(processes), batch=batch)
     ways = [[int(kind) for kind in votes[:, i, 1]] for i in range(len(leaves))]
-    return [moved(leaf, placement, ways[i], devices, own=int(mine[i][1])) for i, leaf in enumerate(leaves)]
+    return [move_agreed(leaf, placement, ways[i], devices, own=int(mine[i][1])) for i, leaf in enumerate(leaves)]
 
 
 def put(tree: Any, placement: Placement) -> Any:
-    """A state on a placement's devices; as `exchanged`, of any pytree, whose other leaves stay as they are.
+    """A state on a placement's devices; as `exchange_arrays`, of any pytree, whose other leaves stay as they are.
 
     Raises:
       VnodeError: arrays of it are gone.
     """
-    check_there({"argument 0": tree})
+    check_not_donated({"argument 0": tree})
     arrays: list[Any] = []
     map_arrays(arrays.append, tree)
     paths = [jax.tree_util.keystr(path) for path, leaf in jax.tree.leaves_with_path(tree) if is_array(leaf)]
     names = paths if len(paths) == len(arrays) else [f"array {i}" for i in range(len(arrays))]
-    placed = iter(exchanged(arrays, placement, names))
+    placed = iter(exchange_arrays(arrays, placement, names))
     return map_arrays(lambda leaf: next(placed), tree)
 
 
-def agreed(mine: np.ndarray, names: Sequence[str], placement: Placement, what: str, processes: set[int]) -> bool:
+def check_agreed(mine: np.ndarray, names: Sequence[str], placement: Placement, what: str, processes: set[int]) -> bool:
     """Whether all processes say the same; their answers may then be of different lengths without one waiting for more.
 
     Args:
@@ -127,7 +129,7 @@ def agreed(mine: np.ndarray, names: Sequence[str], placement: Placement, what: s
     """
     where = (placement.counts, placement.axis, [device.id for device in placement.devices])
     facts = [len(names), *(zlib.crc32(repr(fact).encode()) for fact in (list(names), where))]
-    digests = gathered(np.array([*facts, zlib.crc32(mine.tobytes())], np.uint32), what, processes)
+    digests = gather_rows(np.array([*facts, zlib.crc32(mine.tobytes())], np.uint32), what, processes)
     same = (digests == digests[0]).all(axis=0)
     if not same[:3].all():
         raise PlacementError(
@@ -177,7 +179,7 @@ def own_copy(leaf: Any) -> np.ndarray:
     """The value of an array that is whole in this process; of typed keys, their data."""
     if isinstance(leaf, jax.Array):
         data = jax.random.key_data(leaf) if is_key(leaf) else leaf
-        ready(data, "an array to be put on other devices")
+        block_until_ready(data, "an array to be put on other devices")
         return np.asarray(data if data.is_fully_addressable else data.addressable_data(0))
     return np.asarray(leaf, jax.typeof(leaf).dtype)
 
@@ -237,7 +239,7 @@ def differs(one: np.ndarray, other: np.ndarray) -> bool:
     return bool(one[0] != other[0] or (NONE not in (one[1], other[1]) and (one[1:] != other[1:]).any()))
 
 
-def moved(leaf: Any, placement: Placement, ways: list[int], devices: set[Any], own: int) -> Any:
+def move_agreed(leaf: Any, placement: Placement, ways: list[int], devices: set[Any], own: int) -> Any:
     """An array that all processes agree about, on the placement's devices.
 
     Args:
@@ -248,7 +250,7 @@ def moved(leaf: Any, placement: Placement, ways: list[int], devices: set[Any], o
       own: how this process has it.
     """
     target = target_sharding(leaf, placement)
-    if isinstance(leaf, jax.Array) and lies_on(leaf.sharding, placement.devices):
+    if isinstance(leaf, jax.Array) and has_device_order(leaf.sharding, placement.devices):
         return leaf if leaf.sharding == target else resharding(target)(leaf)
     key = jax.random.key_impl(leaf) if is_key(leaf) else None
     if SPREAD in ways:
@@ -261,7 +263,7 @@ def moved(leaf: Any, placement: Placement, ways: list[int], devices: set[Any], o
     aval = jax.eval_shape(jax.random.key_data, leaf) if key is not None else jax.typeof(leaf)
     value = own_copy(leaf) if own == COPY else np.zeros(aval.shape, aval.dtype)
     if NONE in ways and COPY in ways:
-        value = sent(value, ways.index(COPY), devices)
+        value = broadcast_bits(value, ways.index(COPY), devices)
     made = global_array(value, target, weak=bool(getattr(aval, "weak_type", False)))
     return made if key is None else jax.random.wrap_key_data(made, impl=key)
 
@@ -275,35 +277,35 @@ def global_array(value: np.ndarray, sharding: NamedSharding, *, weak: bool) -> j
       weak: whether it is weakly typed, as Python numbers are.
     """
     if weak and value.size:
-        return of_numbers(sharding, value.shape)(value.reshape(-1).tolist())
+        return weak_array_program(sharding, value.shape)(value.reshape(-1).tolist())
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index], dtype=value.dtype)
 
 
 @device_cache(maxsize=16)
-def of_numbers(sharding: NamedSharding, shape: tuple[int, ...]) -> Callable[[list[Any]], jax.Array]:
+def weak_array_program(sharding: NamedSharding, shape: tuple[int, ...]) -> Callable[[list[Any]], jax.Array]:
     """A program that makes a weakly typed array of Python numbers; there are no other ways to."""
     return jax.jit(lambda numbers: jnp.stack(numbers).reshape(shape), out_shardings=sharding)
 
 
-def whole_everywhere(tree: Any) -> Any:
+def replicate_in_processes(tree: Any) -> Any:
     """A tree whose arrays are whole in each process that has a part of them; all of these must call it.
 
     The last program of these processes must be one by which the arrays were computed (`vnode.placement.succession`).
     """
 
-    def whole(leaf: Any) -> Any:
+    def replicate_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
             return leaf
-        from vnode.placement.succession import leave, smallest  # a single process needs none
+        from vnode.placement.succession import record_last, smallest  # a single process needs none
 
         made = replicated(leaf)
-        leave([made], smallest([made]))
+        record_last([made], smallest([made]))
         return made
 
-    return jax.tree.map(whole, tree)
+    return jax.tree.map(replicate_leaf, tree)
 
 
-def meeting(devices: Sequence[Any] | set[Any]) -> list[Any]:
+def device_by_process(devices: Sequence[Any] | set[Any]) -> list[Any]:
     """One device of each process that has any of these, by process."""
     first: dict[int, Any] = {}
     for device in sorted(devices, key=lambda device: device.id):
@@ -311,15 +313,15 @@ def meeting(devices: Sequence[Any] | set[Any]) -> list[Any]:
     return [first[process] for process in sorted(first)]
 
 
-def rows(mine: np.ndarray, devices: Sequence[Any] | set[Any]) -> jax.Array:
+def stack_by_process(mine: np.ndarray, devices: Sequence[Any] | set[Any]) -> jax.Array:
     """An array of one row of each process, ``[processes, ...]``, each where it comes from."""
-    there = meeting(devices)
+    there = device_by_process(devices)
     sharding = NamedSharding(Mesh(np.array(there), ("process",)), PartitionSpec("process"))
     shape = (len(there), *mine.shape)
     return jax.make_array_from_callback(shape, sharding, lambda index: mine[None], dtype=mine.dtype)
 
 
-def gathered(mine: np.ndarray, what: str, processes: set[int] | None = None) -> np.ndarray:
+def gather_rows(mine: np.ndarray, what: str, processes: set[int] | None = None) -> np.ndarray:
     """What each of some processes says; all of them must call it, and wait for one another.
 
     Args:
@@ -334,7 +336,7 @@ def gathered(mine: np.ndarray, what: str, processes: set[int] | None = None) -> 
     return np.array([np.frombuffer(bytes.fromhex(words[process].strip("-")), np.uint32) for process in sorted(words)])
 
 
-def everywhere(mine: Sequence[int], what: str) -> np.ndarray:
+def gather_from_all(mine: Sequence[int], what: str) -> np.ndarray:
     """What every process there is says; all must call it, and wait for one another.
 
     Args:
@@ -345,10 +347,10 @@ def everywhere(mine: Sequence[int], what: str) -> np.ndarray:
       ``uint32[processes, n]``.
     """
     row = np.array(mine, np.uint32)
-    return gathered(row, what) if is_shared() else row[None]
+    return gather_rows(row, what) if is_shared() else row[None]
 
 
-def sent(value: np.ndarray, holder: int, devices: Sequence[Any] | set[Any]) -> np.ndarray:
+def broadcast_bits(value: np.ndarray, holder: int, devices: Sequence[Any] | set[Any]) -> np.ndarray:
     """The value that one process has, bit by bit; all processes of these devices must call it.
 
     Args:
@@ -356,17 +358,19 @@ def sent(value: np.ndarray, holder: int, devices: Sequence[Any] | set[Any]) -> n
       holder: that process's position among them.
       devices: any devices.
     """
-    there = meeting(devices)
+    there = device_by_process(devices)
     data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     words = np.pad(data, (0, max(-data.size % 4, ASYNCHRONOUS - data.size))).view(np.uint32)
     if not is_local(there[holder]):
         words = np.zeros_like(words)
-    row = rows(words, devices)
-    total = ready(summed(NamedSharding(row.sharding.mesh, PartitionSpec()))(row), "a state of another process")
+    row = stack_by_process(words, devices)
+    total = block_until_ready(
+        sum_program(NamedSharding(row.sharding.mesh, PartitionSpec()))(row), "a state of another process"
+    )
     return np.asarray(total.addressable_data(0)).view(np.uint8)[: data.size].view(value.dtype).reshape(value.shape)
 
 
 @device_cache(maxsize=128)
-def summed(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def sum_program(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     """A program that adds up rows."""
     return jax.jit(lambda row: row.sum(0, dtype=row.dtype), out_shardings=target)

@@ -107,7 +107,7 @@ def exchange_words(what: str, word: str, processes: Iterable[int] | None = None,
     """
     here = world()
     expected = sorted(range(here.count) if processes is None else {*processes})
-    if not here.several or len(expected) < 2 or here.index not in expected:
+    if not here.has_others or len(expected) < 2 or here.index not in expected:
         return {here.index: word}
     client, board, seconds = here.client, THREAD_PLACE_KEY if key else PLACE_KEY, timeout()
     among, number = next_meeting(here, expected, key)
@@ -128,7 +128,7 @@ def exchange_words(what: str, word: str, processes: Iterable[int] | None = None,
 
     try:
         try:
-            watched(arrive, what, others, scopes=(number,), patience=seconds + PATIENCE, look=check_places)
+            run_watched(arrive, what, others, scopes=(number,), patience=seconds + PATIENCE, look=check_places)
         except jax.errors.JaxRuntimeError as error:
             waited = time.monotonic() - began
             check_failed(what, others, (number,), cause=error)
@@ -139,7 +139,7 @@ def exchange_words(what: str, word: str, processes: Iterable[int] | None = None,
     if not word:
         return {}
     words = {int(name.rsplit("/", 1)[-1]): text for name, text in client.key_value_dir_get(f"{WORD_KEY}{place}/")}
-    before, here.said[among] = here.said.get(among), f"{WORD_KEY}{place}/{here.index}"
+    before, here.posted[among] = here.posted.get(among), f"{WORD_KEY}{place}/{here.index}"
     if before is not None:  # all have read it, or they would not have come here
         client.key_value_delete(before)
     return words
@@ -199,7 +199,7 @@ def interruptible(work: Callable[[], T], what: str, others: Collection[int], *, 
       ProcessError: another process has failed.
       Exception: what `work` raises.
     """
-    if not world().several:
+    if not world().has_others:
         return work()
 
     def watch(is_done: Callable[[], bool]) -> None:
@@ -217,10 +217,10 @@ def tell(what: str) -> None:
       ProcessError: one of them has failed.
     """
     here, now = world(), time.monotonic()
-    if not here.several:
+    if not here.has_others:
         return
-    if now - here.told > TELL_EVERY:
-        here.told = now
+    if now - here.told_at > TELL_EVERY:
+        here.told_at = now
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # whoever needs the service will say that it is gone
             here.client.key_value_set(f"{PLACE_KEY}{here.index}", f"- {what}", allow_overwrite=True)
 
@@ -228,11 +228,11 @@ def tell(what: str) -> None:
 def tell_failure(error: BaseException, processes: Collection[int]) -> None:
     """Tells those that some processes meet next that this one has failed on the way there."""
     here = world()
-    if here.several and len(processes) > 1 and here.index in processes and not getattr(error, "told", False):
+    if here.has_others and len(processes) > 1 and here.index in processes and not getattr(error, "told", False):
         here.tell(error, next_meeting(here, sorted(processes))[1], *here.scopes)
 
 
-def ready(tree: Any, what: str) -> Any:
+def block_until_ready(tree: Any, what: str) -> Any:
     """Waits until arrays of several processes are computed; in one process, as `jax.block_until_ready`.
 
     Args:
@@ -246,7 +246,7 @@ def ready(tree: Any, what: str) -> Any:
       ProcessError: another process has failed, or they are not computed in time.
     """
     here = world()
-    if not here.several:
+    if not here.has_others:
         return jax.block_until_ready(tree)
     arrays = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "is_ready")]  # typed keys have none
     pause = [1e-5]
@@ -266,7 +266,7 @@ def ready(tree: Any, what: str) -> Any:
         raise
 
 
-def watched(
+def run_watched(
     work: Callable[[], T],
     what: str,
     others: Collection[int],

@@ -65,7 +65,7 @@ class ShardedBatch:
         groups, parts = self.placement.working, self.parts
         if len(groups) > 1:
             parts = jax.device_put(list(parts), groups[0].sharding())
-        return in_order(groups, self.size)(parts)
+        return order_program(groups, self.size)(parts)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.whole(), dtype)
@@ -87,7 +87,7 @@ class ShardedBatch:
 
 
 @device_cache(maxsize=128)
-def in_order(groups: tuple[Placement, ...], size: int) -> Callable[[tuple[Any, ...]], jax.Array]:
+def order_program(groups: tuple[Placement, ...], size: int) -> Callable[[tuple[Any, ...]], jax.Array]:
     """A program that puts together what groups hold, on the devices of the first."""
     here = groups[0].sharding()  # whole, or the partitioner would add zeros to what it picks, also to negative ones
 

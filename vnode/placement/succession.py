@@ -20,11 +20,11 @@ from typing import Any
 import jax
 
 from vnode.placement.leaves import is_key
-from vnode.placement.process_barrier import ready
+from vnode.placement.process_barrier import block_until_ready
 from vnode.placement.world import world
 
 
-def following(leaves: Sequence[Any], number: int | None) -> list[Any]:
+def order_after_last(leaves: Sequence[Any], number: int | None) -> list[Any]:
     """Arguments of a program, of which one waits for the last program of this world.
 
     Args:
@@ -34,13 +34,13 @@ def following(leaves: Sequence[Any], number: int | None) -> list[Any]:
     Returns:
       The same arguments, but for a copy of that one.
     """
-    leaves, last = list(leaves), world().last
+    leaves, last = list(leaves), world().last_result
     if number is not None and last:
-        leaves[number] = after(leaves[number], last)
+        leaves[number] = copy_after(leaves[number], last)
     return leaves
 
 
-def leave(results: Sequence[Any], number: int | None) -> None:
+def record_last(results: Sequence[Any], number: int | None) -> None:
     """Has the next program of this world wait for one that was launched just now.
 
     Args:
@@ -49,10 +49,13 @@ def leave(results: Sequence[Any], number: int | None) -> None:
     """
     if number is not None:
         here, own = world(), results[number].addressable_shards
-        here.last = {**dict.fromkeys(here.last, own[0].data), **{shard.device: shard.data for shard in own}}
+        here.last_result = {
+            **dict.fromkeys(here.last_result, own[0].data),
+            **{shard.device: shard.data for shard in own},
+        }
 
 
-def settled(what: str) -> None:
+def wait_for_last(what: str) -> None:
     """Waits for the last program of this world.
 
     Args:
@@ -61,7 +64,7 @@ def settled(what: str) -> None:
     Raises:
       ProcessError: another process has failed.
     """
-    ready([array for array in world().last.values() if not array.is_deleted()], what)
+    block_until_ready([array for array in world().last_result.values() if not array.is_deleted()], what)
 
 
 def smallest(leaves: Sequence[Any], among: Iterable[int] | None = None) -> int | None:
@@ -88,7 +91,7 @@ def can_wait(leaf: Any) -> bool:
     return device.platform == "cpu" and leaf.sharding.memory_kind in (None, device.default_memory().kind)
 
 
-def after(array: jax.Array, last: Mapping[Any, jax.Array]) -> jax.Array:
+def copy_after(array: jax.Array, last: Mapping[Any, jax.Array]) -> jax.Array:
     """A copy of an array that is there once others are, on each of this process's devices."""
     parts = []
     for shard in array.addressable_shards:
@@ -98,11 +101,11 @@ def after(array: jax.Array, last: Mapping[Any, jax.Array]) -> jax.Array:
             continue
         if other.devices() != {shard.device}:
             other = jax.device_put(other, shard.device)
-        parts.append(behind(shard.data, other))
+        parts.append(copy_ordered(shard.data, other))
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts, dtype=array.dtype)
 
 
 @jax.jit
-def behind(array: jax.Array, other: jax.Array) -> jax.Array:
+def copy_ordered(array: jax.Array, other: jax.Array) -> jax.Array:
     """A copy of an array, made when another one is there."""
     return jax.lax.optimization_barrier((array, other))[0]

@@ -89,7 +89,9 @@ def heaps_in(program: bytes, borders: tuple[int, int, int]) -> Iterator[tuple[in
       program: the serialized program.
       borders: bytes of arguments, results, and results in the place of arguments, by which the table is found.
     """
-    border = b"".join(bytes([number << 3]) + encoded(size) for number, size in zip((5, 6, 7), borders, strict=True))
+    border = b"".join(
+        bytes([number << 3]) + encode_varint(size) for number, size in zip((5, 6, 7), borders, strict=True)
+    )
     found = program.find(border)
     while found >= 0:
         for content in enclosing(program, found, found + len(border)):
@@ -114,8 +116,8 @@ def enclosing(program: bytes, start: int, end: int) -> Iterator[list[tuple[int, 
     tag = program.rfind(b"\x0a", max(0, start - LONGEST), start)
     while tag >= 0:
         try:
-            size, begin = decoded(program, tag + 1)
-            if begin <= start and end <= begin + size <= end + 2 * len(encoded(1 << 62)):
+            size, begin = decode_varint(program, tag + 1)
+            if begin <= start and end <= begin + size <= end + 2 * len(encode_varint(1 << 62)):
                 yield list(fields(program[begin : begin + size]))
         except ValueError:
             pass
@@ -129,27 +131,28 @@ def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
       ValueError: it is none.
 
     Example:
-      >>> list(fields(encoded(1 << 3) + encoded(300) + encoded(2 << 3 | 2) + encoded(2) + b"ab"))
+      >>> numbers = [1 << 3, 300, 2 << 3 | 2, 2]
+      >>> list(fields(b"".join(map(encode_varint, numbers)) + b"ab"))
       [(1, 300), (2, b'ab')]
     """
     at = 0
     while at < len(message):
-        tag, at = decoded(message, at)
+        tag, at = decode_varint(message, at)
         kind = tag & 7
         if kind == 0:
-            value, at = decoded(message, at)
+            value, at = decode_varint(message, at)
             yield tag >> 3, value
             continue
         size = {1: 8, 5: 4}.get(kind)
         if kind == 2:
-            size, at = decoded(message, at)
+            size, at = decode_varint(message, at)
         if size is None or at + size > len(message):
             raise ValueError("no protocol buffer")
         yield tag >> 3, message[at : at + size]
         at += size
 
 
-def encoded(number: int) -> bytes:
+def encode_varint(number: int) -> bytes:
     """A number in seven bits a byte, the lowest first."""
     parts = []
     while number > 127:
@@ -158,7 +161,7 @@ def encoded(number: int) -> bytes:
     return bytes([*parts, number])
 
 
-def decoded(message: bytes, at: int) -> tuple[int, int]:
+def decode_varint(message: bytes, at: int) -> tuple[int, int]:
     """A number in seven bits a byte, and where it ends.
 
     Raises:

@@ -40,14 +40,14 @@ def current_mesh() -> Mesh | None:
 
 
 @contextlib.contextmanager
-def in_mesh(mesh: Mesh | None) -> Iterator[None]:
+def use_mesh(mesh: Mesh | None) -> Iterator[None]:
     """Sets a mesh, or none, also while jax traces.
 
     Args:
       mesh: what `jax.set_mesh` takes; None: no mesh.
 
     Example:
-      >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))), in_mesh(None):
+      >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))), use_mesh(None):
       ...     print(current_mesh())
       None
     """
@@ -59,14 +59,14 @@ def in_mesh(mesh: Mesh | None) -> Iterator[None]:
 
 def without_mesh() -> contextlib.AbstractContextManager[None]:
     """Out of the mesh that the caller has set: within it jax moves arrays to no devices but its own, in its order."""
-    return contextlib.nullcontext() if current_mesh() is None else in_mesh(None)
+    return contextlib.nullcontext() if current_mesh() is None else use_mesh(None)
 
 
-def under(mesh: Mesh | None, fun: Callable[..., T], *args: Any) -> T:
+def call_in_mesh(mesh: Mesh | None, fun: Callable[..., T], *args: Any) -> T:
     """Calls a function in a mesh context, if there is one, in another thread than the one that has it, say."""
     if mesh is None:  # not within "no mesh", which is another context to jax
         return fun(*args)
-    with in_mesh(mesh):
+    with use_mesh(mesh):
         return fun(*args)
 
 
@@ -103,7 +103,7 @@ def typed_mesh(leaves: Sequence[Any]) -> AbstractMesh | None:
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None) if tracing() else None
 
 
-def untyped(fun: Callable[..., list[Any]], mesh: AbstractMesh) -> Callable[..., list[Any]]:
+def with_automatic_axes(fun: Callable[..., list[Any]], mesh: AbstractMesh) -> Callable[..., list[Any]]:
     """A function of values that `mesh` types, given them with automatic axes in its place; its results are whole."""
     explicit = tuple(
         axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit

@@ -22,7 +22,7 @@ from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 
 
-def transferred(leaf: Any, placement: Placement, *, batch: bool = False, led: bool = False) -> Any:
+def transfer(leaf: Any, placement: Placement, *, batch: bool = False, led: bool = False) -> Any:
     """An array as the programs of a placement take it; one that lies so stays as it is.
 
     A batch in shares is put together if they are those of another placement.
@@ -31,15 +31,15 @@ def transferred(leaf: Any, placement: Placement, *, batch: bool = False, led: bo
       leaf: an array, or a batch in shares.
       placement: where to.
       batch: whether it is split among nodes.
-      led: as for `stays`.
+      led: as for `stays_in_place`.
     """
     if isinstance(leaf, ShardedBatch):
         if leaf.placement == placement:
             return leaf
         leaf = leaf.whole()
-    if stays(leaf.sharding, placement, batch and led):
+    if stays_in_place(leaf.sharding, placement, batch and led):
         return leaf
-    return to_placement(leaf, placement, arriving(leaf, placement, batch))
+    return to_placement(leaf, placement, arrival_sharding(leaf, placement, batch))
 
 
 with jax.core.eval_context():
@@ -56,7 +56,7 @@ def tracing() -> bool:
     return jax.extend.core.get_opaque_trace_state(convention="vnode") != AT_ONCE
 
 
-def committed_to(leaf: Any, placement: Placement) -> Any:
+def commit_to(leaf: Any, placement: Placement) -> Any:
     """A leaf that is committed to the placement's mesh, if it is an array."""
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return leaf
@@ -71,7 +71,7 @@ def to_placement(leaf: Any, placement: Placement, target: NamedSharding | None =
     target = target_sharding(leaf, placement) if target is None else target
     if sharding is not None and sharding.device_set == target.device_set:
         moves = not sharding.is_equivalent_to(target, leaf.ndim) and sharding.memory_kind == memory_kind(target)
-        if moves and lies_on(sharding, placement.devices) and not is_explicit(sharding):
+        if moves and has_device_order(sharding, placement.devices) and not is_explicit(sharding):
             return resharding(target)(leaf)
     elif sharding is not None:
         if sharding.memory_kind not in (None, memory_kind(target)):  # jax does not change both at once
@@ -114,10 +114,10 @@ def target_sharding(leaf: Any, placement: Placement) -> NamedSharding:
       >>> target_sharding(jnp.ones(3), vnode.Placement(4, jax.devices()[:1])).is_fully_replicated
       True
     """
-    return fitting(placement, np.shape(leaf), partition(leaf))
+    return fitting_sharding(placement, np.shape(leaf), partition(leaf))
 
 
-def arriving(leaf: Any, placement: Placement, batch: bool) -> NamedSharding:
+def arrival_sharding(leaf: Any, placement: Placement, batch: bool) -> NamedSharding:
     """How an argument of a step lies that is brought to a placement from elsewhere.
 
     What comes from another mesh of the same devices stays in the memory where it is. A batch, which has an axis of
@@ -129,19 +129,19 @@ def arriving(leaf: Any, placement: Placement, batch: bool) -> NamedSharding:
       batch: whether it is split among nodes.
     """
     target = target_sharding(leaf, placement)
-    if not lies_on(leaf.sharding, placement.devices):
+    if not has_device_order(leaf.sharding, placement.devices):
         return target
     parts = leaf.sharding.shard_shape(leaf.shape)
     split = [dim for dim, (part, length) in enumerate(zip(parts, leaf.shape, strict=True)) if part < length]
-    if batch and split and not any(short(target.spec)):
-        target = fitting(placement, leaf.shape, PartitionSpec(*[None] * split[0], placement.axis))
+    if batch and split and not any(trim_spec(target.spec)):
+        target = fitting_sharding(placement, leaf.shape, PartitionSpec(*[None] * split[0], placement.axis))
     kind = leaf.sharding.memory_kind
     return target if kind in (None, memory_kind(target)) else target.with_memory_kind(kind)
 
 
 def memory_kind(sharding: NamedSharding) -> str:
     """In which memory arrays of a sharding lie; that of the devices where it does not say."""
-    return sharding.memory_kind or in_order(sharding.mesh)[0].default_memory().kind
+    return sharding.memory_kind or mesh_devices(sharding.mesh)[0].default_memory().kind
 
 
 def partition(leaf: Any) -> PartitionSpec:
@@ -150,7 +150,7 @@ def partition(leaf: Any) -> PartitionSpec:
     return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
 
-def fitting(placement: Placement, shape: tuple[int, ...], spec: PartitionSpec) -> NamedSharding:
+def fitting_sharding(placement: Placement, shape: tuple[int, ...], spec: PartitionSpec) -> NamedSharding:
     """The sharding by `spec` on a placement's mesh if it fits there, else the replicated one."""
     try:
         sharding = NamedSharding(placement.mesh, spec)
@@ -160,7 +160,7 @@ def fitting(placement: Placement, shape: tuple[int, ...], spec: PartitionSpec) -
     return sharding
 
 
-def named_so(leaf: jax.Array, target: NamedSharding) -> jax.Array:
+def rename_axes(leaf: jax.Array, target: NamedSharding) -> jax.Array:
     """An array that lies as `target` says, with a sharding that names the same axes.
 
     Axes of a single device divide nothing, so that an array may lie so and not name them: one on a single device, or
@@ -171,14 +171,14 @@ def named_so(leaf: jax.Array, target: NamedSharding) -> jax.Array:
       >>> import jax, jax.numpy as jnp, numpy as np
       >>> from jax.sharding import Mesh
       >>> mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-      >>> named_so(jnp.ones(3), NamedSharding(mesh, PartitionSpec("data"))).sharding.spec == PartitionSpec("data")
+      >>> rename_axes(jnp.ones(3), NamedSharding(mesh, PartitionSpec("data"))).sharding.spec == PartitionSpec("data")
       True
     """
     there = not isinstance(leaf.sharding, NamedSharding) or leaf.sharding.mesh == target.mesh
-    return leaf if there and short(partition(leaf)) == short(target.spec) else jax.device_put(leaf, target)
+    return leaf if there and trim_spec(partition(leaf)) == trim_spec(target.spec) else jax.device_put(leaf, target)
 
 
-def short(spec: PartitionSpec) -> PartitionSpec:
+def trim_spec(spec: PartitionSpec) -> PartitionSpec:
     """A spec without the dimensions at its end that it does not name, which XLA does not give back."""
     entries = list(spec)
     while entries and entries[-1] is None:
@@ -186,16 +186,16 @@ def short(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def lies_on(sharding: Sharding, devices: Sequence[Any]) -> bool:
+def has_device_order(sharding: Sharding, devices: Sequence[Any]) -> bool:
     """Whether a sharding is over these devices, and counts them in this order: a program has one order of devices.
 
     Example:
       >>> mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-      >>> lies_on(NamedSharding(mesh, PartitionSpec()), jax.devices()[:1])
+      >>> has_device_order(NamedSharding(mesh, PartitionSpec()), jax.devices()[:1])
       True
     """
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        return in_order(sharding.mesh) == tuple(devices)
+        return mesh_devices(sharding.mesh) == tuple(devices)
     return sharding.device_set == set(devices)
 
 
@@ -212,19 +212,23 @@ def is_own(sharding: Sharding, placement: Placement) -> bool:
     """
     if isinstance(sharding, NamedSharding) and sharding.mesh == placement.mesh:
         return True
-    return placement.mesh.size == 1 and stays(sharding, placement, led=True)
+    return placement.mesh.size == 1 and stays_in_place(sharding, placement, led=True)
 
 
-def stays(sharding: Sharding, placement: Placement, led: bool) -> bool:
+def stays_in_place(sharding: Sharding, placement: Placement, led: bool) -> bool:
     """Whether programs take an array of a sharding as it is, given whether an argument before it is on their mesh.
 
     Behind such a one the devices count, and that their mesh is no part of the array's type.
     """
-    return lies_on(sharding, placement.devices) and not is_explicit(sharding) if led else is_own(sharding, placement)
+    return (
+        has_device_order(sharding, placement.devices) and not is_explicit(sharding)
+        if led
+        else is_own(sharding, placement)
+    )
 
 
 @device_cache(maxsize=16)
-def in_order(mesh: Any) -> tuple[Any, ...]:
+def mesh_devices(mesh: Any) -> tuple[Any, ...]:
     """The devices of a `Mesh`."""
     return tuple(mesh.devices.flat)
 

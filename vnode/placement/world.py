@@ -75,10 +75,10 @@ class World:
     runs: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     scopes: list[str] = dataclasses.field(default_factory=list)
     launches: collections.Counter[frozenset[int]] = dataclasses.field(default_factory=collections.Counter)
-    said: dict[str, str] = dataclasses.field(default_factory=dict)
+    posted: dict[str, str] = dataclasses.field(default_factory=dict)
     saves: Iterator[int] = dataclasses.field(default_factory=itertools.count)
-    told: float = 0.0
-    last: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    told_at: float = 0.0
+    last_result: dict[Any, Any] = dataclasses.field(default_factory=dict)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     process: int = dataclasses.field(default_factory=os.getpid)
 
@@ -92,7 +92,7 @@ class World:
         return tuple(jax.devices()) if self.own_devices is None else self.own_devices
 
     @property
-    def several(self) -> bool:
+    def has_others(self) -> bool:
         """Whether there are other processes."""
         return self.board is not None
 
@@ -228,7 +228,7 @@ def uses_gloo(devices: Sequence[Any]) -> bool:
     False
     """
     on_cpus = bool(devices) and getattr(devices[0], "platform", "") == "cpu"
-    return on_cpus and (jax.distributed.is_initialized() or world_of(devices).several)
+    return on_cpus and (jax.distributed.is_initialized() or world_of(devices).has_others)
 
 
 def own_index(device: Any) -> int:
@@ -279,7 +279,7 @@ def is_shared(here: World | None = None) -> bool:
     count = len({device.process_index for device in here.devices})
     if count == 1:
         return False
-    if not here.several:
+    if not here.has_others:
         raise ProcessError(
             layout_message(
                 f"there are {count} processes, which have no service by which to agree.",

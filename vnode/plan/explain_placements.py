@@ -154,7 +154,7 @@ class Comparison(Drawn):
             for row in self.rows
         )
         pictures = [
-            Picture(head, Grid.of(r.counts, r.placement.names, r.batch, r.node_size, r.holder))
+            Picture(head, Grid.from_counts(r.counts, r.placement.names, r.batch, r.node_size, r.holder))
             for head, r in zip(self.heads, self.reports, strict=True)
         ]
         return Page(

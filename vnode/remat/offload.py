@@ -17,8 +17,8 @@ from jax.extend.core import JaxprEqn, Var
 from vnode.analysis.program import Atom, Made, Program
 from vnode.analysis.scan_rewriting import opened, scan_of
 from vnode.errors import PartitionError
-from vnode.operators.host_transfer import in_rows, in_space, move
-from vnode.operators.memory_spaces import HOST, can_be_away, on_host
+from vnode.operators.host_transfer import has_several_rows, move, variable_in_space
+from vnode.operators.memory_spaces import HOST, can_offload, is_on_host
 from vnode.remat.residual_remat import kept_for_later
 
 
@@ -34,7 +34,7 @@ def movable(program: Program) -> set[Made]:
 
 def is_movable(var: Var) -> bool:
     """Whether a value of all turns has a type that can be moved to the host turn by turn, and is not there."""
-    return can_be_away(var.aval) and in_rows(var.aval.shape[1:]) and not on_host(var.aval)
+    return can_offload(var.aval) and has_several_rows(var.aval.shape[1:]) and not is_on_host(var.aval)
 
 
 def moved(program: Program, chosen: Collection[Made]) -> Program:
@@ -57,7 +57,7 @@ def moved(program: Program, chosen: Collection[Made]) -> Program:
     away: dict[Var, Var] = {}
     for k, j in chosen:
         var = equations[k].outvars[j]
-        away[var] = in_space(var.aval, HOST)
+        away[var] = variable_in_space(var.aval, HOST)
     for k, eqn in enumerate(equations):
         if any(atom in away for atom in eqn.invars if isinstance(atom, Var)):
             equations[k] = eqn = fetching(eqn, away)
@@ -74,7 +74,7 @@ def sending(eqn: JaxprEqn, away: Mapping[Var, Var]) -> JaxprEqn:
     for j, var in enumerate(eqn.outvars):
         if var in away:
             atom = body.outputs[j]
-            _, outputs[j] = there.setdefault(id(atom), (atom, in_space(atom.aval, HOST)))
+            _, outputs[j] = there.setdefault(id(atom), (atom, variable_in_space(atom.aval, HOST)))
             results[j] = away[var]
     own = {id(var) for each in body.equations for var in each.outvars}
     equations = [move(atom, var, eqn) for key, (atom, var) in there.items() if key not in own]
@@ -94,7 +94,7 @@ def fetching(eqn: JaxprEqn, away: Mapping[Var, Var]) -> JaxprEqn:
         atom = eqn.invars[i]
         if isinstance(atom, Var) and atom in away:
             operands[i] = away[atom]
-            inputs[i] = waiting[body.inputs[i]] = in_space(body.inputs[i].aval, HOST)
+            inputs[i] = waiting[body.inputs[i]] = variable_in_space(body.inputs[i].aval, HOST)
     equations: list[JaxprEqn] = []
 
     def fetch(wanted: Sequence[object], like: JaxprEqn) -> None:

@@ -52,7 +52,7 @@ class Reduction:
         """How many pending sums a device holds for each accumulator, besides the accumulator itself."""
         if self.mode == "fast":
             return 0
-        return ReductionPlan.of(counts, self.lane, True).depth
+        return ReductionPlan.from_counts(counts, self.lane, True).max_depth
 
     def buffers(self, made: Schedule, placement: Placement | Layout) -> int:
         """Their bytes, in the pass that has most."""
@@ -85,7 +85,7 @@ class Reduction:
         devices = len(placement.counts)
         blocks = 1
         if self.mode == "invariant":
-            blocks = ReductionPlan.of(placement.counts, self.lane, True).left
+            blocks = ReductionPlan.from_counts(placement.counts, self.lane, True).max_remaining
         total = sum(self.bytes(a) * (1 + (blocks if inexact(a) else 1)) for a in nodes.accumulators)
         return int((devices - 1) / devices * total)
 

@@ -192,7 +192,7 @@ class Report(Drawn):
 
     def page(self) -> Page:
         """What there is to see."""
-        grid = Grid.of(self.counts, self.placement.names, self.batch, self.node_size, self.holder)
+        grid = Grid.from_counts(self.counts, self.placement.names, self.batch, self.node_size, self.holder)
         how = f"a {self.holder} computes its nodes one by one, left to right"
         picture = Picture(f"Nodes by {self.holder} and wave", grid, how)
         blocks = (Facts(tuple(self._facts())), picture, *self._tables())

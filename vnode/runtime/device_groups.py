@@ -29,8 +29,8 @@ from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.runtime import device_reductions
 from vnode.runtime.emit import Emission
-from vnode.runtime.evaluate_recipe import typed
-from vnode.runtime.group_arrays import Replicas, join_along, part
+from vnode.runtime.evaluate_recipe import restore_weak_types
+from vnode.runtime.group_arrays import Replicas, batch_part, join_program
 from vnode.runtime.mode import Mode
 from vnode.runtime.one_pass import sums_of
 from vnode.runtime.program_split import Key, ProgramPlan
@@ -87,21 +87,21 @@ class GroupProgram:
                     mine["collected", var] = value.parts[g]
                     continue
                 if not isinstance(form, Slice):
-                    mine["whole", var] = self._replicas.of(value, g, group)
+                    mine["whole", var] = self._replicas.copy_in_group(value, g, group)
                     continue
-                mine["batched", var] = part(value, form, flow, group)
+                mine["batched", var] = batch_part(value, form, flow, group)
                 if var in self.schedule.gathered:
                     mine["full", var] = jax.device_put(value, group.sharding())
         outputs = []
         for atom, values in zip(flow.program.outputs, self.run(self.schedule, held), strict=True):
             form = flow.states[atom].form if isinstance(atom, Var) else None
             if isinstance(form, Slice):
-                outputs.append(self.joined(values, form, flow, self.groups[0]))
+                outputs.append(self.join_parts(values, form, flow, self.groups[0]))
                 continue
             if self.alike:
                 self._replicas.keep(values)
             outputs.append(values[0])
-        return typed(outputs, flow.program.outputs)
+        return restore_weak_types(outputs, flow.program.outputs)
 
     def run(self, schedule: Schedule, held: list[Held]) -> list[list[Any]]:
         """Runs a schedule whose inputs the groups hold; of every output what each group has, of batched ones a part."""
@@ -125,7 +125,7 @@ class GroupProgram:
             if isinstance(atom, Literal):
                 outputs.append([jnp.asarray(atom.val, atom.aval.dtype)] * len(held))
                 continue
-            key = plan.result(atom)
+            key = plan.result_key(atom)
             self.resolve(key, plan, held)
             outputs.append([mine[key] for mine in held])
         return outputs
@@ -141,21 +141,21 @@ class GroupProgram:
         constants = plan.schedule.flow.program.constants
         if kind == "whole" and var in constants:
             for g, (mine, group) in enumerate(zip(held, self.groups, strict=True)):
-                mine[key] = self._replicas.of(constants[var], g, group)
+                mine[key] = self._replicas.copy_in_group(constants[var], g, group)
         if kind not in ("full", "batched"):
             return
         form = plan.states[var].form
         assert isinstance(form, Slice)
         if ("collected", var) in held[0] and ("batched", var) not in held[0]:
             for g, mine in enumerate(held):
-                mine["batched", var] = self.in_order(plan, var, g)(mine["collected", var])
+                mine["batched", var] = self.order_by_batch(plan, var, g)(mine["collected", var])
             return self.resolve(key, plan, held)
         parts = [mine.get(("batched", var)) for mine in held]
         for mine, group in zip(held, self.groups, strict=True):
             if kind == "full":
-                mine[key] = self.joined(parts, form, plan.schedule.flow, group)
+                mine[key] = self.join_parts(parts, form, plan.schedule.flow, group)
             else:
-                mine[key] = part(mine["full", var], form, plan.schedule.flow, group)
+                mine[key] = batch_part(mine["full", var], form, plan.schedule.flow, group)
 
     def program(self, plan: ProgramPlan, number: int, g: int) -> Callable[..., list[Any]]:
         """What group `g` runs for a piece: from what passes left, and what it reads, to what it hands on."""
@@ -177,7 +177,7 @@ class GroupProgram:
                 places[kind][var] = value
             if piece.completes is not None:
                 nodes = piece.completes[1]
-                emission.complete(nodes, self.totals(nodes, left))
+                emission.finish_totals(nodes, self.combine_pass_totals(nodes, left))
             for action in piece.once:
                 emission.run_once(action)
             rest = emission.run_pass(piece.nodes) if piece.nodes is not None else None
@@ -186,7 +186,9 @@ class GroupProgram:
                 if kind == "left":
                     made.append(rest)
                 elif kind == "batched":
-                    made.append(emission.batched[what] if what in emission.batched else emission.in_order(what))
+                    made.append(
+                        emission.batched[what] if what in emission.batched else emission.read_in_batch_order(what)
+                    )
                 else:
                     made.append(places[kind][what])
             return made
@@ -195,7 +197,7 @@ class GroupProgram:
         self._programs[key] = jax.jit(run)
         return self._programs[key]
 
-    def in_order(self, plan: ProgramPlan, var: Var, g: int) -> Callable[[Any], Any]:
+    def order_by_batch(self, plan: ProgramPlan, var: Var, g: int) -> Callable[[Any], Any]:
         """What group `g` runs to bring a collected value into the order of the batch."""
         key = (plan.schedule, var, g)
         if key not in self._programs:
@@ -203,31 +205,34 @@ class GroupProgram:
 
             def run(value: Any) -> Any:
                 emission.collected[var] = value
-                return emission.in_order(var)
+                return emission.read_in_batch_order(var)
 
             self._programs[key] = jax.jit(run)
         return self._programs[key]
 
-    def totals(self, nodes: Pass, left: Sequence[Any]) -> list[Any]:
+    def combine_pass_totals(self, nodes: Pass, left: Sequence[Any]) -> list[Any]:
         """The totals of a pass, from what it left in each group."""
         sums = sums_of(nodes)
         if self.mode is not Mode.INVARIANT:
             return [
-                device_reductions.folded(s.monoid, jnp.stack(values)) for s, *values in zip(sums, *left, strict=True)
+                device_reductions.fold_in_order(s.monoid, jnp.stack(values))
+                for s, *values in zip(sums, *left, strict=True)
             ]
         blocks, exact = [blocks for blocks, _ in left], [exact for _, exact in left]
-        return device_reductions.across_programs(sums, blocks, exact, [group.nodes for group in self.groups], self.lane)
+        return device_reductions.combine_programs(
+            sums, blocks, exact, [group.nodes for group in self.groups], self.lane
+        )
 
-    def joined(self, parts: Sequence[Any], form: Slice, flow: Flow, group: Placement) -> Any:
+    def join_parts(self, parts: Sequence[Any], form: Slice, flow: Flow, group: Placement) -> Any:
         """A batched value whole in one group, from the parts of all."""
         n = flow.local(form)
         real = [value for value, g in zip(parts, self.groups, strict=True) if g.first * n < form.units]
-        return join_along(form.dim, form.outer)(jax.device_put(real, group.sharding()))
+        return join_program(form.dim, form.outer)(jax.device_put(real, group.sharding()))
 
     def run_nested(self, action: Evaluation, held: list[Held]) -> None:
         """Runs a loop or branch whose bodies have passes of their own, on batched values as a whole."""
         eqn = action.step.eqn
-        operands = [[operand(mine, atom) for mine in held] for atom in eqn.invars]
+        operands = [[whole_operand(mine, atom) for mine in held] for atom in eqn.invars]
 
         def body(made: Schedule, inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
             flow = made.flow
@@ -240,7 +245,7 @@ class GroupProgram:
             for k, atom in enumerate(flow.program.outputs):
                 form = flow.states[atom].form if isinstance(atom, Var) else None
                 if isinstance(form, Slice):
-                    results[k] = [self.joined(results[k], form, flow, group) for group in self.groups]
+                    results[k] = [self.join_parts(results[k], form, flow, group) for group in self.groups]
             return results
 
         region = action.step.region
@@ -289,7 +294,7 @@ class Stepwise:
         return branches[min(max(int(index[0]), 0), len(branches) - 1)](operands)
 
 
-def operand(mine: Held, atom: Atom) -> Any:
+def whole_operand(mine: Held, atom: Atom) -> Any:
     """The value of an atom, all of it."""
     if isinstance(atom, Literal):
         return as_array(atom.val, atom)

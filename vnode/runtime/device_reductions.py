@@ -27,11 +27,11 @@ from vnode.runtime.node_loops import (
     BufferPart,
     PartialBlocks,
     Sum,
-    in_memory,
-    materialized,
-    opaque,
-    rounded,
-    stacked,
+    fold_pieces,
+    materialize,
+    materialize_input,
+    opaque_count,
+    round_to_storage,
 )
 from vnode.runtime.tree import Fold, Tree
 from vnode.spmd.resharding_collectives import reduce_scatter
@@ -58,7 +58,7 @@ SMALL = 16 << 10
 """Bytes of a bucket up to which every device adds all of it, with one collective; not of very many devices."""
 
 
-def combined(sums: Sequence[Sum], totals: Sequence[Any], axis: str, parts: Parts = ()) -> list[Any]:
+def combine_in_any_order(sums: Sequence[Sum], totals: Sequence[Any], axis: str, parts: Parts = ()) -> list[Any]:
     """Combines every device's totals in any order: one collective per monoid, and one for each that is divided.
 
     None for a single device.
@@ -82,22 +82,22 @@ def combined(sums: Sequence[Sum], totals: Sequence[Any], axis: str, parts: Parts
             case Monoid.MIN if all(jnp.issubdtype(v.dtype, jnp.integer) for v in values):
                 reduced = lax.pmin(values, axis)
             case _:  # among floats, some compilers' collectives lose NaN
-                reduced = [folded(monoid, lax.all_gather(value, axis)) for value in values]
+                reduced = [fold_in_order(monoid, lax.all_gather(value, axis)) for value in values]
         results.update(zip(members, reduced, strict=True))
     return [results[i] for i in range(len(totals))]
 
 
-def all_bits(total: jax.Array) -> jax.Array:
+def read_all_bits(total: jax.Array) -> jax.Array:
     """A total all bits of which are read; it has no derivative.
 
     Where a total is only rounded to bfloat16, if by a cast of the step, the TPU compiler sends its pieces rounded. Its
     propagation of bfloat16 goes through barriers, and stops at integers; these are combined with a zero that it does
     not know for one, or it would leave the way there and back out.
     """
-    return rounded(total, opaque(0)) if total.dtype == jnp.float32 else total
+    return round_to_storage(total, opaque_count(0)) if total.dtype == jnp.float32 else total
 
 
-def folded(monoid: Monoid, values: jax.Array) -> jax.Array:
+def fold_in_order(monoid: Monoid, values: jax.Array) -> jax.Array:
     """Combines along dimension 0, in order."""
     total = values[0]
     for k in range(1, values.shape[0]):
@@ -117,66 +117,69 @@ class ReductionPlan:
       branches: of the tree.
     """
 
-    own: tuple[Fold, ...]
+    device_folds: tuple[Fold, ...]
     starts: tuple[tuple[int, ...], ...]
-    across: Fold
-    flat: bool
+    cross_device_fold: Fold
+    may_flatten: bool
     branches: tuple[int, ...]
 
     @functools.cached_property
-    def depth(self) -> int:
+    def max_depth(self) -> int:
         """Sums that wait on any device, at most, while it forms another."""
-        return max(fold.depth for fold in self.own)
+        return max(fold.depth for fold in self.device_folds)
 
     @functools.cached_property
-    def most(self) -> int:
+    def max_merges(self) -> int:
         """Blocks that any run is joined by on its device."""
-        return max(max(fold.merges, default=0) for fold in self.own)
+        return max(max(fold.merges, default=0) for fold in self.device_folds)
 
     @functools.cached_property
-    def left(self) -> int:
+    def max_remaining(self) -> int:
         """Blocks that remain on any device."""
-        return max(len(fold.rest) for fold in self.own)
+        return max(len(fold.rest) for fold in self.device_folds)
 
     @functools.cached_property
-    def groups(self) -> tuple[int, ...]:
+    def group_sizes(self) -> tuple[int, ...]:
         """Devices that add at a time, then as many of such groups, and so on; if they add as a tree's upper levels do.
 
         So they do where each has one sum, these are one after another in the tree, and values may be divided.
         """
-        devices = len(self.own)
-        if not self.flat or any(len(fold.rest) != 1 for fold in self.own):
+        devices = len(self.device_folds)
+        if not self.may_flatten or any(len(fold.rest) != 1 for fold in self.device_folds):
             return ()
         one_each = [(d, d + 1) for d in range(devices)]
         for level in range(len(self.branches)):
             above = self.branches[level:]
-            if math.prod(above) >= devices and Tree(devices, above).fold(one_each).merges == self.across.merges:
-                return groups_of(devices, above)
+            if (
+                math.prod(above) >= devices
+                and Tree(devices, above).fold(one_each).merges == self.cross_device_fold.merges
+            ):
+                return nested_group_sizes(devices, above)
         return ()
 
     @property
-    def left_at(self) -> list[int]:
-        """Where the blocks that remain on the devices are, in order, if every device has `left` places for them."""
-        return [d * self.left + i for d, fold in enumerate(self.own) for i in range(len(fold.rest))]
+    def remaining_indices(self) -> list[int]:
+        """Indices of the devices' remaining blocks, in order, if every device has `max_remaining` places."""
+        return [d * self.max_remaining + i for d, fold in enumerate(self.device_folds) for i in range(len(fold.rest))]
 
     @property
     def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of every device what `loops.Runs` has: int32 ``[devices]``, ``[devices, most + 1]``, ``[devices, most]``."""
-        counts = np.array([len(fold.merges) for fold in self.own], np.int32)
+        """Each device's `node_loops.Runs`: int32 ``[devices]``, ``[devices, most + 1]``, ``[devices, most]``."""
+        counts = np.array([len(fold.merges) for fold in self.device_folds], np.int32)
         most = max(counts)
         starts, merges = np.zeros((len(counts), most + 1), np.int32), np.zeros((len(counts), most), np.int32)
-        for d, fold in enumerate(self.own):
+        for d, fold in enumerate(self.device_folds):
             starts[d, : counts[d] + 1] = self.starts[d]
             merges[d, : counts[d]] = fold.merges
         return counts, starts, merges
 
     @staticmethod
     @functools.lru_cache
-    def of(
+    def from_counts(
         counts: tuple[int, ...], lane: int, one_axis: bool, first: int = 0, nodes: int | None = None
     ) -> ReductionPlan:
         """The plan for devices that hold `counts` nodes, in lanes of `lane`: all `nodes`, or some from `first` on."""
-        tree = Tree.over(sum(counts) if nodes is None else nodes, lane)
+        tree = Tree.from_lanes(sum(counts) if nodes is None else nodes, lane)
         own, across = tree.folds(counts, first)
         bounds = np.cumsum([first, *counts]).tolist()
         starts = [
@@ -186,7 +189,7 @@ class ReductionPlan:
         return ReductionPlan(tuple(own), tuple(starts), across, one_axis, tree.branches)
 
 
-def groups_of(devices: int, branches: Sequence[int]) -> tuple[int, ...]:
+def nested_group_sizes(devices: int, branches: Sequence[int]) -> tuple[int, ...]:
     """So many devices as groups of as many as a tree has branches, groups of such groups and so on; none if they do not
     fill these."""
     sizes = []
@@ -199,7 +202,7 @@ def groups_of(devices: int, branches: Sequence[int]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def totals(
+def reduce_all_nodes(
     sums: Sequence[Sum],
     rest: PartialBlocks,
     exact: Sequence[Any],
@@ -207,7 +210,7 @@ def totals(
     axis: str,
     parts: Parts = (),
 ) -> list[Any]:
-    """Combines what `loops.in_tree_order` leaves on the devices, which hold all nodes.
+    """Combines what `node_loops.reduce_in_tree_order` leaves on the devices, which hold all nodes.
 
     Args:
       sums: what is added.
@@ -220,11 +223,11 @@ def totals(
     Returns:
       The totals of all.
     """
-    blocks, exact = partial_blocks(sums, rest, exact, plan, axis, parts)
-    return merged(sums, [block for (block,) in blocks], exact)
+    blocks, exact = reduce_to_blocks(sums, rest, exact, plan, axis, parts)
+    return merge_sums(sums, [block for (block,) in blocks], exact)
 
 
-def partial_blocks(
+def reduce_to_blocks(
     sums: Sequence[Sum],
     rest: PartialBlocks,
     exact: Sequence[Any],
@@ -241,18 +244,18 @@ def partial_blocks(
     inexact = [(s, dim) for s, dim in several if not s.exact]
     others = [(s, dim) for s, dim in several if s.exact]
     return (
-        in_tree_order([s for s, _ in inexact], rest, plan, axis, [dim for _, dim in inexact]),
-        combined([s for s, _ in others], exact, axis, [dim for _, dim in others]),
+        reduce_in_tree_order([s for s, _ in inexact], rest, plan, axis, [dim for _, dim in inexact]),
+        combine_in_any_order([s for s, _ in others], exact, axis, [dim for _, dim in others]),
     )
 
 
-def merged(sums: Sequence[Sum], inexact: Sequence[Any], exact: Sequence[Any]) -> list[Any]:
+def merge_sums(sums: Sequence[Sum], inexact: Sequence[Any], exact: Sequence[Any]) -> list[Any]:
     """Something of every sum, given that of those that are not exact and of those that are."""
     others, rest = iter(exact), iter(inexact)
     return [next(others if s.exact else rest) for s in sums]
 
 
-def across_programs(
+def combine_programs(
     sums: Sequence[Sum],
     blocks: Sequence[Sequence[Sequence[Any]]],
     exact: Sequence[Sequence[Any]],
@@ -263,7 +266,7 @@ def across_programs(
 
     Args:
       sums: what is added.
-      blocks: of each program, in order, what `partial_blocks` gave.
+      blocks: of each program, in order, what `reduce_to_blocks` gave.
       exact: likewise.
       nodes: how many each program has.
       lane: consecutive nodes that are added one after another, if not those of a tree.
@@ -272,20 +275,24 @@ def across_programs(
       The totals.
     """
     rest = [s for s in sums if not s.exact]
-    _, fold = Tree.over(sum(nodes), lane).folds(nodes)
+    _, fold = Tree.from_lanes(sum(nodes), lane).folds(nodes)
     sums_of_all: list[Any] = []
     if rest:
         columns = [jnp.stack([block for program in blocks for block in program[i]]) for i in range(len(rest))]
         rows = range(len(fold.merges))
-        totals = [added(s, Arrived([column]), rows, fold)[0] for s, column in zip(rest, columns, strict=True)]
-        sums_of_all = materialized([BufferPart(value, s.shape) for value, s in zip(totals, rest, strict=True)])
+        totals = [
+            add_blocks(s, ReceivedBlocks([column]), rows, fold)[0] for s, column in zip(rest, columns, strict=True)
+        ]
+        sums_of_all = materialize([BufferPart(value, s.shape) for value, s in zip(totals, rest, strict=True)])
     others = [s for s in sums if s.exact]
-    return merged(
-        sums, sums_of_all, [folded(s.monoid, jnp.stack(column)) for s, *column in zip(others, *exact, strict=True)]
+    return merge_sums(
+        sums,
+        sums_of_all,
+        [fold_in_order(s.monoid, jnp.stack(column)) for s, *column in zip(others, *exact, strict=True)],
     )
 
 
-def in_tree_order(
+def reduce_in_tree_order(
     sums: Sequence[Sum], rest: PartialBlocks, plan: ReductionPlan, axis: str, parts: Parts
 ) -> list[list[Any]]:
     """Adds what partial_blocks on the devices.
@@ -300,35 +307,35 @@ def in_tree_order(
     Returns:
       Of each sum the blocks that remain of all devices, in order: one, if these hold all nodes.
     """
-    count = len(plan.across.rest)
+    count = len(plan.cross_device_fold.rest)
     if not sums:
         return []
-    if len(plan.own) == 1:
-        return rest.each(count)
-    rows = plan.left_at
-    blocks = rest.each(plan.left)
+    if len(plan.device_folds) == 1:
+        return rest.split(count)
+    rows = plan.remaining_indices
+    blocks = rest.split(plan.max_remaining)
     results: list[list[Any]] = [[] for _ in sums]
     for i, dim in enumerate(parts):
         if dim is not None:
-            parcel = Parcel(blocks[i], dim, False)
-            results[i] = [parcel.part_added(sums[i].monoid, rows, plan, axis)]
+            parcel = PackedBlocks(blocks[i], dim, False)
+            results[i] = [parcel.add_chunk(sums[i].monoid, rows, plan, axis)]
     together = [i for i, dim in enumerate(parts) if dim is None]
-    for members in buckets(sums, together) if plan.flat else [[i] for i in together]:
-        parcel = Parcel.of([blocks[i] for i in members], len(plan.own), plan.flat)
-        for total in parcel.added(sums[members[0]].monoid, rows, plan, axis):
-            if plan.flat and not parcel.flat:  # as a collective leaves it in memory
+    for members in buckets(sums, together) if plan.may_flatten else [[i] for i in together]:
+        parcel = PackedBlocks.from_values([blocks[i] for i in members], len(plan.device_folds), plan.may_flatten)
+        for total in parcel.add_all(sums[members[0]].monoid, rows, plan, axis):
+            if plan.may_flatten and not parcel.flattened:  # as a collective leaves it in memory
                 results[members[0]].append(total)
                 continue
             sizes = [math.prod(sums[i].shape) for i in members]
-            starts = [sum(sizes[:k]) if parcel.flat else None for k in range(len(sizes))]
+            starts = [sum(sizes[:k]) if parcel.flattened else None for k in range(len(sizes))]
             places = [BufferPart(total, sums[i].shape, start) for i, start in zip(members, starts, strict=True)]
-            for i, value in zip(members, materialized(places), strict=True):
+            for i, value in zip(members, materialize(places), strict=True):
                 results[i].append(value)
     return results
 
 
 @dataclasses.dataclass(frozen=True)
-class Arrived:
+class ReceivedBlocks:
     """Blocks that several devices sent.
 
     Attributes:
@@ -350,7 +357,7 @@ class Arrived:
         return several.reshape(-1, *several.shape[2:])
 
 
-def added(s: Sum, held: Arrived, rows: Sequence[int], fold: Fold) -> list[Any]:
+def add_blocks(s: Sum, held: ReceivedBlocks, rows: Sequence[int], fold: Fold) -> list[Any]:
     """Adds blocks that are in memory, in tree order; what is made of the result must not be compiled with it.
 
     Additions of numbers that nothing else is computed of are exact to the last bit in any kernel, as long as it rounds
@@ -368,7 +375,7 @@ def added(s: Sum, held: Arrived, rows: Sequence[int], fold: Fold) -> list[Any]:
     if len(rows) == 1:
         return [held[rows[0]]]
     if len(rows) <= UNROLLED and s.dtype in ROUNDED_EACH:
-        return [s.from_zero(b) for b in fold.of([held[row] for row in rows], COMBINE[s.monoid])]
+        return [s.from_zero(b) for b in fold.fold_values([held[row] for row in rows], COMBINE[s.monoid])]
     order, blocks = jnp.asarray(rows, jnp.int32), held.stacked()
 
     def piece(index: jax.Array, state: None, spent: list[Any], after: jax.Array) -> tuple[list[Any], None]:
@@ -376,13 +383,11 @@ def added(s: Sum, held: Arrived, rows: Sequence[int], fold: Fold) -> list[Any]:
 
     merges = jnp.asarray(fold.merges, jnp.int32)
     with jax.named_scope("blocks"):
-        left, _ = stacked(piece, [s], opaque(len(rows)), merges, fold.depth, max(fold.merges), None)
-    return left.each(len(fold.rest))[0]
+        left, _ = fold_pieces(piece, [s], opaque_count(len(rows)), merges, fold.depth, max(fold.merges), None)
+    return left.split(len(fold.rest))[0]
 
 
-def added_in_groups(
-    s: Sum, value: jax.Array, dim: int, sizes: Sequence[int], axis: str, whole: bool = True
-) -> jax.Array:
+def add_in_groups(s: Sum, value: jax.Array, dim: int, sizes: Sequence[int], axis: str, whole: bool = True) -> jax.Array:
     """Adds a block of each device in the order of a tree, and gives all of them the sum, or each its own part of it.
 
     Within groups, groups of groups, and so on, each device adds its part of what it had, in order, down to its chunk.
@@ -422,7 +427,7 @@ def added_in_groups(
 
 
 @dataclasses.dataclass(frozen=True)
-class Parcel:
+class PackedBlocks:
     """Blocks of values that travel together.
 
     Attributes:
@@ -433,56 +438,56 @@ class Parcel:
 
     blocks: Sequence[jax.Array]
     dim: int | None
-    flat: bool
+    flattened: bool
 
     @staticmethod
-    def of(values: Sequence[Sequence[jax.Array]], devices: int, flat: bool) -> Parcel:
+    def from_values(values: Sequence[Sequence[jax.Array]], devices: int, flat: bool) -> PackedBlocks:
         """Packs the blocks of each value; those of a single one as they are, if devices can take chunks of them."""
         blocks = values[0]
         fitting = [d for d, n in enumerate(blocks[0].shape) if n % devices == 0]
         if len(values) == 1 and len(blocks) * blocks[0].nbytes > SMALL and (fitting or not flat):
-            return Parcel(blocks, fitting[0] if fitting else None, False)
+            return PackedBlocks(blocks, fitting[0] if fitting else None, False)
         if flat:
             blocks = [jnp.concatenate(list(map(jnp.ravel, column))) for column in zip(*values, strict=True)]
         if len(blocks) * blocks[0].nbytes <= SMALL and (devices <= UNROLLED or not flat):
-            return Parcel(blocks, None, flat)
-        return Parcel([jnp.pad(block, (0, -block.size % devices)) for block in blocks], 0, True)
+            return PackedBlocks(blocks, None, flat)
+        return PackedBlocks([jnp.pad(block, (0, -block.size % devices)) for block in blocks], 0, True)
 
-    def added(self, monoid: Monoid, rows: Sequence[int], plan: ReductionPlan, axis: str) -> list[Any]:
+    def add_all(self, monoid: Monoid, rows: Sequence[int], plan: ReductionPlan, axis: str) -> list[Any]:
         """The sums that remain of all devices' blocks, of which `rows` count."""
         s = Sum(monoid, self.blocks[0].shape, self.blocks[0].dtype)
-        if plan.groups and monoid is Monoid.SUM and self.dim is not None and s.dtype in ROUNDED_EACH:
-            return [added_in_groups(s, self.blocks[0], self.dim, plan.groups, axis)]
-        held = self.send(axis)
-        parts = added(dataclasses.replace(s, shape=held[0].shape), held, rows, plan.across)
-        return [self.collect(part, axis) for part in parts]
+        if plan.group_sizes and monoid is Monoid.SUM and self.dim is not None and s.dtype in ROUNDED_EACH:
+            return [add_in_groups(s, self.blocks[0], self.dim, plan.group_sizes, axis)]
+        held = self.exchange_chunks(axis)
+        parts = add_blocks(dataclasses.replace(s, shape=held[0].shape), held, rows, plan.cross_device_fold)
+        return [self.gather_chunks(part, axis) for part in parts]
 
-    def part_added(self, monoid: Monoid, rows: Sequence[int], plan: ReductionPlan, axis: str) -> Any:
+    def add_chunk(self, monoid: Monoid, rows: Sequence[int], plan: ReductionPlan, axis: str) -> Any:
         """The same of all nodes' blocks, of which each device is given its chunk only."""
         s = Sum(monoid, self.blocks[0].shape, self.blocks[0].dtype)
         assert self.dim is not None
-        if plan.groups and s.dtype in ROUNDED_EACH:
-            return added_in_groups(s, self.blocks[0], self.dim, plan.groups, axis, whole=False)
-        held = self.send(axis)
-        (total,) = added(dataclasses.replace(s, shape=held[0].shape), held, rows, plan.across)
-        return in_memory(total)
+        if plan.group_sizes and s.dtype in ROUNDED_EACH:
+            return add_in_groups(s, self.blocks[0], self.dim, plan.group_sizes, axis, whole=False)
+        held = self.exchange_chunks(axis)
+        (total,) = add_blocks(dataclasses.replace(s, shape=held[0].shape), held, rows, plan.cross_device_fold)
+        return materialize_input(total)
 
-    def send(self, axis: str) -> Arrived:
+    def exchange_chunks(self, axis: str) -> ReceivedBlocks:
         """All devices' blocks of this device's chunk."""
         several = range(len(self.blocks))
         if self.dim is None:
             held = lax.all_gather(jnp.stack(self.blocks), axis)
-            return Arrived([held[:, i] for i in several])
+            return ReceivedBlocks([held[:, i] for i in several])
         # A dimension of their own for the chunks, or compilers bring the whole into another layout first.
         dim, shape, devices = self.dim, self.blocks[0].shape, lax.axis_size(axis)
         apart = (*shape[:dim], devices, shape[dim] // devices, *shape[dim + 1 :])
         chunks = [block.reshape(apart) for block in self.blocks]
-        if self.flat:  # these are copies already
+        if self.flattened:  # these are copies already
             held = lax.all_to_all(jnp.stack(chunks, 1), axis, 0, 0, tiled=True)
-            return Arrived([held[:, i] for i in several])
-        return Arrived([lax.all_to_all(each, axis, dim, dim, tiled=True) for each in chunks], dim)
+            return ReceivedBlocks([held[:, i] for i in several])
+        return ReceivedBlocks([lax.all_to_all(each, axis, dim, dim, tiled=True) for each in chunks], dim)
 
-    def collect(self, chunk: jax.Array, axis: str) -> jax.Array:
+    def gather_chunks(self, chunk: jax.Array, axis: str) -> jax.Array:
         """The whole from every device's chunk."""
         return chunk if self.dim is None else lax.all_gather(chunk, axis, axis=self.dim, tiled=True)
 

@@ -27,18 +27,31 @@ from vnode.operators.in_program import InProgram, as_array
 from vnode.operators.separate_rounding import Rounding
 from vnode.placement.placement import Placement
 from vnode.placement.world import uses_gloo
-from vnode.runtime.evaluate_recipe import Known, evaluate_once
-from vnode.runtime.host_prefetch import Work, brought, by_output, can_be_waited_for, can_wait, element
-from vnode.runtime.mesh_function import Divided, Division
+from vnode.runtime.evaluate_recipe import EvaluationMemo, evaluate_once
+from vnode.runtime.host_prefetch import (
+    Task,
+    copy_in_pieces,
+    deferrable,
+    first_element,
+    has_barrier_element,
+    order_by_output,
+)
+from vnode.runtime.mesh_function import Division, MeshFunction
 from vnode.runtime.mode import Mode
-from vnode.runtime.node import Once
+from vnode.runtime.node import WholeEvaluator
 from vnode.runtime.one_pass import PassEmission
-from vnode.runtime.replicated_region import Together, constants_late, divided_once, read_by, stands_apart
-from vnode.spmd.device_program import Alike, Later
+from vnode.runtime.replicated_region import (
+    ReplicatedRegion,
+    defer_constants,
+    divide_region,
+    is_separate,
+    read_variables,
+)
+from vnode.spmd.device_program import BitwiseMode, LazyInput
 from vnode.spmd.layout import Layout
-from vnode.spmd.resharding_collectives import carried_out
-from vnode.spmd.sharded_program import on_devices, spec_of
-from vnode.spmd.uneven_blocks import stored
+from vnode.spmd.resharding_collectives import use_gloo_rules
+from vnode.spmd.sharded_program import program_over_mesh, spec_of
+from vnode.spmd.uneven_blocks import store
 
 
 def emit(
@@ -75,7 +88,7 @@ def emit(
     emission = Emission(schedule, placement, inputs, mode, lane, slotted, division, far)
     given = schedule.flow.program.inputs
     emission.arguments = set(given if arguments is None else [given[i] for i in arguments])
-    with carried_out(by_gloo=uses_gloo(placement.devices)):
+    with use_gloo_rules(by_gloo=uses_gloo(placement.devices)):
         return emission.run()
 
 
@@ -87,38 +100,40 @@ class Emission(PassEmission):
         the pass, and what it is part of would be held while the pass runs.
     """
 
-    formed: Sequence[Var] = ()
+    latest_totals: Sequence[Var] = ()
 
     @functools.cached_property
-    def known(self) -> Known:
+    def known(self) -> EvaluationMemo:
         """What is known of the program's values without running it."""
-        return Known(self.flow.program)
+        return EvaluationMemo(self.flow.program)
 
     def run(self) -> list[Any]:
         for stage in self.stages:
             self.run_all(stage.once)
             if stage.nodes is not None:
-                self.complete(stage.nodes, self.run_pass(stage.nodes))
-                self.formed = [a.var for a in stage.nodes.accumulators]
+                self.finish_totals(stage.nodes, self.run_pass(stage.nodes))
+                self.latest_totals = [a.var for a in stage.nodes.accumulators]
                 self.__dict__.pop("together", None)
-        outputs, rooms = self.flow.program.outputs, self.division.rooms
+        outputs, rooms = self.flow.program.outputs, self.division.uneven
         dims = rooms.outputs if rooms else [None] * len(outputs)
         several = zip(outputs, self.flow.output_forms, dims, strict=True)
-        return [self.returned(a, form) if dim is None else self.returned_in_rooms(a, dim) for a, form, dim in several]
+        return [
+            self.emit_output(a, form) if dim is None else self.emit_uneven_output(a, dim) for a, form, dim in several
+        ]
 
     @property
     def stages(self) -> Sequence[Stage]:
         """The schedule's, but what needs values that are away is last, in the order in which they are to come."""
         stages = self.schedule.stages
         if self.mode is Mode.INVARIANT:
-            stages = constants_late(stages)
+            stages = defer_constants(stages)
         actions = [action for stage in stages for action in stage.once]
         if not self.away or any(action.step.eqn.effects for action in actions):
             return stages
-        works = [Work(read_by(action), action.step.eqn.outvars) for action in actions]
+        works = [Task(read_variables(action), action.step.eqn.outvars) for action in actions]
         wanted = {var for made in self.schedule.passes for var, _ in made.recipe.leaves}
-        waiting = can_wait(works, wanted, self.away)
-        order = [k for k in by_output(works, self.flow.program.outputs, self.away) if k in waiting]
+        waiting = deferrable(works, wanted, self.away)
+        order = [k for k in order_by_output(works, self.flow.program.outputs, self.away) if k in waiting]
         numbers = iter(range(len(actions)))
         early = [
             Stage(tuple(action for action in stage.once if next(numbers) not in waiting), stage.nodes)
@@ -129,25 +144,25 @@ class Emission(PassEmission):
             last = (*early.pop().once, *last)
         return [*early, Stage(last, None)]
 
-    def returned(self, atom: Atom, form: Form) -> Any:
+    def emit_output(self, atom: Atom, form: Form) -> Any:
         """An output, of which it is said where it is to be: or branches may return it in different places."""
         if self.slotted and isinstance(form, Slice):
-            value = self.in_slots(atom, form)
+            value = self.read_in_slots(atom, form)
             return lax.with_sharding_constraint(value, self.placement.sharding(self.placement.axis))
         value = self.output(atom)
-        return value if self.schedule.passes else self.everywhere(value)
+        return value if self.schedule.passes else self.replicate(value)
 
-    def returned_in_rooms(self, atom: Atom, dim: int) -> Any:
+    def emit_uneven_output(self, atom: Atom, dim: int) -> Any:
         """An output that is wanted in blocks."""
-        assert self.division.rooms is not None
-        share = self.division.rooms.share
+        assert self.division.uneven is not None
+        share = self.division.uneven.share
         if isinstance(atom, Var) and atom in self.rooms and self.dims[atom] == dim:
             return self.rooms[atom]
-        return self.cut_along(stored(self.output(atom), dim, share), dim, share)
+        return self.store_in_blocks(store(self.output(atom), dim, share), dim, share)
 
     def run_all(self, actions: Sequence[Evaluation]) -> None:
         """Evaluates what is computed once, divided as what it reads; what has effects is left to XLA's partitioner."""
-        groups = itertools.groupby(actions, stands_apart)
+        groups = itertools.groupby(actions, is_separate)
         for apart, several in groups:
             together = list(several)
             if (self.once_axes or self.division.over_nodes) and self.divides and not apart:
@@ -158,16 +173,16 @@ class Emission(PassEmission):
 
     def run_divided(self, actions: Sequence[Evaluation]) -> None:
         """Evaluates actions in a program of each device, on its part of what they read."""
-        together = Together.of(actions, self.readers, self.flow.program, self.once, self.ends)
+        together = ReplicatedRegion.from_actions(actions, self.readers, self.flow.program, self.once, self.ends)
         far = [var in self.away for var in together.reads]
         given = [self.away[var][0] if var in self.away else self.as_stored(var) for var in together.reads]
         shapes = [self.type_of(var, value) for var, value in zip(together.reads, given, strict=True)]
         layouts = [self.layout(var) for var in together.reads]
-        alike = Alike({self.placement.axis}, self.in_memory) if self.mode is Mode.INVARIANT else None
+        alike = BitwiseMode({self.placement.axis}, self.materialize_input) if self.mode is Mode.INVARIANT else None
         batched = [i for i, (_, form) in enumerate(together.wanted) if isinstance(form, Slice)]
-        rooms = self.rooms_of(together.reads)
-        divided = divided_once(together, shapes, layouts, self.once_axes, self.exact, alike, rooms, batched)
-        if isinstance(divided, Divided):
+        rooms = self.uneven_of(together.reads)
+        divided = divide_region(together, shapes, layouts, self.once_axes, self.exact, alike, rooms, batched)
+        if isinstance(divided, MeshFunction):
             for var in together.reads:
                 self.away.pop(var, None)
         else:
@@ -175,21 +190,23 @@ class Emission(PassEmission):
 
         constant = [var in self.flow.program.constants for var in together.reads]
         made = [v for v, late, known in zip(given, far, constant, strict=True) if not late and not known]
-        other = None if alike is None or any(map(Rounding.can_be_of, made)) else self.other_for_rounding
-        order = sorted(range(len(together.reads)), key=lambda i: -self.there_at(together.reads[i]))  # as in `together`
+        other = None if alike is None or any(map(Rounding.can_use, made)) else self.rounding_seed
+        order = sorted(
+            range(len(together.reads)), key=lambda i: -self.ready_level(together.reads[i])
+        )  # as in `joint_evaluator`
 
         def device_program(latest: Any, other: Any, values: Sequence[Any]) -> list[Any]:
             several = list(zip(values, far, constant, strict=True))
-            own = [Later(functools.partial(brought, v)) if late else v for v, late, _ in several]
+            own = [LazyInput(functools.partial(copy_in_pieces, v)) if late else v for v, late, _ in several]
             rounding = None
             if alike is not None:
                 made = [several[i][0] for i in order if not several[i][1] and not several[i][2]]
-                rounding = Rounding.of([*made, other])
+                rounding = Rounding.from_values([*made, other])
             if rounding is not None:
-                own = [rounding.unknown(v) if known else v for v, known in zip(own, constant, strict=True)]
+                own = [rounding.opaque_constant(v) if known else v for v, known in zip(own, constant, strict=True)]
             return divided(own, latest, rounding)
 
-        values = on_devices(
+        values = program_over_mesh(
             device_program,
             self.placement.mesh,
             in_specs=(
@@ -199,26 +216,26 @@ class Emission(PassEmission):
             ),
             out_specs=list(map(spec_of, divided.results)),
         )(
-            element(self.latest) if any(far) and self.latest is not None else None,
+            first_element(self.latest) if any(far) and self.latest is not None else None,
             None if other is None else self.whole[other],
             given,
         )
         several = zip(together.wanted, divided.dims, divided.results, values, strict=True)
         for (var, form), dim, layout, value in several:
             self.take_up(var, dim, value) if not isinstance(form, Slice) else self.batched.update({var: value})
-            if not layout.whole:
+            if not layout.is_whole:
                 self.layouts[var] = layout
-            if not isinstance(form, Slice) and can_be_waited_for(value):
+            if not isinstance(form, Slice) and has_barrier_element(value):
                 self.latest = value
 
     @property
-    def other_for_rounding(self) -> Var | None:
+    def rounding_seed(self) -> Var | None:
         """A whole value for what is given none of which a rounding can be made; as it lies, so that nothing is sent.
 
         What is computed of constants alone, say, which compilers compute themselves where they see all of it.
         """
         several = ((var, value) for var, value in self.whole.items() if var not in self.flow.program.constants)
-        return next((var for var, value in several if Rounding.can_be_of(value)), None)
+        return next((var for var, value in several if Rounding.can_use(value)), None)
 
     def run_once(self, action: Evaluation) -> None:
         if action.schedules:
@@ -227,7 +244,7 @@ class Emission(PassEmission):
             values = self.run_replicated(action)
         else:
             with self.automatic_axes():
-                values = evaluate_once(action, self.read, self.known, self.together)
+                values = evaluate_once(action, self.read, self.known, self.joint_evaluator)
         for var, form, value in zip(action.step.eqn.outvars, action.results, values, strict=True):
             if value is None:
                 continue
@@ -235,15 +252,15 @@ class Emission(PassEmission):
                 self.batched[var] = self.as_computed_once(value)
             elif form is not None:
                 self.whole[var] = value
-                self.latest = value if can_be_waited_for(value) else self.latest
+                self.latest = value if has_barrier_element(value) else self.latest
 
     def run_replicated(self, action: Evaluation) -> list[Any]:
         """Evaluates an action on every device alike, in a program of each; None for results that nobody reads."""
-        together = Together.of([action], self.readers, self.flow.program, self.once, {})
-        rounds = self.together.rounding is not None
+        together = ReplicatedRegion.from_actions([action], self.readers, self.flow.program, self.once, {})
+        rounds = self.joint_evaluator.rounding is not None
 
         def device_program(values: Sequence[Any]) -> list[Any]:
-            place = Once(self.platform, Rounding.of(values) if rounds else None)
+            place = WholeEvaluator(self.platform, Rounding.from_values(values) if rounds else None)
             return dataclasses.replace(together, place=place)(values)
 
         everywhere = jax.shard_map(
@@ -258,12 +275,14 @@ class Emission(PassEmission):
         return [held.get(var) for var in action.step.eqn.outvars]
 
     @functools.cached_property
-    def together(self) -> Once:
+    def joint_evaluator(self) -> WholeEvaluator:
         """Where whole values are evaluated on all devices together, and not in a program of each."""
         constants = self.flow.program.constants
-        several = {var: self.whole[var] for var in self.formed if var in self.whole} | self.whole
-        made = [value for var, value in several.items() if var not in constants and self.layout(var).whole]
-        return Once(self.platform, Rounding.of(made) if self.mode is Mode.INVARIANT and not self.by_xla else None)
+        several = {var: self.whole[var] for var in self.latest_totals if var in self.whole} | self.whole
+        made = [value for var, value in several.items() if var not in constants and self.layout(var).is_whole]
+        return WholeEvaluator(
+            self.platform, Rounding.from_values(made) if self.mode is Mode.INVARIANT and not self.by_xla else None
+        )
 
     def automatic_axes(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which whole values may be laid out over axes of the mesh that nodes are not spread over."""
@@ -289,12 +308,12 @@ class Emission(PassEmission):
         cut = set[int]()  # in slots, and not before
         for i, (atom, form) in enumerate(zip(eqn.invars, action.operands, strict=True)):
             if i in apart and isinstance(form, Slice):
-                operands.append(self.in_slots(atom, form, 1 if i in region.scanned else 0))
+                operands.append(self.read_in_slots(atom, form, 1 if i in region.scanned else 0))
                 if not self.is_in_slots(atom, form):
                     cut.add(i)
             else:
-                value = as_array(self.taken_as(form, atom), atom)
-                operands.append(value if slotted else self.in_shards(value, form))
+                value = as_array(self.as_region_operand(form, atom), atom)
+                operands.append(value if slotted else self.shard_by_nodes(value, form))
 
         def body(made: Schedule, given: Sequence[int], inputs: Sequence[Any]) -> list[Any]:
             flow = made.flow
@@ -303,7 +322,7 @@ class Emission(PassEmission):
             def bounded(forms: Sequence[Form], values: Sequence[Any]) -> list[Any]:
                 pairs = list(zip(values, forms, strict=True))
                 if flow.batch == self.flow.batch:
-                    return [*values] if slotted else list(itertools.starmap(self.in_shards, pairs))
+                    return [*values] if slotted else list(itertools.starmap(self.shard_by_nodes, pairs))
                 # a batch of the body's own exists whole around it
                 return [self.as_computed_once(value) if isinstance(form, Slice) else value for value, form in pairs]
 

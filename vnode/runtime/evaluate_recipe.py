@@ -26,27 +26,27 @@ from vnode.operators import Algebra, OperatorDescription, Role, cast, evaluate_w
 from vnode.operators import evaluate as evaluate_operator
 from vnode.operators.control_flow import Region, Run, region_of
 from vnode.operators.in_program import InProgram, as_array
-from vnode.operators.multi_operand_barrier import as_written, evaluate_together
-from vnode.operators.ordering_barrier import as_it_was
+from vnode.operators.multi_operand_barrier import evaluate_together, group_barrier_parts
+from vnode.operators.ordering_barrier import ready_value
 from vnode.operators.separate_rounding import Rounding
-from vnode.runtime.node import Node, Once, leading, mask_dim
+from vnode.runtime.node import Node, WholeEvaluator, leading_size, mask_dim
 
 Env = dict[Key, Any]
 
 
 def evaluate_whole(
-    eqn: JaxprEqn, description: OperatorDescription | None, place: Node | Once, operands: Sequence[Any]
+    eqn: JaxprEqn, description: OperatorDescription | None, place: Node | WholeEvaluator, operands: Sequence[Any]
 ) -> list[Any]:
     """Evaluates an equation at its full size."""
     if description is not None and (place.platform in description.replaced_on or description.layout is not None):
         results = evaluate_operator(description, eqn, operands, description.sizes, {}, place.platform)
     else:
         results = bind(eqn, operands)
-    rounding = place.rounding if isinstance(place, Once) else None
-    return results if rounding is None else rounding.each(eqn, description, results)
+    rounding = place.rounding if isinstance(place, WholeEvaluator) else None
+    return results if rounding is None else rounding.round_results(eqn, description, results)
 
 
-class Known:
+class EvaluationMemo:
     """What has been evaluated: an equation is not evaluated again for the same operands.
 
     Compilers find such equations too, but those for one device later than those for many, and what they make of the
@@ -80,10 +80,10 @@ class Known:
         description = self.describe(eqn)
         if description is not None and description.has(Algebra.SPREADS):
             shape = np.broadcast_shapes(*[np.shape(value) for value in operands])
-            others = not_linear(description)
-            operands = [self._spread(v, shape, rounding if i in others else None) for i, v in enumerate(operands)]
+            others = nonlinear_operands(description)
+            operands = [self._broadcast(v, shape, rounding if i in others else None) for i, v in enumerate(operands)]
         settings = eqn.ctx.threefry_partitionable
-        key = (eqn.primitive, how, settings, tuple(eqn.params.items()), *map(identity, operands))
+        key = (eqn.primitive, how, settings, tuple(eqn.params.items()), *map(value_key, operands))
         try:
             found = self._results.get(key)
         except TypeError:  # a parameter that cannot be hashed
@@ -92,7 +92,7 @@ class Known:
             found = self._results[key] = (run(list(operands)), operands)
         return found[0]
 
-    def _spread(self, value: Any, shape: tuple[int, ...], rounding: Rounding | None) -> Any:
+    def _broadcast(self, value: Any, shape: tuple[int, ...], rounding: Rounding | None) -> Any:
         """A value at another shape; jax would spread it where it is used, each use anew."""
         if np.shape(value) == shape or not isinstance(value, jax.Array):
             return value
@@ -100,21 +100,23 @@ class Known:
         if key not in self._results:
             dims = range(len(shape))[len(shape) - np.ndim(value) :]
             spread = lax.broadcast_in_dim(value, shape, dims)
-            self._results[key] = ([spread if rounding is None else rounding.apart(spread)], [value])
+            self._results[key] = ([spread if rounding is None else rounding.hide_broadcast(spread)], [value])
         return self._results[key][0][0]
 
 
 SCALARS = (np.ndarray, np.generic, float, int)
 
 
-def identity(value: Any) -> Any:
+def value_key(value: Any) -> Any:
     """What tells a value from others: itself if it is a constant scalar."""
     if isinstance(value, SCALARS) and np.ndim(value) == 0:
         return (type(value), np.asarray(value).dtype.str, np.asarray(value).tobytes())
     return id(value)
 
 
-def evaluate_once(action: Evaluation, read: Callable[[Atom], Any], known: Known, place: Once) -> list[Any]:
+def evaluate_once(
+    action: Evaluation, read: Callable[[Atom], Any], known: EvaluationMemo, place: WholeEvaluator
+) -> list[Any]:
     """Evaluates an equation on whole values.
 
     Args:
@@ -133,7 +135,7 @@ def evaluate_once(action: Evaluation, read: Callable[[Atom], Any], known: Known,
         return evaluate_region(action, place, lambda atom, form: read(atom))
 
 
-def evaluate_equation(eqn: JaxprEqn, operands: list[Any], known: Known, place: Once) -> list[Any]:
+def evaluate_equation(eqn: JaxprEqn, operands: list[Any], known: EvaluationMemo, place: WholeEvaluator) -> list[Any]:
     """Evaluates an equation on whole values; what is in the bodies of a loop or branch as all else."""
     region, description = None if eqn.effects else region_of(eqn), known.describe(eqn)
     if region is None:
@@ -144,37 +146,37 @@ def evaluate_equation(eqn: JaxprEqn, operands: list[Any], known: Known, place: O
         run = functools.partial(region.run, InProgram(eqn), bodies)
     rounding = place.rounding
     results = known.evaluate(eqn, operands, run, rounding=rounding)
-    spreads = description is not None and description.has(Algebra.MOVES) and is_spread(operands, results)
-    divides = rounding is not None and spreads and is_divided_by(eqn.outvars[0], known)
-    return [*map(rounding.apart, results)] if rounding is not None and divides else results
+    spreads = description is not None and description.has(Algebra.MOVES) and is_scalar_broadcast(operands, results)
+    divides = rounding is not None and spreads and is_used_nonlinearly(eqn.outvars[0], known)
+    return [*map(rounding.hide_broadcast, results)] if rounding is not None and divides else results
 
 
-def is_spread(operands: Sequence[Any], results: Sequence[Any]) -> bool:
+def is_scalar_broadcast(operands: Sequence[Any], results: Sequence[Any]) -> bool:
     """Whether a result is one number everywhere, which is computed."""
     return [np.size(value) for value in operands if isinstance(value, jax.core.Tracer)] == [1] and results[0].size > 1
 
 
-def is_divided_by(var: Var, known: Known) -> bool:
+def is_used_nonlinearly(var: Var, known: EvaluationMemo) -> bool:
     """Whether something is computed of a value that is not linear in it, as a quotient is not in what divides."""
     for eqn in known.readers.get(var, ()):
         description = known.describe(eqn) if region_of(eqn) is None else None
         places = {i for i, atom in enumerate(eqn.invars) if atom is var}
-        if description is None or places & not_linear(description):
+        if description is None or places & nonlinear_operands(description):
             return True
     return False
 
 
-def not_linear(description: OperatorDescription) -> frozenset[int]:
+def nonlinear_operands(description: OperatorDescription) -> frozenset[int]:
     """The operands in which an operator is not linear, alone or together with others."""
     return frozenset(range(len(description.operands))).difference(*description.linear)
 
 
-def evaluate_program(program: Program, place: Once, values: Sequence[Any]) -> list[Any]:
+def evaluate_program(program: Program, place: WholeEvaluator, values: Sequence[Any]) -> list[Any]:
     """Evaluates a program on whole values of its inputs."""
-    known, rounding = Known(program), place.rounding
+    known, rounding = EvaluationMemo(program), place.rounding
     held = dict(zip(program.inputs, values, strict=True))
     for var, value in program.constants.items():
-        held[var] = value if rounding is None else rounding.unknown(value)
+        held[var] = value if rounding is None else rounding.opaque_constant(value)
 
     def read(atom: Atom) -> Any:
         return atom.val if isinstance(atom, Literal) else held[atom]
@@ -186,7 +188,7 @@ def evaluate_program(program: Program, place: Once, values: Sequence[Any]) -> li
     return [as_array(read(atom), atom) for atom in program.outputs]
 
 
-def evaluate_recipe(recipe: Recipe, env: Env, node: Node | Once, one_by_one: bool = False) -> list[Any]:
+def evaluate_recipe(recipe: Recipe, env: Env, node: Node | WholeEvaluator, one_by_one: bool = False) -> list[Any]:
     """Evaluates a recipe.
 
     Args:
@@ -216,12 +218,12 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | Once, one_by_one: boo
         value = node.convert(value, source, target, flow.state(atom).zero)
         return cast(value, atom.aval.dtype) if isinstance(source, Partial) else value
 
-    known = Known(flow.program)
+    known = EvaluationMemo(flow.program)
     latest: Any = None
     for part in parts_of(recipe) if one_by_one else [Part(tuple(recipe.actions))]:
         for key in part.begins if latest is not None else ():
-            env[key] = as_it_was(env[key], latest)
-        for action, *others in as_written(part.actions, equation_of, flow.program.describe, is_made_by):
+            env[key] = ready_value(env[key], latest)
+        for action, *others in group_barrier_parts(part.actions, equation_of, flow.program.describe, is_made_by):
             if isinstance(action, Conversion):
                 assert isinstance(node, Node)
                 value = env[(action.var, action.source)]
@@ -235,11 +237,11 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | Once, one_by_one: boo
             for (var, form), value in zip(wanted, values, strict=True):
                 if form is not None:
                     env[(var, form)] = value
-        latest = next((env[key] for key in reversed(part.ends) if can_be_waited_for(env[key])), latest)
+        latest = next((env[key] for key in reversed(part.ends) if can_order_after(env[key])), latest)
     return [read(atom, form) for atom, form in recipe.requests]
 
 
-def can_be_waited_for(value: Any) -> bool:
+def can_order_after(value: Any) -> bool:
     """Whether something can be computed when a value is there, and not before: it is of floating-point numbers."""
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating) and value.size > 0
 
@@ -256,7 +258,7 @@ def is_made_by(action: Conversion | Evaluation, others: Sequence[Conversion | Ev
 
 
 def evaluate_parts(
-    parts: Sequence[Evaluation], read: Callable[[Atom, Form], Any], known: Known, node: Node | Once
+    parts: Sequence[Evaluation], read: Callable[[Atom, Form], Any], known: EvaluationMemo, node: Node | WholeEvaluator
 ) -> list[Any]:
     """Evaluates the parts of an identity of several operands together, in whatever forms these are."""
     eqn = parts[0].step.eqn
@@ -270,7 +272,7 @@ def evaluate_parts(
         return evaluate_together(eqn, known.describe, operands, node.platform)
 
 
-def typed(values: Sequence[Any], atoms: Sequence[Atom]) -> list[Any]:
+def restore_weak_types(values: Sequence[Any], atoms: Sequence[Atom]) -> list[Any]:
     """Values as weakly typed as the program's own: what the caller computes of them depends on it."""
 
     def as_weak_as(value: Any, aval: Any) -> Any:
@@ -283,7 +285,7 @@ def typed(values: Sequence[Any], atoms: Sequence[Atom]) -> list[Any]:
 
 
 def evaluate_action(
-    action: Evaluation, read: Callable[[Atom, Form], Any], node: Node | Once, known: Known
+    action: Evaluation, read: Callable[[Atom, Form], Any], node: Node | WholeEvaluator, known: EvaluationMemo
 ) -> list[Any]:
     """Evaluates one equation in the forms that `action` names."""
     eqn = action.step.eqn
@@ -294,7 +296,7 @@ def evaluate_action(
             None if form is None else read(atom, form) for atom, form in zip(eqn.invars, action.operands, strict=True)
         ]
         description, location, wide = known.describe(eqn), action.location, wide_type(action)
-        if isinstance(node, Once) or description is None or (location is None and wide is None):
+        if isinstance(node, WholeEvaluator) or description is None or (location is None and wide is None):
             return known.evaluate(eqn, operands, functools.partial(evaluate_whole, eqn, description, node))
         if location is None:
             run = functools.partial(evaluate_wide, description, eqn, platform=node.platform, dtype=wide)
@@ -323,12 +325,12 @@ def evaluate_split(action: Evaluation, operands: list[Any], node: Node, wide: An
     if monoid is not None:
         for i in description.role(Role.ONCE):
             if not stands_in(location.factor, description.operands[i]):
-                operands[i] = node.at_first(operands[i], monoid)
-        if node.padded(location.batch):
+                operands[i] = node.keep_in_first_node(operands[i], monoid)
+        if node.has_padding(location.batch):
             operands = mask(action, operands, sizes, node)
-    elif node.padded(location.batch):
+    elif node.has_padding(location.batch):
         operands = mask_terms(action, operands, sizes, node)
-    positions = {location.factor: node.positions(location)}
+    positions = {location.factor: node.factor_positions(location)}
     eqn, platform = action.step.eqn, node.platform
     if wide is not None:
         return evaluate_wide(description, eqn, operands, sizes, positions, platform, wide)
@@ -341,7 +343,7 @@ def mask(action: Evaluation, operands: list[Any], sizes: Sequence[int], node: No
     assert description is not None and location is not None
     having = {i for i, dims in enumerate(description.operands) if stands_in(location.factor, dims)}
     fills = {i: description.fill(location.factor, operands[i].dtype) for i in having - description.role(Role.INDEX)}
-    return masked(action, operands, sizes, node, fills)
+    return fill_padding(action, operands, sizes, node, fills)
 
 
 def mask_terms(action: Evaluation, operands: list[Any], sizes: Sequence[int], node: Node) -> list[Any]:
@@ -349,28 +351,28 @@ def mask_terms(action: Evaluation, operands: list[Any], sizes: Sequence[int], no
     description, location = action.description, action.location
     assert description is not None and location is not None
     concerned = description.adds_along(location.factor)
-    return masked(action, operands, sizes, node, {i: np.zeros((), operands[i].dtype) for i in concerned})
+    return fill_padding(action, operands, sizes, node, {i: np.zeros((), operands[i].dtype) for i in concerned})
 
 
-def masked(
+def fill_padding(
     action: Evaluation, operands: list[Any], sizes: Sequence[int], node: Node, fills: Mapping[int, Any]
 ) -> list[Any]:
     """Overwrites padding in the operands that have a fill, where they have the factor that is split."""
     description, location = action.description, action.location
     assert description is not None and location is not None
-    real = node.real(location)
+    real = node.real_mask(location)
     results = list(operands)
     for i, fill in fills.items():
         for d, dim in enumerate(description.operands[i]):
             if location.factor in dim:
-                results[i] = mask_dim(results[i], real, d, leading(tuple(sizes), dim, location.factor), fill)
+                results[i] = mask_dim(results[i], real, d, leading_size(tuple(sizes), dim, location.factor), fill)
     return results
 
 
 # Loops and branches
 
 
-def evaluate_region(action: Evaluation, node: Node | Once, read: Callable[[Atom, Form], Any]) -> list[Any]:
+def evaluate_region(action: Evaluation, node: Node | WholeEvaluator, read: Callable[[Atom, Form], Any]) -> list[Any]:
     """Evaluates what is wanted of a loop or branch, in the forms that `action` names; None for the other results."""
     eqn, region = action.step.eqn, action.step.region
     assert region is not None
@@ -389,7 +391,9 @@ def evaluate_region(action: Evaluation, node: Node | Once, read: Callable[[Atom,
     return region.run(InProgram(eqn), bodies, operands)
 
 
-def run_body(recipe: Recipe, action: Evaluation | None, node: Node | Once, values: Sequence[Any]) -> list[Any]:
+def run_body(
+    recipe: Recipe, action: Evaluation | None, node: Node | WholeEvaluator, values: Sequence[Any]
+) -> list[Any]:
     """What a body's recipe returns, given its inputs: as the results of `action` if it is for one."""
     inputs = dict(zip(recipe.flow.program.inputs, values, strict=True))
     env = {(var, form): inputs[var] for var, form in recipe.leaves if var in inputs}
@@ -407,7 +411,7 @@ def run_over_batch(action: Evaluation, region: Region, body: Run, operands: list
     """Runs a loop over a node's own examples; padding adds nothing to what it carries."""
     form = next(action.step.operands[i] for i in region.scanned if isinstance(action.step.operands[i], Slice))
     assert isinstance(form, Slice)
-    real = node.real(Location(form.batch, 0, form.outer, form.ratio)) if node.padded(form.batch) else None
+    real = node.real_mask(Location(form.batch, 0, form.outer, form.ratio)) if node.has_padding(form.batch) else None
 
     def for_real(counts: jax.Array, values: list[Any]) -> list[Any]:
         """Host code is called for examples, not for padding."""
@@ -422,5 +426,5 @@ def run_over_batch(action: Evaluation, region: Region, body: Run, operands: list
                 out[k] = None if out[k] is None else jnp.where(counts, out[k], values[i])
         return out
 
-    own = dataclasses.replace(region, length=node.local(form.batch, form.ratio), operands=region.operands + 1)
+    own = dataclasses.replace(region, length=node.local_size(form.batch, form.ratio), operands=region.operands + 1)
     return own.run(InProgram(action.step.eqn), [masked], [*operands, real])

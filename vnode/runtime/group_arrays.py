@@ -19,7 +19,7 @@ from vnode.placement.placement import Placement
 from vnode.placement.transfer import replicated
 
 
-def part(value: Any, form: Slice, flow: Flow, group: Placement) -> Any:
+def batch_part(value: Any, form: Slice, flow: Flow, group: Placement) -> Any:
     """The part of a batched value that a group's nodes hold; one element at least, of padding."""
     n = flow.local(form)
     if isinstance(value, jax.Array):
@@ -38,7 +38,7 @@ def part(value: Any, form: Slice, flow: Flow, group: Placement) -> Any:
 
 
 @functools.lru_cache
-def join_along(dim: int, outer: int) -> Callable[[Sequence[Any]], Any]:
+def join_program(dim: int, outer: int) -> Callable[[Sequence[Any]], Any]:
     """A program that concatenates parts of a batched value, run by run."""
 
     def join(parts: Sequence[Any]) -> Any:
@@ -61,7 +61,7 @@ class Replicas:
         number = id(values[0])
         self._copies[number] = (weakref.ref(values[0], lambda _: self._copies.pop(number, None)), tuple(values[1:]))
 
-    def of(self, value: Any, g: int, group: Placement) -> Any:
+    def copy_in_group(self, value: Any, g: int, group: Placement) -> Any:
         """The copy of an array in a group."""
         reference, copies = self._copies.get(id(value), (None, ()))
         if g and reference is not None and reference() is value:

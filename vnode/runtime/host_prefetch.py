@@ -23,8 +23,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from vnode.operators.memory_spaces import DEVICE, on_host
-from vnode.runtime.node_loops import zero_of
+from vnode.operators.memory_spaces import DEVICE
+from vnode.operators.memory_spaces import is_on_host as is_host_type
+from vnode.runtime.node_loops import opaque_zero
 
 PIECE = 16 << 20
 """Bytes that are copied at a time, about: rows of at most so many."""
@@ -33,31 +34,31 @@ SMALL = 1 << 20
 """Bytes that may come at any time: what is larger is copied in two pieces at least, since one piece comes as early."""
 
 
-def is_away(value: Any) -> bool:
+def is_on_host(value: Any) -> bool:
     """Whether a value lies in the host's memory.
 
-    >>> is_away(jnp.ones(3))
+    >>> is_on_host(jnp.ones(3))
     False
     """
-    return on_host(jax.typeof(value))
+    return is_host_type(jax.typeof(value))
 
 
-def can_be_waited_for(value: Any) -> bool:
+def has_barrier_element(value: Any) -> bool:
     """Whether a value has an element of which a buffer can be made: it has any, and they are real numbers.
 
-    >>> can_be_waited_for(jnp.ones(3)), can_be_waited_for(jnp.ones(0)), can_be_waited_for(jax.random.key(0))
+    >>> has_barrier_element(jnp.ones(3)), has_barrier_element(jnp.ones(0)), has_barrier_element(jax.random.key(0))
     (True, False, False)
     """
     real = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.number) and not jnp.iscomplexobj(value)
     return real and value.size > 0
 
 
-def fetched(value: Any, after: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
+def fetch_to_device(value: Any, after: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
     """A value in the devices' memory.
 
     Args:
       value: an array in the host's memory, any shape and dtype.
-      after: a result before which the copy is not to begin, one that `can_be_waited_for`; None for any time.
+      after: a result before which the copy is not to begin, one that `has_barrier_element`; None for any time.
       spec: how the value is sharded.
       mesh: over which.
 
@@ -65,25 +66,25 @@ def fetched(value: Any, after: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
       The same array elsewhere, sharded as it was.
     """
     whole = PartitionSpec()
-    run = jax.shard_map(brought, mesh=mesh, in_specs=(spec, whole), out_specs=spec, check_vma=False)
-    return run(value, None if after is None else element(after))
+    run = jax.shard_map(copy_in_pieces, mesh=mesh, in_specs=(spec, whole), out_specs=spec, check_vma=False)
+    return run(value, None if after is None else first_element(after))
 
 
-def element(value: Any) -> Any:
+def first_element(value: Any) -> Any:
     """The first element of an array."""
     return lax.slice(value, (0,) * jnp.ndim(value), (1,) * jnp.ndim(value)).reshape(())
 
 
-def brought(value: Any, after: Any) -> Any:
+def copy_in_pieces(value: Any, after: Any) -> Any:
     """The same on one device: its array of the value, in its memory."""
     if after is None or not jnp.issubdtype(value.dtype, jnp.number):
         return jax.device_put(value, DEVICE)
-    first = element(after)
+    first = first_element(after)
     least = 1 if value.size * value.dtype.itemsize <= SMALL else 2
-    dim, pieces = pieces_of(value.shape, value.dtype.itemsize, least=least)
+    dim, pieces = split_for_copy(value.shape, value.dtype.itemsize, least=least)
     if pieces == 1:
         return jax.device_put(lax.optimization_barrier((value, first))[0], DEVICE)
-    rows, start = value.shape[dim] // pieces, zero_of(first)
+    rows, start = value.shape[dim] // pieces, opaque_zero(first)
 
     def body(i: jax.Array, buffer: jax.Array) -> jax.Array:
         piece = jax.device_put(lax.dynamic_slice_in_dim(value, start + i * rows, rows, dim), DEVICE)
@@ -92,12 +93,12 @@ def brought(value: Any, after: Any) -> Any:
     return lax.fori_loop(0, pieces, body, jnp.broadcast_to(first.astype(value.dtype), value.shape))
 
 
-def pieces_of(shape: Sequence[int], itemsize: int, piece: int = PIECE, least: int = 1) -> tuple[int, int]:
+def split_for_copy(shape: Sequence[int], itemsize: int, piece: int = PIECE, least: int = 1) -> tuple[int, int]:
     """The dimension along which an array is copied in pieces, of so many bytes or less if rows allow, and in how many.
 
-    >>> pieces_of((24, 4096, 1024), 4), pieces_of((1, 1000, 40000), 4), pieces_of((100,), 4)
+    >>> split_for_copy((24, 4096, 1024), 4), split_for_copy((1, 1000, 40000), 4), split_for_copy((100,), 4)
     ((0, 24), (1, 10), (0, 1))
-    >>> pieces_of((100,), 4, least=2)
+    >>> split_for_copy((100,), 4, least=2)
     (0, 2)
     """
     dim = next((d for d, n in enumerate(shape) if n > 1), 0)
@@ -107,7 +108,7 @@ def pieces_of(shape: Sequence[int], itemsize: int, piece: int = PIECE, least: in
     return dim, next(k for k in range(min(least, shape[dim]), shape[dim] + 1) if shape[dim] % k == 0)
 
 
-class Work(NamedTuple):
+class Task(NamedTuple):
     """Something to do.
 
     Attributes:
@@ -119,7 +120,7 @@ class Work(NamedTuple):
     makes: Sequence[Any]
 
 
-def by_output(works: Sequence[Work], outputs: Sequence[Any], away: Collection[Any]) -> list[int]:
+def order_by_output(works: Sequence[Task], outputs: Sequence[Any], away: Collection[Any]) -> list[int]:
     """An order of works: output by output, those first that need most of some values.
 
     Args:
@@ -130,12 +131,12 @@ def by_output(works: Sequence[Work], outputs: Sequence[Any], away: Collection[An
     Returns:
       The number of each; those that no output needs are last.
 
-    >>> slots, works = ["m", "n"], [Work("m", "M"), Work("n", "N"), Work("M", "p"), Work("N", "q")]
-    >>> by_output(works, ["M", "N", "p", "q"], slots)
+    >>> slots, works = ["m", "n"], [Task("m", "M"), Task("n", "N"), Task("M", "p"), Task("N", "q")]
+    >>> order_by_output(works, ["M", "N", "p", "q"], slots)
     [0, 2, 1, 3]
     """
     made = {var: k for k, work in enumerate(works) for var in work.makes}
-    needs = needed_by(works, away)
+    needs = offloaded_needs(works, away)
     ends = [made[atom] for atom in outputs if isinstance(atom, Hashable) and atom in made]
     order: dict[int, None] = {}
     # An update that reads a parameter's slots comes before the slots that it has made on its way.
@@ -151,7 +152,7 @@ def by_output(works: Sequence[Work], outputs: Sequence[Any], away: Collection[An
     return [*order, *(k for k in range(len(works)) if k not in order)]
 
 
-def can_wait(works: Sequence[Work], wanted: Collection[Any], away: Collection[Any]) -> set[int]:
+def deferrable(works: Sequence[Task], wanted: Collection[Any], away: Collection[Any]) -> set[int]:
     """The numbers of works that need some values, and that neither others need nor who wants some results early.
 
     Args:
@@ -159,11 +160,11 @@ def can_wait(works: Sequence[Work], wanted: Collection[Any], away: Collection[An
       wanted: the results that are wanted early.
       away: the values in question.
 
-    >>> works = [Work("m", "M"), Work("n", "N"), Work("x", "y"), Work("M", "P")]
-    >>> can_wait(works, wanted=["N", "y"], away=["m", "n"])
+    >>> works = [Task("m", "M"), Task("n", "N"), Task("x", "y"), Task("M", "P")]
+    >>> deferrable(works, wanted=["N", "y"], away=["m", "n"])
     {0, 3}
     """
-    needs, early, found = needed_by(works, away), set(wanted), set[int]()
+    needs, early, found = offloaded_needs(works, away), set(wanted), set[int]()
     for k in range(len(works) - 1, -1, -1):
         if needs[k] and early.isdisjoint(works[k].makes):
             found.add(k)
@@ -172,7 +173,7 @@ def can_wait(works: Sequence[Work], wanted: Collection[Any], away: Collection[An
     return found
 
 
-def needed_by(works: Sequence[Work], away: Collection[Any]) -> list[int]:
+def offloaded_needs(works: Sequence[Task], away: Collection[Any]) -> list[int]:
     """For each work the values of some that it needs, itself or through others, as bits."""
     bits = {var: 1 << i for i, var in enumerate(away)}
     needs = []

@@ -35,14 +35,14 @@ class Packing:
     count: int
 
     @staticmethod
-    def of(parts: Sequence[jax.ShapeDtypeStruct], nodes: int) -> Packing:
+    def from_parts(parts: Sequence[jax.ShapeDtypeStruct], nodes: int) -> Packing:
         """The packing of values of which each of so many nodes reads a part.
 
         It depends on no number of devices: what a node computes of a part is compiled with taking it from the others.
 
         Example:
           >>> a, b, large = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(4, 8), (4, 8), (512, 512)])
-          >>> Packing.of([a, large, b, large], 8)
+          >>> Packing.from_parts([a, large, b, large], 8)
           Packing(groups=((0, 2),), count=4)
         """
         alike: dict[Any, list[int]] = {}
@@ -52,20 +52,20 @@ class Packing:
         return Packing(tuple(tuple(group) for group in alike.values() if len(group) > 1), len(parts))
 
     @property
-    def alone(self) -> list[int]:
+    def unpacked(self) -> list[int]:
         """Positions of values that are not packed."""
         packed = {i for group in self.groups for i in group}
         return [i for i in range(self.count) if i not in packed]
 
-    def packed(self, value: Callable[[int], Any]) -> list[Any]:
+    def pack(self, value: Callable[[int], Any]) -> list[Any]:
         """The arrays ``[nodes, values, *part]``, of what gives the value at a position, ``[nodes, *part]``."""
         return [jnp.stack([value(i) for i in group], 1) for group in self.groups]
 
-    def taken(self, arrays: Sequence[Any], index: jax.Array) -> list[Any]:
+    def select_node(self, arrays: Sequence[Any], index: jax.Array) -> list[Any]:
         """Of each array what one node reads, ``[values, *part]``."""
         return [lax.dynamic_index_in_dim(array, index, 0, keepdims=False) for array in arrays]
 
-    def apart(self, alone: Sequence[Any], taken: Sequence[Any]) -> list[Any]:
+    def unpack(self, alone: Sequence[Any], taken: Sequence[Any]) -> list[Any]:
         """The parts of all values in order.
 
         Args:
@@ -73,7 +73,7 @@ class Packing:
           taken: of those that are.
         """
         parts: list[Any] = [None] * self.count
-        for i, part in zip(self.alone, alone, strict=True):
+        for i, part in zip(self.unpacked, alone, strict=True):
             parts[i] = part
         for group, several in zip(self.groups, taken, strict=True):
             for k, i in enumerate(group):

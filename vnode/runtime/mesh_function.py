@@ -19,14 +19,14 @@ from vnode.errors import PartitionError, layout_message
 from vnode.operators import Monoid, Windowed
 from vnode.operators.separate_rounding import Rounding
 from vnode.placement.trace_context import NO_MESH
-from vnode.spmd.bitwise_safe_sharding import followed_further
-from vnode.spmd.device_program import Alike, run
+from vnode.spmd.bitwise_safe_sharding import shard_further
+from vnode.spmd.device_program import BitwiseMode, run
 from vnode.spmd.factor_blocks import in_blocks
 from vnode.spmd.flow_record import RecordedFlow, digest_of
-from vnode.spmd.layout import Axes, Layout, over, replicated
+from vnode.spmd.layout import Axes, Layout, replicated, restrict_to_axes
 from vnode.spmd.resharding_collectives import convert
-from vnode.spmd.sharded_program import at_the_border, spec_of
-from vnode.spmd.sharding_backprop import wished
+from vnode.spmd.sharded_program import as_spec_layout, spec_of
+from vnode.spmd.sharding_backprop import find_wishes
 from vnode.spmd.sharding_flow import Flow, follow
 from vnode.spmd.uneven_blocks import Share
 
@@ -35,7 +35,7 @@ Records = Mapping[str, RecordedFlow]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rooms:
+class UnevenValues:
     """Values that are stored in blocks, of which devices have different numbers.
 
     Attributes:
@@ -69,12 +69,12 @@ class Division:
     automatic: bool = False
     records: Records | None = None
     specs: Sequence[PartitionSpec | None] = ()
-    rooms: Rooms | None = None
+    uneven: UnevenValues | None = None
     ends: Sequence[Layout | None] = ()
     planned: bool = False
 
 
-class Divided:
+class MeshFunction:
     """A function of arrays, followed by layouts; called with one device's arrays, it gives that device's results.
 
     It may be called with the latest result of the program around it as well, and with a rounding; else one is made of
@@ -94,7 +94,7 @@ class Divided:
       others: the same function as other platforms would have it: what was decided for one of them holds as well.
       rooms: which arguments are given in blocks; then what is tied to them is computed, and returned, in blocks.
       whole: results, by number, that are returned in one piece even so.
-      ends: for each result how it shall lie; see `followed`.
+      ends: for each result how it shall lie; see `follow_layouts`.
 
     Attributes:
       inputs: how the arguments have to lie.
@@ -112,15 +112,15 @@ class Divided:
         pieces: Sequence[Monoid | None] = (),
         records: Records | None = None,
         exact: Collection[str] = (),
-        alike: Alike | None = None,
+        alike: BitwiseMode | None = None,
         others: Sequence[Callable[[Sequence[Any]], list[Any]]] = (),
-        rooms: Rooms | None = None,
+        rooms: UnevenValues | None = None,
         whole: Collection[int] = (),
         ends: Sequence[Layout | None] = (),
     ) -> None:
-        program, self.captured = as_program(fun, shapes, axes)
+        program, self.captured = trace_with_captures(fun, shapes, axes)
         if records is not None and digest_of(program) not in records:
-            several = (as_program(other, shapes, axes) for other in others)
+            several = (trace_with_captures(other, shapes, axes) for other in others)
             known = (made for made in several if digest_of(made[0]) in records)
             program, self.captured = next(known, (program, self.captured))
         self.dims: tuple[int | None, ...] = (None,) * len(program.outputs)
@@ -130,12 +130,16 @@ class Divided:
             program, self.dims = split.program, split.outputs
         given = [*layouts, *(replicated(value.ndim) for value in self.captured)]
         ends = [end if dim is None else None for end, dim in zip(ends, self.dims, strict=True)] if ends else ends
-        flow = recorded(program, records, axes) if records is not None else followed(program, given, axes, exact, ends)
+        flow = (
+            follow_recorded(program, records, axes)
+            if records is not None
+            else follow_layouts(program, given, axes, exact, ends)
+        )
         self.inputs = list(flow.inputs[: len(shapes)])
         allowed = [*pieces, *[None] * (len(flow.ends) - len(pieces))]
         asked = ends or [None] * len(flow.ends)
         self.results = [
-            result(end, monoid, axes) if want is None else at_the_border(handed_on, axes)
+            result_layout(end, monoid, axes) if want is None else as_spec_layout(handed_on, axes)
             for end, handed_on, monoid, want in zip(flow.ends, flow.outputs, allowed, asked, strict=True)
         ]
         self.flow: Flow = dataclasses.replace(flow, outputs=tuple(self.results))
@@ -146,26 +150,26 @@ class Divided:
         alike = self.alike and dataclasses.replace(self.alike, rounding=rounding)
         return run(self.flow, [*values, *self.captured], self.axes, self.platform, alike=alike, latest=latest)
 
-    def local(self, i: int) -> tuple[int, ...]:
+    def local_shape(self, i: int) -> tuple[int, ...]:
         """The shape of one device's array of a result."""
-        return self.results[i].local(self.shapes[i], self.axes)
+        return self.results[i].local_shape(self.shapes[i], self.axes)
 
-    def completed(self, value: Any, i: int) -> Any:
+    def combine_pieces(self, value: Any, i: int) -> Any:
         """One device's array of a result, its pieces combined."""
-        return convert(value, self.results[i], self.results[i].complete, self.shapes[i], self.axes)
+        return convert(value, self.results[i], self.results[i].without_partial, self.shapes[i], self.axes)
 
 
-def as_program(
+def trace_with_captures(
     fun: Callable[[Sequence[Any]], list[Any]], shapes: Sequence[Any], axes: Axes
 ) -> tuple[Program, list[Any]]:
-    """A function as a program, and what it reads of a trace around it, its last inputs; see `traced`."""
-    made = traced(fun, shapes, axes)
+    """A function as a program, and what it reads of a trace around it, its last inputs; see `trace_to_jaxpr`."""
+    made = trace_to_jaxpr(fun, shapes, axes)
     captured = [value for value in made.consts if isinstance(value, jax.core.Tracer)]
     plain = without_mesh(made)
     return inline(plain.jaxpr, plain.consts), captured
 
 
-def traced(fun: Callable[[Sequence[Any]], list[Any]], shapes: Sequence[Any], axes: Axes) -> Any:
+def trace_to_jaxpr(fun: Callable[[Sequence[Any]], list[Any]], shapes: Sequence[Any], axes: Axes) -> Any:
     """A function as a closed jaxpr; what asks in it for layouts over the axes goes on asking.
 
     Args:
@@ -179,7 +183,7 @@ def traced(fun: Callable[[Sequence[Any]], list[Any]], shapes: Sequence[Any], axe
         return jax.make_jaxpr(lambda *values: fun(values))(*shapes)
 
 
-def followed(
+def follow_layouts(
     program: Program,
     given: Sequence[Layout],
     axes: Axes,
@@ -199,33 +203,36 @@ def followed(
         nothing if it is for all of them.
     """
     several = zip(program.outputs, ends or [None] * len(program.outputs), strict=True)
-    outputs = [None if end is None else over(axes, end, shape(a)) for a, end in several]
+    outputs = [None if end is None else restrict_to_axes(axes, end, shape_or_none(a)) for a, end in several]
     asked = {a: end for a, end in zip(program.outputs, outputs, strict=True) if isinstance(a, Var) and end is not None}
 
-    def through(wishes: Mapping[Var, Layout]) -> Flow:
+    def flow_with_wishes(wishes: Mapping[Var, Layout]) -> Flow:
         if base is None:
             return follow(program, given, axes, wishes=wishes, outputs=outputs)
-        return followed_further(base, given, inner, axes, wishes, outputs)
+        return shard_further(base, given, inner, axes, wishes, outputs)
 
     inner, base = {name: size for name, size in axes.items() if name not in exact}, None
     if exact:
-        base = followed(
+        base = follow_layouts(
             program,
-            [over(inner, layout, shape(var)) for layout, var in zip(given, program.inputs, strict=True)],
+            [
+                restrict_to_axes(inner, layout, shape_or_none(var))
+                for layout, var in zip(given, program.inputs, strict=True)
+            ],
             inner,
             ends=ends,
         )
-    flow = through(asked)
-    wishes = wished(flow, axes, frozenset(exact))
-    return through({**wishes, **asked}) if wishes else flow
+    flow = flow_with_wishes(asked)
+    wishes = find_wishes(flow, axes, frozenset(exact))
+    return flow_with_wishes({**wishes, **asked}) if wishes else flow
 
 
-def shape(atom: Atom) -> tuple[int, ...]:
+def shape_or_none(atom: Atom) -> tuple[int, ...]:
     """The shape of what an atom stands for; nothing of what has none."""
     return getattr(atom.aval, "shape", ())
 
 
-def recorded(program: Program, records: Records, axes: Axes) -> Flow:
+def follow_recorded(program: Program, records: Records, axes: Axes) -> Flow:
     """Layouts through a program of which somebody has decided how it is divided.
 
     Raises:
@@ -244,19 +251,19 @@ def recorded(program: Program, records: Records, axes: Axes) -> Flow:
     return record.flow(program, axes)
 
 
-def shape_of(value: Any) -> jax.ShapeDtypeStruct:
+def meshless_type(value: Any) -> jax.ShapeDtypeStruct:
     """The type of a value, without what it says of a mesh."""
     aval = jax.typeof(value)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-def result(end: Layout, monoid: Monoid | None, axes: Axes) -> Layout:
+def result_layout(end: Layout, monoid: Monoid | None, axes: Axes) -> Layout:
     """How a result is handed on that lies in some way."""
     partial = end.partial if monoid is not None and all(m is monoid for _, m in end.partial) else ()
-    return Layout(at_the_border(end, axes).dims, partial)
+    return Layout(as_spec_layout(end, axes).dims, partial)
 
 
-def sharded(layout: Layout, dim: int, axis: str) -> PartitionSpec:
+def stacked_spec(layout: Layout, dim: int, axis: str) -> PartitionSpec:
     """The `PartitionSpec` of a value with one more dimension, which is divided over an axis of its own."""
     entries = [*spec_of(layout)]
     return PartitionSpec(*entries[:dim], axis, *entries[dim:])

@@ -26,7 +26,7 @@ from vnode.operators.separate_rounding import Rounding
 
 
 @dataclasses.dataclass(frozen=True)
-class Once:
+class WholeEvaluator:
     """Where whole values are evaluated: on every device alike.
 
     Attributes:
@@ -56,34 +56,34 @@ class Node:
     batch: Batch
     platform: str
 
-    def padded(self, batch: Batch) -> bool:
+    def has_padding(self, batch: Batch) -> bool:
         """Whether the nodes have room for more examples than there are."""
         return self.count * self.node_sizes[batch] != batch.size
 
-    def local(self, batch: Batch, ratio: Fraction) -> int:
+    def local_size(self, batch: Batch, ratio: Fraction) -> int:
         """Elements that a node holds of one run of a batch."""
         return self.node_sizes[batch] * ratio.numerator // ratio.denominator  # a fraction is slow to multiply
 
-    def units(self, batch: Batch, ratio: Fraction) -> tuple[jax.Array, int]:
+    def global_positions(self, batch: Batch, ratio: Fraction) -> tuple[jax.Array, int]:
         """Global positions of a node's elements in one run (past the end for padding), and the run's length."""
-        n = self.local(batch, ratio)
+        n = self.local_size(batch, ratio)
         return self.index * n + lax.iota(jnp.int32, n), int(batch.size * ratio)
 
-    def positions(self, location: Location) -> Callable[[], jax.Array]:
+    def factor_positions(self, location: Location) -> Callable[[], jax.Array]:
         """Global indices of a node's part of a factor, those of padding repeating the last."""
 
         def build() -> jax.Array:
-            units, total = self.units(location.batch, location.ratio)
-            if self.padded(location.batch):
+            units, total = self.global_positions(location.batch, location.ratio)
+            if self.has_padding(location.batch):
                 units = jnp.minimum(units, total - 1)
             runs = lax.iota(jnp.int32, location.outer) * total
             return (runs[:, None] + units[None, :]).reshape(-1)
 
         return build
 
-    def real(self, location: Location) -> jax.Array:
+    def real_mask(self, location: Location) -> jax.Array:
         """Which indices of a node's part of a factor belong to real examples, bool ``[outer * local]``."""
-        units, total = self.units(location.batch, location.ratio)
+        units, total = self.global_positions(location.batch, location.ratio)
         return jnp.tile(units < total, location.outer)
 
     def real_examples(self) -> jax.Array:
@@ -91,12 +91,12 @@ class Node:
         size = self.node_sizes[self.batch]
         return jnp.clip(self.batch.size - self.index * size, 1, size)
 
-    def take(self, value: Any, form: Slice) -> Any:
+    def slice_whole(self, value: Any, form: Slice) -> Any:
         """The node's part of a whole value."""
-        n = self.local(form.batch, form.ratio)
-        if self.padded(form.batch):
+        n = self.local_size(form.batch, form.ratio)
+        if self.has_padding(form.batch):
             location = Location(form.batch, 0, form.outer, form.ratio)
-            return jnp.take(value, self.positions(location)(), axis=form.dim, mode="clip")
+            return jnp.take(value, self.factor_positions(location)(), axis=form.dim, mode="clip")
         shape = value.shape
         total = form.units
         runs = value.reshape(*shape[: form.dim], form.outer, total, *shape[form.dim + 1 :])
@@ -107,21 +107,21 @@ class Node:
         """Brings a value from one form into another."""
         match source, target:
             case Whole() | Varying(), Slice():
-                return self.take(value, target)
+                return self.slice_whole(value, target)
             case Whole(), Partial(monoid):
-                return value if zero and monoid is Monoid.SUM else self.at_first(value, monoid)
+                return value if zero and monoid is Monoid.SUM else self.keep_in_first_node(value, monoid)
             case Whole(), Varying():
                 return value
             case Partial(monoid), Varying():
-                return self.estimate(value, monoid)
+                return self.local_estimate(value, monoid)
         raise AssertionError(f"no way from {source} to {target}")
 
-    def at_first(self, value: Any, monoid: Monoid) -> Any:
+    def keep_in_first_node(self, value: Any, monoid: Monoid) -> Any:
         """The value in node 0, the monoid's identity in the others: it enters the reduction once."""
         value = jnp.asarray(value)
         return jnp.where(self.index == 0, value, jnp.asarray(monoid.identity(value.dtype)))
 
-    def estimate(self, value: Any, monoid: Monoid) -> Any:
+    def local_estimate(self, value: Any, monoid: Monoid) -> Any:
         """A node's own estimate of a sum over the batch: as if all examples were like its own."""
         if monoid is not Monoid.SUM:
             return value
@@ -132,7 +132,7 @@ class Node:
         """Factor sizes of the node's copy of an equation."""
         if location is None:
             return sizes
-        local = location.outer * self.local(location.batch, location.ratio)
+        local = location.outer * self.local_size(location.batch, location.ratio)
         return tuple(local if f == location.factor else n for f, n in enumerate(sizes))
 
 
@@ -157,7 +157,7 @@ def mask_dim(value: Any, real: jax.Array, dim: int, major: int, fill: Any) -> An
     return jnp.where(along.reshape(shape), value, jnp.asarray(np.asarray(fill).astype(value.dtype)))
 
 
-def arrange(value: Any, form: Slice, n: int, units: int) -> Any:
+def restore_batch_order(value: Any, form: Slice, n: int, units: int) -> Any:
     """Moves the parts that nodes hold of a value back to the order of the batch, without padding.
 
     Args:
@@ -177,6 +177,6 @@ def arrange(value: Any, form: Slice, n: int, units: int) -> Any:
     return value.reshape(*shape[: form.dim], form.outer * units, *shape[form.dim + 1 :])
 
 
-def leading(sizes: tuple[int, ...], dim: tuple[int, ...], factor: int) -> int:
+def leading_size(sizes: tuple[int, ...], dim: tuple[int, ...], factor: int) -> int:
     """The product of the sizes of the factors before `factor` in a dimension."""
     return math.prod(sizes[f] for f in dim[: dim.index(factor)])

@@ -73,13 +73,13 @@ class Sum:
         """What a sum begins with."""
         return lax.broadcast(jnp.asarray(self.monoid.identity(self.dtype), self.dtype), self.shape)
 
-    def identity_after(self, number: jax.Array) -> jax.Array:
+    def identity_ordered_after(self, number: jax.Array) -> jax.Array:
         """The same, which is not written before a real number is there."""
         scalar = jnp.asarray(self.monoid.identity(self.dtype), self.dtype)
-        return lax.broadcast(lax.select(zero_of(number) == 0, scalar, jnp.ones_like(scalar)), self.shape)
+        return lax.broadcast(lax.select(opaque_zero(number) == 0, scalar, jnp.ones_like(scalar)), self.shape)
 
     def from_zero(self, total: Any) -> Any:
-        """A total as if its first piece had been added to +0, as in `stacked` and by some collectives: never -0."""
+        """A total as if its first piece had been added to +0, as in `fold_pieces` and by some collectives: never -0."""
         if self.monoid is not Monoid.SUM:
             return total
         if jnp.issubdtype(self.dtype, jnp.complexfloating):
@@ -89,7 +89,7 @@ class Sum:
     def add(self, total: Any, piece: Any) -> Any:
         return COMBINE[self.monoid](total, lax.convert_element_type(piece, self.dtype))
 
-    def begun_or(self, begins: jax.Array, total: Any) -> Any:
+    def identity_or_total(self, begins: jax.Array, total: Any) -> Any:
         """What a sum begins with, if it does; otherwise the total so far.
 
         In the loop that adds a piece to it, this takes no pass over memory, as zeros that are written before it do.
@@ -121,7 +121,7 @@ def add_all(sums: Sequence[Sum], totals: Sequence[Any], pieces: Sequence[Any]) -
     return [s.add(total, piece) for s, total, piece in zip(sums, totals, pieces, strict=True)]
 
 
-def scanned(program: NodeProgram, sums: Sequence[Sum], waves: int) -> tuple[list[Any], list[Any]]:
+def scan_nodes(program: NodeProgram, sums: Sequence[Sum], waves: int) -> tuple[list[Any], list[Any]]:
     """Totals of a known number of nodes, and what each keeps, stacked.
 
     Positions are counted, not read from an array: to read one number takes a TPU as long as to read a MiB.
@@ -136,43 +136,43 @@ def scanned(program: NodeProgram, sums: Sequence[Sum], waves: int) -> tuple[list
     return totals, kept
 
 
-def counted(
+def loop_over_nodes(
     program: NodeProgram, sums: Sequence[Sum], count: jax.Array, buffers: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """The same where devices hold different numbers of nodes: of run-time length, and `buffers` for what nodes keep."""
 
     def body(index: jax.Array, state: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
         pieces, kept = program(index)
-        return add_all(sums, state[0], pieces), put(state[1], kept, index)
+        return add_all(sums, state[0], pieces), write_at(state[1], kept, index)
 
     return named_loop("nodes", 0, count, body, ([s.identity() for s in sums], buffers))
 
 
-def skipping(
+def scan_skipping_padding(
     program: NodeProgram, sums: Sequence[Sum], count: jax.Array, waves: int, buffers: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """The same with as many turns as the fullest device needs, skipping those of nodes that are not there."""
 
-    def there(totals: list[Any], index: jax.Array) -> tuple[list[Any], list[Any]]:
+    def run_node(totals: list[Any], index: jax.Array) -> tuple[list[Any], list[Any]]:
         pieces, kept = program(index)
         return add_all(sums, totals, pieces), kept
 
     def body(totals: list[Any], index: jax.Array) -> tuple[list[Any], list[Any]]:
-        return lax.cond(index < count, there, lambda totals, _: (totals, [r[0] for r in buffers]), totals, index)
+        return lax.cond(index < count, run_node, lambda totals, _: (totals, [r[0] for r in buffers]), totals, index)
 
     return lax.scan(body, [s.identity() for s in sums], jnp.arange(waves, dtype=jnp.int32))
 
 
-def put(buffers: list[Any], values: list[Any], index: jax.Array) -> list[Any]:
+def write_at(buffers: list[Any], values: list[Any], index: jax.Array) -> list[Any]:
     """Writes values to a place in buffers ``[places, ...]``, if there are any."""
     return [lax.dynamic_update_index_in_dim(r, value, index, 0) for r, value in zip(buffers, values, strict=False)]
 
 
 Pieces = Callable[[jax.Array, Any, list[Any], jax.Array], tuple[list[Any], Any]]
-"""What comes at a position: see `stacked`."""
+"""What comes at a position: see `fold_pieces`."""
 
 
-def stacked(
+def fold_pieces(
     pieces: Pieces,
     sums: Sequence[Sum],
     count: jax.Array,
@@ -203,29 +203,29 @@ def stacked(
     """
     none = jnp.int32(0)
 
-    def once(name: str, level: int, there: jax.Array, into: list[Any], of: Callable[[list[Any]], list[Any]]) -> Any:
+    def run_if(name: str, level: int, there: jax.Array, into: list[Any], of: Callable[[list[Any]], list[Any]]) -> Any:
         return named_loop(f"{name}_{level}", 0, there.astype(jnp.int32), lambda _, held: of(held), into)
 
-    def settled(stack: list[list[Any]], piece: list[Any], height: jax.Array, joined: jax.Array) -> list[list[Any]]:
+    def merge_stack(stack: list[list[Any]], piece: list[Any], height: jax.Array, joined: jax.Array) -> list[list[Any]]:
         """The stack after a piece came on top of `height` blocks, of which so many join it."""
         stack, place = list(stack), height - joined
         for level in range(depth):
-            stack[level] = once("push", level, (joined == 0) & (height == level), stack[level], lambda _: piece)
+            stack[level] = run_if("push", level, (joined == 0) & (height == level), stack[level], lambda _: piece)
             if most:
                 there = (joined > 0) & (height == level + 1)
-                stack[level] = once("merge", level, there, stack[level], lambda held: add_all(sums, held, piece))
+                stack[level] = run_if("merge", level, there, stack[level], lambda held: add_all(sums, held, piece))
         for level in range(depth - 1, 0, -1) if most > 1 else ():
             there, upper = (place < level) & (level < height), stack[level]
             add = functools.partial(lambda upper, held: add_all(sums, held, upper), upper)
-            stack[level - 1] = once("close", level, there, stack[level - 1], add)
+            stack[level - 1] = run_if("close", level, there, stack[level - 1], add)
         return stack
 
     def body(index: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         (stack, last, height), state = carry
         piece, state = pieces(index, state, last, none)
-        return (settled(stack, piece, height, merges[index]), piece, height - merges[index] + 1), state
+        return (merge_stack(stack, piece, height, merges[index]), piece, height - merges[index] + 1), state
 
-    places = room([(s.shape, s.dtype) for s in sums] * (depth + 1), after, count)
+    places = unwritten_buffers([(s.shape, s.dtype) for s in sums] * (depth + 1), after, count)
     several = [places[i * len(sums) : (i + 1) * len(sums)] for i in range(depth + 1)]
     (stack, last, height), state = loop_of_nodes(count, sums, body, ((several[:-1], several[-1], none), state))
     others = [list(column) for column in zip(*stack[1:], strict=True)] if depth > 1 else []
@@ -247,7 +247,7 @@ class PartialBlocks(NamedTuple):
     last: list[Any]
     height: jax.Array
 
-    def each(self, count: int) -> list[list[Any]]:
+    def split(self, count: int) -> list[list[Any]]:
         """Of each sum so many blocks, one by one; if there are fewer, the rest is anything."""
         between = self.others or [[]] * len(self.first)
         columns = zip(self.first, between, self.last, strict=True)
@@ -256,14 +256,14 @@ class PartialBlocks(NamedTuple):
         ]
 
 
-def in_tree_order(
+def add_in_tree_order(
     program: NodeProgram,
     sums: Sequence[Sum],
     runs: Runs,
     depth: int,
     most: int,
     buffers: list[Any],
-    fold: Callable[..., tuple[PartialBlocks, Any]] = stacked,
+    fold: Callable[..., tuple[PartialBlocks, Any]] = fold_pieces,
     after: Sequence[Any] = (),
 ) -> tuple[PartialBlocks, list[Any], list[Any]]:
     """Adds what nodes contribute in the order of a tree.
@@ -278,7 +278,7 @@ def in_tree_order(
       depth: blocks that wait while another run comes.
       most: blocks that any run is joined by.
       buffers: for what nodes keep.
-      fold: adds runs, as `stacked` does.
+      fold: adds runs, as `fold_pieces` does.
 
     Returns:
       The partial blocks of the sums that are not exact, the totals of those that are, and what is kept.
@@ -294,13 +294,13 @@ def in_tree_order(
         given = lax.optimization_barrier((program.take(index), index))[0] if program.barriers else state.parts
         pieces, kept = program.compute(given)
         totals = add_all(exact, state.totals, [pieces[i] for i in others])
-        pieces = [rounded(pieces[i].astype(sums[i].dtype), index) for i in ordered]
+        pieces = [round_to_storage(pieces[i].astype(sums[i].dtype), index) for i in ordered]
         if program.barriers:
-            return pieces, State([], totals, [], put(state.buffers, lax.optimization_barrier(kept), index))
+            return pieces, State([], totals, [], write_at(state.buffers, lax.optimization_barrier(kept), index))
         parts = program.take(index + 1)
         if program.single:  # or the parts never change, and what is computed of them leaves the loop
             parts = [jnp.where(index + 1 < nodes, new, old) for new, old in zip(parts, state.parts, strict=True)]
-        return pieces, State(parts, totals, kept, put(state.buffers, state.kept, index - 1))
+        return pieces, State(parts, totals, kept, write_at(state.buffers, state.kept, index - 1))
 
     def run(number: jax.Array, state: State, spent: list[Any], after: jax.Array) -> tuple[list[Any], State]:
         start = runs.starts[number]
@@ -310,7 +310,7 @@ def in_tree_order(
 
         def body(k: jax.Array, carry: tuple[list[Any], State]) -> tuple[list[Any], State]:
             pieces, state = node(start + k, carry[1])
-            totals = [s.begun_or(k == 0, total) for s, total in zip(rest, carry[0], strict=True)]
+            totals = [s.identity_or_total(k == 0, total) for s, total in zip(rest, carry[0], strict=True)]
             return add_all(rest, totals, pieces), state
 
         with jax.named_scope("run"):
@@ -320,7 +320,7 @@ def in_tree_order(
     first = State(begun, [s.identity() for s in exact], [] if program.barriers else [r[0] for r in buffers], buffers)
     with jax.named_scope("nodes"):
         remaining, last = fold(run, rest, runs.count, runs.merges, depth, most, first, after)
-    kept = last.buffers if program.barriers else put(last.buffers, last.kept, nodes - 1)
+    kept = last.buffers if program.barriers else write_at(last.buffers, last.kept, nodes - 1)
     return remaining, last.totals, kept
 
 
@@ -339,7 +339,7 @@ class Runs(NamedTuple):
     merges: jax.Array
 
 
-def rounded(piece: jax.Array, index: jax.Array) -> jax.Array:
+def round_to_storage(piece: jax.Array, index: jax.Array) -> jax.Array:
     """A piece as it is in memory, also where it is added to something by the loop that makes it.
 
     A compiler would else contract a multiplication and that addition, or keep more bits of the piece than its type has:
@@ -351,7 +351,7 @@ def rounded(piece: jax.Array, index: jax.Array) -> jax.Array:
       index: the position of a node, int32 scalar, not negative.
     """
     if jnp.issubdtype(piece.dtype, jnp.complexfloating):
-        return lax.complex(rounded(lax.real(piece), index), rounded(lax.imag(piece), index))
+        return lax.complex(round_to_storage(lax.real(piece), index), round_to_storage(lax.imag(piece), index))
     bits = jnp.dtype(f"uint{8 * piece.dtype.itemsize}")
     zero = lax.convert_element_type(index < 0, bits)
     return lax.bitcast_convert_type(lax.bitcast_convert_type(piece, bits) ^ zero, piece.dtype)
@@ -399,24 +399,24 @@ def loop_of_nodes(
     def by_sorting(index: jax.Array, count: jax.Array) -> jax.Array:
         return lax.sort(jnp.stack([index, count]))[0] < count
 
-    def more(carry: tuple[jax.Array, Any]) -> jax.Array:
+    def has_more_nodes(carry: tuple[jax.Array, Any]) -> jax.Array:
         if sum(s.nbytes for s in sums) >= LARGE:
             return carry[0] < count
         return lax.platform_dependent(carry[0], count, cpu=by_sorting, default=lax.lt)
 
     begin = (jnp.asarray(after, jnp.int32) < 0).astype(jnp.int32)
-    return lax.while_loop(more, lambda carry: (carry[0] + 1, body(*carry)), (begin, init))[1]
+    return lax.while_loop(has_more_nodes, lambda carry: (carry[0] + 1, body(*carry)), (begin, init))[1]
 
 
-def opaque(count: Any) -> jax.Array:
+def opaque_count(count: Any) -> jax.Array:
     """A number of turns that the compiler cannot know."""
     return lax.optimization_barrier(jnp.asarray(count, jnp.int32))
 
 
-def zero_of(number: jax.Array) -> jax.Array:
+def opaque_zero(number: jax.Array) -> jax.Array:
     """Zero, which is there when a number is, and which no compiler knows to be zero: of 32 bits no 64 are set.
 
-    >>> [int(zero_of(jnp.asarray(x))) for x in (0.0, -1.5, jnp.nan, 7, -1)]
+    >>> [int(opaque_zero(jnp.asarray(x))) for x in (0.0, -1.5, jnp.nan, 7, -1)]
     [0, 0, 0, 0, 0]
     """
     bits = lax.bitcast_convert_type(number.astype(jnp.float32), jnp.int32)
@@ -437,7 +437,7 @@ def element_of(values: Sequence[Any]) -> jax.Array | None:
     return next((jnp.ravel(v)[0] for v in real), None)
 
 
-def unwritten(shape: tuple[int, ...], dtype: Any, after: Sequence[Any]) -> jax.Array:
+def unwritten_buffer(shape: tuple[int, ...], dtype: Any, after: Sequence[Any]) -> jax.Array:
     """A buffer whose elements are written before they are read.
 
     It is filled with an element of the values that whoever fills it reads, if there are any: zeros would be those of
@@ -447,7 +447,7 @@ def unwritten(shape: tuple[int, ...], dtype: Any, after: Sequence[Any]) -> jax.A
     return jnp.zeros(shape, dtype) if element is None else jnp.broadcast_to(element.astype(dtype), shape)
 
 
-def room(
+def unwritten_buffers(
     shapes: Sequence[tuple[tuple[int, ...], Any]], after: Sequence[Any], number: jax.Array | None = None
 ) -> list[jax.Array]:
     """Buffers that are written before they are read, for which there is no memory before a value is there.
@@ -474,10 +474,10 @@ def room(
     element = element_of(after) if large else None
     if element is None and number is not None:
         return lax.platform_dependent(number, cpu=each, default=empty)
-    return empty(None) if element is None else lax.cond(zero_of(element) == 0, empty, never, None)
+    return empty(None) if element is None else lax.cond(opaque_zero(element) == 0, empty, never, None)
 
 
-def materialized(places: Sequence[BufferPart]) -> list[Any]:
+def materialize(places: Sequence[BufferPart]) -> list[Any]:
     """Copies values in a loop of one turn, so that what reads them is compiled apart from what made them."""
 
     def body(turn: jax.Array, _: list[Any]) -> list[Any]:  # the turn is zero, which the compiler does not know
@@ -488,11 +488,11 @@ def materialized(places: Sequence[BufferPart]) -> list[Any]:
             for place in places
         ]
 
-    begun = [unwritten(place.shape, place.buffer.dtype, [place.buffer]) for place in places]
-    return named_loop("materialized", 0, opaque(1), body, begun)
+    begun = [unwritten_buffer(place.shape, place.buffer.dtype, [place.buffer]) for place in places]
+    return named_loop("materialized", 0, opaque_count(1), body, begun)
 
 
-def by_rows(value: jax.Array) -> jax.Array:
+def as_row_major(value: jax.Array) -> jax.Array:
     """A large array that lies in memory row by row, as arguments do.
 
     Totals lie as what nodes contribute; a state that is updated by them would be copied to that order before anything
@@ -502,6 +502,6 @@ def by_rows(value: jax.Array) -> jax.Array:
     return with_layout_constraint(value, Layout(tuple(range(value.ndim)))) if large else value
 
 
-def in_memory(value: jax.Array, barriers: bool = False) -> jax.Array:
+def materialize_input(value: jax.Array, barriers: bool = False) -> jax.Array:
     """A value that what reads it finds in memory."""
-    return lax.optimization_barrier(value) if barriers else materialized([BufferPart(value, value.shape)])[0]
+    return lax.optimization_barrier(value) if barriers else materialize([BufferPart(value, value.shape)])[0]

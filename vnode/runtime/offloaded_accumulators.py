@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from vnode.operators.memory_spaces import DEVICE, HOST
-from vnode.runtime.host_prefetch import pieces_of
-from vnode.runtime.node_loops import PartialBlocks, Pieces, Sum, loop_of_nodes, named_loop, room
+from vnode.runtime.host_prefetch import split_for_copy
+from vnode.runtime.node_loops import PartialBlocks, Pieces, Sum, loop_of_nodes, named_loop, unwritten_buffers
 
 LEAST = 1 << 20
 """Bytes of a sum from which it may be on the host: of smaller ones the latency of the link is felt."""
@@ -32,18 +32,18 @@ PIECE = 1 << 20
 950 with 1 MiB (libtpu 0.0.42)."""
 
 
-def can_be_far(shape: Sequence[int], dtype: Any) -> bool:
+def can_offload(shape: Sequence[int], dtype: Any) -> bool:
     """Whether a sum may wait on the host: a large array of real numbers.
 
-    >>> can_be_far((1024, 256), jnp.float32), can_be_far((1024,), jnp.float32), can_be_far((1024, 256), jnp.complex64)
-    (True, False, False)
+    >>> can_offload((1024, 256), jnp.float32), can_offload((1024,), jnp.float32)
+    (True, False)
     """
     large = math.prod(shape) * jnp.dtype(dtype).itemsize >= LEAST
     return large and len(shape) > 0 and jnp.issubdtype(dtype, jnp.floating)
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class AccumulatorStack:
     """Where what waits of one sum is.
 
     Attributes:
@@ -53,39 +53,41 @@ class Place:
     """
 
     sum: Sum
-    far: int
-    near: int
+    host_levels: int
+    device_levels: int
 
     @staticmethod
-    def of(s: Sum, depth: int, far: int) -> Place:
+    def for_sum(s: Sum, depth: int, far: int) -> AccumulatorStack:
         """That of a sum, of which so many wait, and so many of these may be on the host."""
-        far = min(depth, far) if can_be_far(s.shape, s.dtype) else 0
-        return Place(s, far, depth - far)
+        far = min(depth, far) if can_offload(s.shape, s.dtype) else 0
+        return AccumulatorStack(s, far, depth - far)
 
     @functools.cached_property
-    def cut(self) -> tuple[int, int]:
+    def piece_layout(self) -> tuple[int, int]:
         """Along which dimension a sum comes back in pieces, those before it being of one element, and in how many."""
-        return pieces_of(self.sum.shape, jnp.dtype(self.sum.dtype).itemsize, PIECE)
+        return split_for_copy(self.sum.shape, jnp.dtype(self.sum.dtype).itemsize, PIECE)
 
     @property
-    def pieces(self) -> int:
+    def piece_count(self) -> int:
         """In how many a sum comes back."""
-        return self.cut[1]
+        return self.piece_layout[1]
 
     @property
-    def part(self) -> tuple[int, ...]:
+    def piece_shape(self) -> tuple[int, ...]:
         """The shape of a piece."""
-        dim, pieces = self.cut
+        dim, pieces = self.piece_layout
         return (*self.sum.shape[:dim], self.sum.shape[dim] // pieces, *self.sum.shape[dim + 1 :])
 
-    def begun(self) -> Stack:
+    def allocate(self) -> Stack:
         """Room for what waits."""
         zero = jnp.zeros((), self.sum.dtype)
         there = jax.device_put(zero, HOST)
-        far = [lax.broadcast(there, (self.far * self.pieces, *self.part))] if self.far else []
-        return far, [lax.broadcast(zero, (self.near, *self.sum.shape))] if self.near else []
+        far = (
+            [lax.broadcast(there, (self.host_levels * self.piece_count, *self.piece_shape))] if self.host_levels else []
+        )
+        return far, [lax.broadcast(zero, (self.device_levels, *self.sum.shape))] if self.device_levels else []
 
-    def pushed(self, stack: Stack, value: Any, height: Any, after: Any) -> tuple[Stack, Any]:
+    def push(self, stack: Stack, value: Any, height: Any, after: Any) -> tuple[Stack, Any]:
         """A value on top of others.
 
         Args:
@@ -102,23 +104,23 @@ class Place:
 
         def send(turn: jax.Array, carry: Any) -> Any:
             (buffer,), turns = carry
-            there = jax.device_put(value.reshape(self.pieces, *self.part), HOST)
-            at = (height - 1 + turn + later) * self.pieces
+            there = jax.device_put(value.reshape(self.piece_count, *self.piece_shape), HOST)
+            at = (height - 1 + turn + later) * self.piece_count
             return [lax.dynamic_update_slice_in_dim(buffer, there, at, 0)], turns + 1
 
         def put(turn: jax.Array, carry: Any) -> Any:
             (buffer,), turns = carry
-            at = height - 1 - self.far + turn + later
+            at = height - 1 - self.host_levels + turn + later
             return [lax.dynamic_update_index_in_dim(buffer, value, at, 0)], turns + 1
 
-        low = ((height > 0) & (height <= self.far)).astype(jnp.int32)
+        low = ((height > 0) & (height <= self.host_levels)).astype(jnp.int32)
         if far:
             far, after = named_loop("send", 0, low, send, (far, after))
         if near:
-            near, after = named_loop("push", 0, (height > self.far).astype(jnp.int32), put, (near, after))
+            near, after = named_loop("push", 0, (height > self.host_levels).astype(jnp.int32), put, (near, after))
         return (far, near), after
 
-    def merged(self, stack: Stack, value: Any, height: Any, place: Any, after: Any) -> tuple[Any, Any]:
+    def merge_from_top(self, stack: Stack, value: Any, height: Any, place: Any, after: Any) -> tuple[Any, Any]:
         """Those from the top down to a place, added to a value one after another.
 
         Args:
@@ -126,10 +128,10 @@ class Place:
           value: what they are added to.
           height: how many wait.
           place: the lowest that joins.
-          after: as for `pushed`.
+          after: as for `push`.
 
         Returns:
-          The sum, and a number as that of `pushed`.
+          The sum, and a number as that of `push`.
         """
         far, near = stack
         later = (after < 0).astype(jnp.int32)
@@ -138,14 +140,14 @@ class Place:
             return self.sum.add(lax.dynamic_index_in_dim(near[0], top - turn, 0, keepdims=False), value)
 
         if near:
-            top = height - 1 - self.far
-            value = named_loop("merge", 0, height - jnp.maximum(place, self.far), merge, value)
+            top = height - 1 - self.host_levels
+            value = named_loop("merge", 0, height - jnp.maximum(place, self.host_levels), merge, value)
         if far:
-            low = jnp.minimum(height, self.far)
-            value, after = self.fetched(far[0], low - 1 - later, low - place, value, self.sum.add, after)
+            low = jnp.minimum(height, self.host_levels)
+            value, after = self.fold_host_entries(far[0], low - 1 - later, low - place, value, self.sum.add, after)
         return value, after
 
-    def fetched(
+    def fold_host_entries(
         self, far: Any, top: Any, count: Any, value: Any, of: Callable[[Any, Any], Any], after: Any
     ) -> tuple[Any, Any]:
         """What becomes, part by part, of a value and those on the host, one after another.
@@ -159,26 +161,26 @@ class Place:
           count: of them.
           value: what meets them.
           of: from a part of one and of the value to what that becomes.
-          after: as for `pushed`.
+          after: as for `push`.
         """
 
         def fetch(turn: jax.Array, carry: Any) -> Any:
             whole, turns = carry
-            down, i = jnp.divmod(turn, self.pieces) if self.pieces > 1 else (turn, jnp.int32(0))
-            part = lax.dynamic_index_in_dim(far, (top - down) * self.pieces + i, 0, keepdims=False)
+            down, i = jnp.divmod(turn, self.piece_count) if self.piece_count > 1 else (turn, jnp.int32(0))
+            part = lax.dynamic_index_in_dim(far, (top - down) * self.piece_count + i, 0, keepdims=False)
             part = jax.device_put(part, DEVICE)
             return lax.dynamic_update_index_in_dim(whole, of(part, whole[i]), i, 0), turns + 1
 
-        whole = value.reshape(self.pieces, *self.part)
-        whole, after = named_loop("fetch", 0, count * self.pieces, fetch, (whole, after))
+        whole = value.reshape(self.piece_count, *self.piece_shape)
+        whole, after = named_loop("fetch", 0, count * self.piece_count, fetch, (whole, after))
         return whole.reshape(value.shape), after
 
-    def taken(self, stack: Stack, at: int, value: Any, turns: Any) -> Any:
+    def read_entry(self, stack: Stack, at: int, value: Any, turns: Any) -> Any:
         """One of those that wait, if there are any turns; else a value of its shape."""
         far, near = stack
-        if at < self.far:
-            return self.fetched(far[0], at, turns, value, lambda part, _: part, jnp.int32(0))[0]
-        return named_loop("take", 0, turns, lambda turn, _: near[0][at - self.far + turn], value)
+        if at < self.host_levels:
+            return self.fold_host_entries(far[0], at, turns, value, lambda part, _: part, jnp.int32(0))[0]
+        return named_loop("take", 0, turns, lambda turn, _: near[0][at - self.host_levels + turn], value)
 
 
 Stack = tuple[list[Any], list[Any]]
@@ -186,7 +188,7 @@ Stack = tuple[list[Any], list[Any]]
 *shape]``."""
 
 
-def stacked_far(
+def fold_pieces_offloaded(
     pieces: Pieces,
     sums: Sequence[Sum],
     count: jax.Array,
@@ -199,7 +201,7 @@ def stacked_far(
     far: int,
     left: int,
 ) -> tuple[PartialBlocks, Any]:
-    """Adds pieces in the order of a `Fold`, as `loops.stacked` does, with what waits on the host.
+    """Adds pieces in the order of a `Fold`, as `node_loops.fold_pieces` does, with what waits on the host.
 
     Args:
       pieces: as there.
@@ -216,30 +218,34 @@ def stacked_far(
     Returns:
       As there: all that remains is on the device.
     """
-    places = [Place.of(s, depth, far) for s in sums]
+    places = [AccumulatorStack.for_sum(s, depth, far) for s in sums]
 
     def body(index: jax.Array, carry: Any) -> Any:
         (stacks, last, height), state = carry
         waiting, turns = [], jnp.int32(0)
         for place, stack, value in zip(places, stacks, last, strict=True):
-            stack, turns = place.pushed(stack, value, height, turns)
+            stack, turns = place.push(stack, value, height, turns)
             waiting.append(stack)
         piece, state = pieces(index, state, last, turns)
         low = height - merges[index]
         added, turns = [], jnp.int32(0)
         for place, stack, value in zip(places, waiting, piece, strict=True):
-            value, turns = place.merged(stack, value, height, low, turns)
+            value, turns = place.merge_from_top(stack, value, height, low, turns)
             added.append(value)
         return (waiting, added, low + 1), state
 
-    begun = [place.begun() for place in places], room([(s.shape, s.dtype) for s in sums], after), jnp.int32(0)
+    begun = (
+        [place.allocate() for place in places],
+        unwritten_buffers([(s.shape, s.dtype) for s in sums], after),
+        jnp.int32(0),
+    )
     (stacks, last, height), state = loop_of_nodes(count, sums, body, (begun, state))
     if left == 1:
         return PartialBlocks(last, [], last, height), state
     several = (height > 1).astype(jnp.int32)
-    first = [p.taken(stack, 0, value, several) for p, stack, value in zip(places, stacks, last, strict=True)]
+    first = [p.read_entry(stack, 0, value, several) for p, stack, value in zip(places, stacks, last, strict=True)]
     others = []
     for p, stack, value in zip(places, stacks, last, strict=True) if depth > 1 else ():
         there = [(height > at + 1).astype(jnp.int32) for at in range(1, depth)]
-        others.append(jnp.stack([p.taken(stack, at + 1, value, turns) for at, turns in enumerate(there)]))
+        others.append(jnp.stack([p.read_entry(stack, at + 1, value, turns) for at, turns in enumerate(there)]))
     return PartialBlocks(first, others, last, height), state

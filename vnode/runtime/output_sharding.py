@@ -17,10 +17,10 @@ from jax.extend.core import Var
 from vnode.operators import Monoid
 from vnode.runtime.device_reductions import SMALL
 from vnode.runtime.node_loops import Sum
-from vnode.spmd.layout import Axes, Layout, cut_of, over
+from vnode.spmd.layout import Axes, Layout, cut_of, restrict_to_axes
 from vnode.spmd.op_sharding import itemsize
-from vnode.spmd.resharding import cuts_only, extends
-from vnode.spmd.sharded_program import at_the_border
+from vnode.spmd.resharding import extends, is_local
+from vnode.spmd.sharded_program import as_spec_layout
 
 Lying = Callable[[Var], Layout]
 """How each variable lies."""
@@ -29,7 +29,7 @@ Wanted = Callable[[Lying, Axes, Collection[str]], Mapping[Var, Sequence[Layout]]
 """In which layouts variables are read, if they lie in some way over some axes, of which some must not show in bits."""
 
 
-def handed_on(
+def choose_output_layouts(
     lies: Mapping[Var, Layout], lying: Lying, wanted: Wanted, inner: Axes, axes: Axes, exact: Set[str]
 ) -> dict[Var, Layout]:
     """How totals are handed on, of which all that `lies` says could be handed on.
@@ -43,38 +43,44 @@ def handed_on(
       exact: of these, those whose size must not show in the bits of results.
     """
     # How they lie over the other axes must not depend on how long the nodes' is.
-    ends = refined(lies, lying, wanted, inner, frozenset()) if exact else dict(lies)
-    return refined(ends, lying, wanted, axes, exact)
+    ends = refine_over_axes(lies, lying, wanted, inner, frozenset()) if exact else dict(lies)
+    return refine_over_axes(ends, lying, wanted, axes, exact)
 
 
-def refined(lies: Mapping[Var, Layout], lying: Lying, wanted: Wanted, axes: Axes, exact: Set[str]) -> dict[Var, Layout]:
+def refine_over_axes(
+    lies: Mapping[Var, Layout], lying: Lying, wanted: Wanted, axes: Axes, exact: Set[str]
+) -> dict[Var, Layout]:
     """The same over some axes."""
     found = wanted(
-        lambda var: lies[var] if var in lies else over(axes, lying(var), var.aval.shape),
+        lambda var: lies[var] if var in lies else restrict_to_axes(axes, lying(var), var.aval.shape),
         axes,
         exact,
     )
-    return {var: finest(layout, found.get(var, ()), var, axes, exact) for var, layout in lies.items()}
+    return {var: first_finer(layout, found.get(var, ()), var, axes, exact) for var, layout in lies.items()}
 
 
-def finest(layout: Layout, wanted: Iterable[Layout], var: Var, axes: Axes, exact: Set[str]) -> Layout:
+def first_finer(layout: Layout, wanted: Iterable[Layout], var: Var, axes: Axes, exact: Set[str]) -> Layout:
     """The first of some layouts of which devices have it all in a given one, and more; over `exact` axes if any.
 
     Small totals go to all devices, and stay whole there: who reads a part takes it, and who reads all need not ask.
     """
     others = {name: size for name, size in axes.items() if name not in exact}
     shape = var.aval.shape
-    if math.prod(layout.local(shape, axes)) * itemsize(var.aval.dtype) <= SMALL:
+    if math.prod(layout.local_shape(shape, axes)) * itemsize(var.aval.dtype) <= SMALL:
         return layout
     for each in wanted:
-        finer = each != layout and cuts_only(layout, each, shape, axes, var.aval.dtype)
-        if finer and at_the_border(each, axes) == each and (not exact or over(others, each, shape) == layout):
+        finer = each != layout and is_local(layout, each, shape, axes, var.aval.dtype)
+        if (
+            finer
+            and as_spec_layout(each, axes) == each
+            and (not exact or restrict_to_axes(others, each, shape) == layout)
+        ):
             return each
     return layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Among:
+class SummingDevices:
     """Devices along the nodes' axis that add totals.
 
     Attributes:
@@ -87,7 +93,7 @@ class Among:
     axes: Axes
     exact: bool
 
-    def part(self, s: Sum, layout: Layout, end: Layout) -> int | None:
+    def divided_dim(self, s: Sum, layout: Layout, end: Layout) -> int | None:
         """Along which dimension a total is divided among these devices when they add it; None if it is not.
 
         Args:
@@ -105,7 +111,7 @@ class Among:
         minor = extends(before, cut, self.axes)
         return dim if minor is not None and minor[:1] == (self.axis,) else None
 
-    def divided(self, layout: Layout, dim: int | None, shape: Sequence[int]) -> Layout:
+    def divide_dim(self, layout: Layout, dim: int | None, shape: Sequence[int]) -> Layout:
         """A layout of which one dimension is divided among these devices as well."""
         if dim is None:
             return layout

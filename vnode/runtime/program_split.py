@@ -26,7 +26,7 @@ it; ``("left", number)``, what the pass of a piece has left in the group."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
+class ProgramPiece:
     """What a group does at a time.
 
     Attributes:
@@ -67,32 +67,32 @@ class Piece:
                 yield ("batched", var)
 
 
-def cut(schedule: Schedule) -> list[Piece]:
+def split_schedule(schedule: Schedule) -> list[ProgramPiece]:
     """The pieces of a schedule, in order."""
-    pieces: list[Piece] = []
+    pieces: list[ProgramPiece] = []
     once: list[Evaluation] = []
 
     def close(nodes: Pass | None = None) -> None:
         before = pieces[-1].nodes if pieces else None
         if once or nodes is not None or before is not None:
             completes = None if before is None else (len(pieces) - 1, before)
-            pieces.append(Piece(completes, tuple(once), nodes))
+            pieces.append(ProgramPiece(completes, tuple(once), nodes))
             once.clear()
 
     for stage in schedule.stages:
         for action in stage.once:
-            if apart(action):
+            if needs_own_piece(action):
                 close()
-                pieces.append(Piece(nested=action))
+                pieces.append(ProgramPiece(nested=action))
             else:
                 once.append(action)
         if stage.nodes is not None:
             close(stage.nodes)
     close()
-    return put_off(pieces, schedule.flow.program)
+    return defer_evaluations(pieces, schedule.flow.program)
 
 
-def apart(action: Evaluation) -> bool:
+def needs_own_piece(action: Evaluation) -> bool:
     """Whether a loop or branch has passes of its own, or batched values, of which a group has a part only."""
     if not action.schedules:
         return False
@@ -100,11 +100,11 @@ def apart(action: Evaluation) -> bool:
     return (
         any(made.passes for made in action.schedules)
         or any(isinstance(form, Slice) for form in (*action.operands, *action.results))
-        or any(map(apart, inner))
+        or any(map(needs_own_piece, inner))
     )
 
 
-def put_off(pieces: Sequence[Piece], program: Program) -> list[Piece]:
+def defer_evaluations(pieces: Sequence[ProgramPiece], program: Program) -> list[ProgramPiece]:
     """The same with everything that is evaluated once in the first piece that reads it, and again in others if cheap.
 
     In one program a compiler sees it beside what reads it, and rounds both as one: a moment's decay and its update.
@@ -125,7 +125,7 @@ def put_off(pieces: Sequence[Piece], program: Program) -> list[Piece]:
             if stays:
                 here.append(action)
                 read.update(operands_of(action))
-            if not stays or (cheap(action, program) and not wanted.isdisjoint(action.step.eqn.outvars)):
+            if not stays or (is_cheap(action, program) and not wanted.isdisjoint(action.step.eqn.outvars)):
                 there.append(action)
                 wanted.update(operands_of(action))
         later[number] = dataclasses.replace(later[number], once=tuple(reversed(here)))
@@ -137,7 +137,7 @@ def operands_of(action: Evaluation) -> list[Var]:
     return [atom for atom in action.step.eqn.invars if isinstance(atom, Var)]
 
 
-def cheap(action: Evaluation, program: Program) -> bool:
+def is_cheap(action: Evaluation, program: Program) -> bool:
     """Whether a compiler might compute something again rather than read it."""
     eqn = action.step.eqn
     description = program.describe(eqn) if action.step.region is None and not eqn.effects else None
@@ -151,7 +151,7 @@ class ProgramPlan:
 
     def __init__(self, schedule: Schedule, given: Iterable[Key] = ()) -> None:
         self.schedule = schedule
-        self.pieces = cut(schedule)
+        self.pieces = split_schedule(schedule)
         self.states = schedule.flow.states
         self.reads: list[list[Key]] = []
         there = set(given)
@@ -159,14 +159,14 @@ class ProgramPlan:
             self.reads.append(list(dict.fromkeys(self.read_by(piece, there))))
             there.update(piece.makes(number))
         self.hands_on: list[list[Key]] = []
-        wanted = {self.result(atom) for atom in schedule.flow.program.outputs if isinstance(atom, Var)}
+        wanted = {self.result_key(atom) for atom in schedule.flow.program.outputs if isinstance(atom, Var)}
         for number, piece in reversed(list(enumerate(self.pieces))):
             self.hands_on.append([key for key in piece.makes(number) if key in wanted])
             wanted.update(self.reads[number])
             wanted.update(("batched", var) for kind, var in self.reads[number] if kind == "full")
         self.hands_on.reverse()
 
-    def read_by(self, piece: Piece, there: set[Key]) -> Iterator[Key]:
+    def read_by(self, piece: ProgramPiece, there: set[Key]) -> Iterator[Key]:
         known = set(self.schedule.flow.program.constants)
         if piece.completes is not None:
             number, nodes = piece.completes
@@ -175,24 +175,24 @@ class ProgramPlan:
         for action in piece.once:
             for atom, form in zip(action.step.eqn.invars, action.operands, strict=True):
                 if isinstance(atom, Var) and atom not in known and not (action.bodies and form is None):
-                    yield self.whole(atom)
+                    yield self.whole_key(atom)
             known.update(var for var, _ in action.made)
         if piece.nested is not None:
             for atom in piece.nested.step.eqn.invars:
                 if isinstance(atom, Var):
-                    yield self.whole(atom)
+                    yield self.whole_key(atom)
         if piece.nodes is not None:
             for var, form in piece.nodes.recipe.leaves:
                 if isinstance(form, Whole):
                     if var not in known:
-                        yield self.whole(var)
+                        yield self.whole_key(var)
                 else:
                     yield ("collected" if ("collected", var) in there else "batched", var)
 
-    def result(self, var: Var) -> Key:
+    def result_key(self, var: Var) -> Key:
         """As what a value is returned."""
         return ("batched" if isinstance(self.states[var].form, Slice) else "whole", var)
 
-    def whole(self, var: Var) -> Key:
+    def whole_key(self, var: Var) -> Key:
         """As what a value is read by what reads all of it."""
         return ("full" if isinstance(self.states[var].form, Slice) else "whole", var)

@@ -21,17 +21,17 @@ from vnode.analysis.recipe import Evaluation
 from vnode.errors import PartitionError, UnsupportedPrimitiveError
 from vnode.operators.in_program import as_array
 from vnode.operators.separate_rounding import Rounding
-from vnode.runtime.evaluate_recipe import Known, evaluate_once
-from vnode.runtime.mesh_function import Divided, Rooms
-from vnode.runtime.node import Once
+from vnode.runtime.evaluate_recipe import EvaluationMemo, evaluate_once
+from vnode.runtime.mesh_function import MeshFunction, UnevenValues
+from vnode.runtime.node import WholeEvaluator
 from vnode.runtime.output_sharding import Lying
-from vnode.spmd.device_program import Alike
+from vnode.spmd.device_program import BitwiseMode
 from vnode.spmd.layout import Axes, Layout, replicated
-from vnode.spmd.sharding_backprop import read_in
+from vnode.spmd.sharding_backprop import read_layouts
 
 
 @dataclasses.dataclass(frozen=True)
-class Together:
+class ReplicatedRegion:
     """Actions that are evaluated once, one after another, as a function of what they read.
 
     Attributes:
@@ -47,28 +47,28 @@ class Together:
     reads: tuple[Var, ...]
     wanted: tuple[tuple[Var, Form], ...]
     program: Program
-    place: Once
+    place: WholeEvaluator
     ends: Mapping[Var, Layout] = dataclasses.field(default_factory=dict)
 
     @staticmethod
-    def of(
+    def from_actions(
         actions: Sequence[Evaluation],
         readers: Mapping[Var, Set[int]],
         program: Program,
-        place: Once,
+        place: WholeEvaluator,
         ends: Mapping[Var, Layout],
-    ) -> Together:
+    ) -> ReplicatedRegion:
         """The actions, given for each variable who reads it: actions by their number as objects, others by any."""
         made = {var: form for action in actions for var, form in action.made}
-        reads = dict.fromkeys(atom for action in actions for atom in read_by(action) if atom not in made)
+        reads = dict.fromkeys(atom for action in actions for atom in read_variables(action) if atom not in made)
         here = set(map(id, actions))
         wanted = [(var, form) for var, form in made.items() if readers.get(var, set()) - here]
-        return Together(actions, tuple(reads), tuple(wanted), program, place, ends)
+        return ReplicatedRegion(actions, tuple(reads), tuple(wanted), program, place, ends)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """What is wanted, given whole values of what is read."""
         held = dict(zip(self.reads, values, strict=True))
-        known = Known(self.program)
+        known = EvaluationMemo(self.program)
 
         def read(atom: Atom) -> Any:
             return atom.val if isinstance(atom, Literal) else held[atom]
@@ -78,40 +78,40 @@ class Together:
             held.update((var, results[var]) for var, _ in action.made)
         return [as_array(held[var], var) for var, _ in self.wanted]
 
-    def reading(self, lying: Lying, axes: Axes, exact: Collection[str]) -> dict[Var, list[Layout]]:
-        """In which layouts what is read is wanted, each time it is read; see `handed_on`."""
+    def read_layouts(self, lying: Lying, axes: Axes, exact: Collection[str]) -> dict[Var, list[Layout]]:
+        """In which layouts what is read is wanted, each time it is read; see `choose_output_layouts`."""
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in self.reads]
-        found = divided_once(self, shapes, list(map(lying, self.reads)), axes, exact)
-        if isinstance(found, Whole):
+        found = divide_region(self, shapes, list(map(lying, self.reads)), axes, exact)
+        if isinstance(found, ReplicatedFunction):
             return {}
         outer = dict(zip(found.flow.program.inputs, self.reads, strict=False))
-        return {outer[var]: several for var, several in read_in(found.flow).items() if var in outer}
+        return {outer[var]: several for var, several in read_layouts(found.flow).items() if var in outer}
 
 
-class Whole:
-    """A function of arrays that every device evaluates whole; it stands in the place of a `Divided`."""
+class ReplicatedFunction:
+    """A function of arrays that every device evaluates whole; it stands in the place of a `MeshFunction`."""
 
-    def __init__(self, fun: Together, layouts: Sequence[Layout], alike: Alike | None) -> None:
+    def __init__(self, fun: ReplicatedRegion, layouts: Sequence[Layout], alike: BitwiseMode | None) -> None:
         self.fun, self.alike = fun, alike
         self.inputs = [replicated(len(layout.dims)) for layout in layouts]
         self.results = [replicated(len(var.aval.shape)) for var, _ in fun.wanted]
         self.dims = (None,) * len(fun.wanted)
 
     def __call__(self, values: Sequence[Any], latest: Any = None, rounding: Rounding | None = None) -> list[Any]:
-        rounding = rounding or Rounding.of(values) if self.alike is not None else None
-        return dataclasses.replace(self.fun, place=Once(self.fun.place.platform, rounding))(values)
+        rounding = rounding or Rounding.from_values(values) if self.alike is not None else None
+        return dataclasses.replace(self.fun, place=WholeEvaluator(self.fun.place.platform, rounding))(values)
 
 
-def divided_once(
-    fun: Together,
+def divide_region(
+    fun: ReplicatedRegion,
     shapes: Sequence[Any],
     layouts: Sequence[Layout],
     axes: Axes,
     exact: Collection[str] = (),
-    alike: Alike | None = None,
-    rooms: Rooms | None = None,
+    alike: BitwiseMode | None = None,
+    rooms: UnevenValues | None = None,
     whole: Collection[int] = (),
-) -> Divided | Whole:
+) -> MeshFunction | ReplicatedFunction:
     """What is computed once, divided over the axes of a mesh.
 
     Args:
@@ -121,7 +121,7 @@ def divided_once(
       axes: of the mesh.
       exact: axes whose size must not show in the bits of results.
       alike: if compilers shall compute elements alike whatever the sizes of some axes.
-      rooms: which of what it reads is given in blocks, as for `Divided`; what is computed whole is given none.
+      rooms: which of what it reads is given in blocks, as for `MeshFunction`; what is computed whole is given none.
       whole: results, by number, that are wanted in one piece.
 
     Returns:
@@ -130,17 +130,17 @@ def divided_once(
     try:
         platform = fun.place.platform
         ends = [fun.ends.get(var) for var, _ in fun.wanted]
-        return Divided(
+        return MeshFunction(
             fun, shapes, layouts, axes, platform, exact=exact, alike=alike, rooms=rooms, whole=whole, ends=ends
         )
     except (PartitionError, UnsupportedPrimitiveError):
-        return Whole(fun, layouts, alike)
+        return ReplicatedFunction(fun, layouts, alike)
 
 
-def constants_late(stages: Sequence[Stage]) -> list[Stage]:
+def defer_constants(stages: Sequence[Stage]) -> list[Stage]:
     """Stages in which arrays that are made of constants are made where they are read first.
 
-    Compilers do not know them for constants (`Rounding.unknown`), and would hold them while passes before run.
+    Compilers do not know them for constants (`Rounding.opaque_constant`), and would hold them while passes before run.
 
     Example: `(zeros = broadcast(0); pass 0), (norm = f(grads, zeros))` is `(pass 0), (zeros = ...; norm = ...)`.
     """
@@ -151,15 +151,15 @@ def constants_late(stages: Sequence[Stage]) -> list[Stage]:
             if (action := waiting.get(var)) is not None:
                 for made in action.step.eqn.outvars:
                     waiting.pop(made, None)
-                yield from brought(read_by(action))
+                yield from brought(read_variables(action))
                 yield action
 
     found = []
     for stage in stages:
         once: list[Evaluation] = []
         for action in stage.once:
-            if stands_apart(action) or any(var not in waiting for var in read_by(action)):
-                once += [*brought(read_by(action)), action]
+            if is_separate(action) or any(var not in waiting for var in read_variables(action)):
+                once += [*brought(read_variables(action)), action]
             else:
                 waiting.update(dict.fromkeys(action.step.eqn.outvars, action))
         if stage.nodes is not None:
@@ -169,14 +169,14 @@ def constants_late(stages: Sequence[Stage]) -> list[Stage]:
     return [*found, Stage(rest, None)] if rest else found
 
 
-def stands_apart(action: Evaluation) -> bool:
+def is_separate(action: Evaluation) -> bool:
     """Whether an action is not evaluated together with others: it holds passes, or does more than to compute."""
     eqn = action.step.eqn
     holds = any(hasattr(atom.aval, "inner_aval") for atom in (*eqn.invars, *eqn.outvars))
     return bool(action.schedules) or bool(eqn.effects) or holds
 
 
-def read_by(action: Evaluation) -> list[Var]:
+def read_variables(action: Evaluation) -> list[Var]:
     """The variables that an action reads: of what a loop or branch is given, those that somebody wants."""
     pairs = zip(action.step.eqn.invars, action.operands, strict=True)
     return [atom for atom, form in pairs if isinstance(atom, Var) and not (form is None and action.bodies)]

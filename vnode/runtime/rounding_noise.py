@@ -34,7 +34,7 @@ ODD = 0x9E3779B97F4A7C15
 """Multiplying by it mixes bits: 2**64 over the golden ratio, odd (Knuth, TAOCP 3, 6.4)."""
 
 
-def rounded_otherwise(fun: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+def with_rounding_noise(fun: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """The function with other roundings.
 
     Args:
@@ -45,7 +45,7 @@ def rounded_otherwise(fun: Callable[..., list[Any]]) -> Callable[..., list[Any]]
       `fun` without results are left out.
 
     Example:
-      >>> total = rounded_otherwise(lambda x: [x.sum()])
+      >>> total = with_rounding_noise(lambda x: [x.sum()])
       >>> x = jnp.full(10_000, 0.1)
       >>> bool(0 < abs(total(0, x)[0] - x.sum()) < 0.1)
       True
@@ -54,7 +54,7 @@ def rounded_otherwise(fun: Callable[..., list[Any]]) -> Callable[..., list[Any]]
     def run(seed: Any, *args: Any) -> list[Any]:
         traced = jax.make_jaxpr(fun)(*args)
         seed = jnp.asarray(seed, jnp.uint32)
-        operands = [moved(jnp.asarray(arg), (), seed, 0, 1) for arg in args]
+        operands = [perturb(jnp.asarray(arg), (), seed, 0, 1) for arg in args]
         return evaluate(body_of(traced), operands, seed)
 
     return run
@@ -77,19 +77,21 @@ def evaluate(body: Body, operands: Sequence[Any], seed: jax.Array) -> list[Any]:
             if call is not None:
                 results = evaluate(call.body, [values[i] for i in call.operands], seed)
             elif region is not None:
-                results = within(region, eqn, values, seed)
+                results = evaluate_region(region, eqn, values, seed)
             else:
                 results = bind(eqn, values)
                 terms = terms_of(describe(eqn))
                 results = [
-                    moved(result, values, seed, index, terms) if terms > 1 or (terms and narrow(result)) else result
+                    perturb(result, values, seed, index, terms)
+                    if terms > 1 or (terms and is_narrow(result))
+                    else result
                     for result in results
                 ]
         env.update(zip(eqn.outvars, results, strict=True))
     return list(map(read, body.jaxpr.outvars))
 
 
-def within(region: Region, eqn: JaxprEqn, values: Sequence[Any], seed: jax.Array) -> list[Any]:
+def evaluate_region(region: Region, eqn: JaxprEqn, values: Sequence[Any], seed: jax.Array) -> list[Any]:
     """Evaluates a loop or branch."""
     operands = list(values)
     for i in region.carried:
@@ -115,13 +117,13 @@ def terms_of(description: OperatorDescription | None) -> int:
     return max(1, math.prod(description.sizes[f] for f in added))
 
 
-def narrow(value: Any) -> bool:
+def is_narrow(value: Any) -> bool:
     """Whether a value has 16 bits or fewer, of which compilers may keep more between two operations."""
     dtype = getattr(value, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
 
 
-def moved(value: Any, operands: Sequence[Any], seed: jax.Array, index: int, terms: int) -> Any:
+def perturb(value: Any, operands: Sequence[Any], seed: jax.Array, index: int, terms: int) -> Any:
     """A result moved by units in the last place, except where it is exact: selected from operands, or a small integer.
 
     The direction is a hash of the value's bits with the seed and the number of its equation.
@@ -130,7 +132,7 @@ def moved(value: Any, operands: Sequence[Any], seed: jax.Array, index: int, term
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact) or not value.size:
         return value
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        parts = [moved(part, (), seed, index + i, terms) for i, part in enumerate((value.real, value.imag))]
+        parts = [perturb(part, (), seed, index + i, terms) for i, part in enumerate((value.real, value.imag))]
         return lax.complex(*parts).astype(dtype)
     width = dtype.itemsize * 8
     word = jnp.dtype(f"uint{width}")

@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 
 from vnode.operators import Monoid
-from vnode.runtime.device_reductions import ROUNDED_EACH, combined, merged
+from vnode.runtime.device_reductions import ROUNDED_EACH, combine_in_any_order, merge_sums
 from vnode.runtime.node_loops import (
     COMBINE,
     BufferPart,
@@ -40,8 +40,8 @@ from vnode.runtime.node_loops import (
     Sum,
     add_all,
     loop_of_nodes,
-    materialized,
-    put,
+    materialize,
+    write_at,
 )
 from vnode.runtime.tree import Tree
 
@@ -61,7 +61,7 @@ def are_small(sums: Sequence[Sum], nodes: int) -> bool:
     return bool(inexact) and small and all(s.dtype in ROUNDED_EACH for s in inexact)
 
 
-def summed(
+def sum_small(
     program: NodeProgram,
     sums: Sequence[Sum],
     count: jax.Array,
@@ -85,7 +85,7 @@ def summed(
       The totals, and what is kept of each node.
     """
     exact = [s for s in sums if s.exact]
-    packs = packs_of(sums)
+    packs = group_by_buffer(sums)
 
     def compute(given: list[Any]) -> tuple[list[Any], list[Any]]:
         pieces, kept = program.compute(given)
@@ -98,11 +98,13 @@ def summed(
     inexact = dict[int, Any]()
     for pack, pieces in zip(packs, kept, strict=False):
         members = [sums[i] for i in pack]
-        inexact.update(zip(pack, reduced(members, in_node_order(pieces, counts, axis), tree), strict=True))
-    return merged(sums, [inexact[i] for i in sorted(inexact)], combined(exact, totals, axis)), kept[len(packs) :]
+        inexact.update(zip(pack, reduce_pieces(members, gather_in_node_order(pieces, counts, axis), tree), strict=True))
+    return merge_sums(sums, [inexact[i] for i in sorted(inexact)], combine_in_any_order(exact, totals, axis)), kept[
+        len(packs) :
+    ]
 
 
-def packs_of(sums: Sequence[Sum]) -> list[list[int]]:
+def group_by_buffer(sums: Sequence[Sum]) -> list[list[int]]:
     """The positions of inexact sums that share a buffer: those of one dtype and monoid."""
     packs = dict[tuple[Any, Monoid], list[int]]()
     for i, s in enumerate(sums):
@@ -129,15 +131,15 @@ def each_node(
         parts = program.take(index + 1)
         if program.single:  # or the parts never change, and what is computed of them leaves the loop
             parts = [jnp.where(index + 1 < count, new, old) for new, old in zip(parts, state.parts, strict=True)]
-        return State(parts, totals, kept, put(state.buffers, state.kept, index - 1))
+        return State(parts, totals, kept, write_at(state.buffers, state.kept, index - 1))
 
     first = State(program.take(jnp.int32(0)), [s.identity() for s in exact], [r[0] for r in buffers], buffers)
     with jax.named_scope("nodes"):
         last = loop_of_nodes(count, [], body, first)
-    return last.totals, put(last.buffers, last.kept, count - 1)
+    return last.totals, write_at(last.buffers, last.kept, count - 1)
 
 
-def in_node_order(pieces: jax.Array, counts: Sequence[int], axis: str) -> jax.Array:
+def gather_in_node_order(pieces: jax.Array, counts: Sequence[int], axis: str) -> jax.Array:
     """All devices' pieces ``[nodes, elements]``, from each device's own ``[most, elements]``, the last ones unused."""
     if len(counts) == 1:
         return pieces
@@ -147,15 +149,15 @@ def in_node_order(pieces: jax.Array, counts: Sequence[int], axis: str) -> jax.Ar
     return jnp.concatenate([held[d * most : d * most + count] for d, count in enumerate(counts)])
 
 
-def reduced(sums: Sequence[Sum], pieces: jax.Array, tree: Tree) -> list[Any]:
+def reduce_pieces(sums: Sequence[Sum], pieces: jax.Array, tree: Tree) -> list[Any]:
     """Totals of sums whose pieces ``[nodes, elements]`` are side by side, each total in memory by itself."""
-    total = added_by_levels(dataclasses.replace(sums[0], shape=pieces.shape[1:]), pieces, tree)
+    total = add_by_levels(dataclasses.replace(sums[0], shape=pieces.shape[1:]), pieces, tree)
     sizes = [math.prod(s.shape) for s in sums]
     starts = np.cumsum([0, *sizes]).tolist()
-    return materialized([BufferPart(total, s.shape, start) for s, start in zip(sums, starts, strict=False)])
+    return materialize([BufferPart(total, s.shape, start) for s, start in zip(sums, starts, strict=False)])
 
 
-def added_by_levels(s: Sum, pieces: jax.Array, tree: Tree) -> jax.Array:
+def add_by_levels(s: Sum, pieces: jax.Array, tree: Tree) -> jax.Array:
     """The sum of pieces ``[leaves, *shape]`` in the order of a tree, all blocks of a level at once.
 
     Where the last block of a level has fewer branches, it is filled with numbers that change no bit of what they are

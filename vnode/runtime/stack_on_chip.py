@@ -2,10 +2,10 @@
 
 Knows the order of a `Fold`. Must not know trees, nodes, nor how devices are combined.
 
-`loops.stacked` adds a piece to the place of the stack where it belongs as soon as it is there. The TPU compiler then
-keeps the pieces, and not what nodes compute, on the chip: a contrastive step of 16 nodes takes 1.27 times the cycles
-and 46 MiB more (libtpu 0.0.42). Here blocks are added to the piece, and what comes of it is put away when the next
-piece comes.
+`node_loops.fold_pieces` adds a piece to the place of the stack where it belongs as soon as it is there. The TPU
+compiler then keeps the pieces, and not what nodes compute, on the chip: a contrastive step of 16 nodes takes 1.27 times
+the cycles and 46 MiB more (libtpu 0.0.42). Here blocks are added to the piece, and what comes of it is put away when
+the next piece comes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from vnode.runtime.node_loops import (
     element_of,
     loop_of_nodes,
     named_loop,
-    put,
-    room,
+    unwritten_buffers,
+    write_at,
 )
 
 
-def stacked_on_chip(
+def fold_pieces_on_chip(
     pieces: Pieces,
     sums: Sequence[Sum],
     count: jax.Array,
@@ -40,7 +40,7 @@ def stacked_on_chip(
     state: Any,
     after: Sequence[Any] = (),
 ) -> tuple[PartialBlocks, Any]:
-    """Adds pieces in the order of a `Fold`, as `loops.stacked` does.
+    """Adds pieces in the order of a `Fold`, as `node_loops.fold_pieces` does.
 
     Args:
       pieces: as there.
@@ -65,9 +65,9 @@ def stacked_on_chip(
         first, turns = named_loop("merge_first", 0, there, merge_first, (blocks.first, none))
         return blocks._replace(first=first), turns
 
-    def put_away(blocks: PartialBlocks) -> tuple[PartialBlocks, jax.Array]:
+    def push_blocks(blocks: PartialBlocks) -> tuple[PartialBlocks, jax.Array]:
         def push(turn: jax.Array, carry: tuple[list[Any], jax.Array]) -> tuple[list[Any], jax.Array]:
-            return put(list(carry[0]), blocks.last, blocks.height - 2 + turn), carry[1] + 1
+            return write_at(list(carry[0]), blocks.last, blocks.height - 2 + turn), carry[1] + 1
 
         blocks, turns = into_first(blocks)
         if depth == 1:
@@ -77,7 +77,7 @@ def stacked_on_chip(
         return blocks._replace(others=others), turns
 
     def body(index: jax.Array, carry: tuple[PartialBlocks, Any]) -> tuple[PartialBlocks, Any]:
-        blocks, turns = put_away(carry[0]) if depth else (carry[0], none)
+        blocks, turns = push_blocks(carry[0]) if depth else (carry[0], none)
         piece, state = pieces(index, carry[1], blocks.last, turns)
         place = blocks.height - merges[index]
 
@@ -90,9 +90,9 @@ def stacked_on_chip(
         return blocks._replace(last=piece, height=place + 1), state
 
     element = element_of(after)
-    first = [s.identity() if element is None else s.identity_after(element) for s in sums] if depth else []
+    first = [s.identity() if element is None else s.identity_ordered_after(element) for s in sums] if depth else []
     others = [((depth - 1, *s.shape), s.dtype) for s in sums] if depth > 1 else []
-    places = room([*others, *((s.shape, s.dtype) for s in sums)], after)
+    places = unwritten_buffers([*others, *((s.shape, s.dtype) for s in sums)], after)
     begun = PartialBlocks(first, places[: len(others)], places[len(others) :], none)
     blocks, state = loop_of_nodes(count, sums, body, (begun, state))
-    return put_away(blocks)[0] if depth else blocks._replace(first=blocks.last), state
+    return push_blocks(blocks)[0] if depth else blocks._replace(first=blocks.last), state

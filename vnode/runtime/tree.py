@@ -73,12 +73,12 @@ class Fold:
     rest: tuple[Range, ...]
     depth: int
 
-    def crossings(self, lowest: int) -> tuple[int, int]:
+    def count_crossings(self, lowest: int) -> tuple[int, int]:
         """How often one of so many at the bottom of the stack is put there, and how often one is taken from there.
 
         Example:
-          >>> fold = Tree.over(64).fold([(i, i + 2) for i in range(0, 64, 2)])
-          >>> fold.depth, fold.crossings(1), fold.crossings(2)
+          >>> fold = Tree.from_lanes(64).fold([(i, i + 2) for i in range(0, 64, 2)])
+          >>> fold.depth, fold.count_crossings(1), fold.count_crossings(2)
           (2, (10, 10), (31, 31))
         """
         put = taken = height = 0
@@ -88,11 +88,11 @@ class Fold:
             height += 1 - merges
         return put, taken
 
-    def of(self, values: Iterable[T], add: Callable[[T, T], T]) -> list[T]:
+    def fold_values(self, values: Iterable[T], add: Callable[[T, T], T]) -> list[T]:
         """The values of the remaining ranges, from those of the ranges that come.
 
         Example:
-          >>> Tree.over(6).fold([(i, i + 1) for i in range(6)]).of("abcdef", "({} + {})".format)
+          >>> Tree.from_lanes(6).fold([(i, i + 1) for i in range(6)]).fold_values("abcdef", "({} + {})".format)
           ['(((a + b) + (c + d)) + (e + f))']
         """
         stack: list[T] = []
@@ -116,7 +116,7 @@ class Tree:
     branches: tuple[int, ...]
 
     @staticmethod
-    def over(leaves: int, lane: int = 1) -> Tree:
+    def from_lanes(leaves: int, lane: int = 1) -> Tree:
         """The tree over so many leaves, of which each `lane` make a block of the lowest level, if that is not one."""
         return Tree(leaves, (lane, *branches_for(-(-leaves // lane))) if lane > 1 else branches_for(leaves))
 
@@ -125,7 +125,7 @@ class Tree:
         """Leaves of a block of each level: one, ..., all or more."""
         return tuple(itertools.accumulate(self.branches, operator.mul, initial=1))
 
-    def larger(self, start: int, stop: int) -> int | None:
+    def parent_start(self, start: int, stop: int) -> int | None:
         """Where the block begins that a whole block is the next part of; None if this is none, or the first part."""
         level = 0
         while self.sizes[level] < self.leaves and start % self.sizes[level + 1] == 0:
@@ -138,7 +138,7 @@ class Tree:
         """How to add consecutive ranges, each beginning where the one before ends.
 
         Example:
-          >>> Tree.over(32).fold([(i, i + 1) for i in range(5, 16)])
+          >>> Tree.from_lanes(32).fold([(i, i + 1) for i in range(5, 16)])
           Fold(merges=(0, 0, 1, 0, 1, 0, 2, 0, 2, 0, 2), rest=((5, 6), (6, 8), (8, 16)), depth=4)
         """
         stack: list[Range] = []
@@ -147,7 +147,7 @@ class Tree:
         for start, stop in ranges:
             depth = max(depth, len(stack))
             joined = 0
-            while stack and self.larger(start, stop) == stack[-1][0]:
+            while stack and self.parent_start(start, stop) == stack[-1][0]:
                 start, _ = stack.pop()
                 joined += 1
             merges.append(joined)
@@ -158,7 +158,7 @@ class Tree:
         """A range as the beginnings of lowest blocks, each as long as possible, and single leaves where none begins.
 
         Example:
-          >>> Tree.over(16, 4).runs(2, 11)
+          >>> Tree.from_lanes(16, 4).runs(2, 11)
           [(2, 3), (3, 4), (4, 8), (8, 11)]
         """
         found = []
@@ -180,7 +180,7 @@ class Tree:
           A fold per device, over its `runs`, and the fold of their remaining ranges, device by device.
 
         Example:
-          >>> own, across = Tree.over(16).folds([4] * 4)
+          >>> own, across = Tree.from_lanes(16).folds([4] * 4)
           >>> [fold.rest for fold in own[:2]], across.merges
           ([((0, 4),), ((4, 6), (6, 8))], (0, 1, 1, 0, 1, 2))
         """

@@ -23,15 +23,15 @@ from vnode.operators.in_program import as_array
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.runtime import node_loops
-from vnode.runtime.host_prefetch import fetched, is_away
-from vnode.runtime.mesh_function import Division, Rooms, shape_of, sharded
+from vnode.runtime.host_prefetch import fetch_to_device, is_on_host
+from vnode.runtime.mesh_function import Division, UnevenValues, meshless_type, stacked_spec
 from vnode.runtime.mode import Mode
-from vnode.runtime.node import arrange
-from vnode.runtime.replicated_region import read_by
-from vnode.spmd.layout import Layout, over, replicated
-from vnode.spmd.resharding_collectives import convert, placed
+from vnode.runtime.node import restore_batch_order
+from vnode.runtime.replicated_region import read_variables
+from vnode.spmd.layout import Layout, replicated, restrict_to_axes
+from vnode.spmd.resharding_collectives import convert, with_axis_indices
 from vnode.spmd.sharded_program import long_axes, spec_of
-from vnode.spmd.uneven_blocks import Share, restored
+from vnode.spmd.uneven_blocks import Share, restore
 
 
 class Values:
@@ -85,8 +85,8 @@ class Values:
         self.by_xla = division is not None and division.automatic  # what is computed once, of shards
         self.axes = inner_axes(placement) if division is not None else {}
         lying = zip(program.inputs, self.division.layouts, strict=False)
-        self.layouts = {var: layout for var, layout in lying if layout is not None and not layout.whole}
-        rooms = self.division.rooms
+        self.layouts = {var: layout for var, layout in lying if layout is not None and not layout.is_whole}
+        rooms = self.division.uneven
         stored_so = zip(program.inputs, rooms.inputs if rooms else (), strict=False)
         self.dims = {var: dim for var, dim in stored_so if dim is not None}
         self.rooms: dict[Var, Any] = {}
@@ -101,16 +101,20 @@ class Values:
                 self.batched[var] = value
             elif var in self.dims:
                 self.rooms[var] = value
-            elif is_away(value):
+            elif is_on_host(value):
                 spec = self.division.specs[i] if i < len(self.division.specs) else None
                 self.away[var] = value, spec or PartitionSpec()
             else:
                 self.whole[var] = value
 
-    def rooms_of(self, several: Sequence[Var | None]) -> Rooms | None:
+    def uneven_of(self, several: Sequence[Var | None]) -> UnevenValues | None:
         """Which of some values are held in blocks; None for what is no variable."""
         dims = [None if var is None else self.dims.get(var) for var in several]
-        return Rooms(self.division.rooms.share, dims) if self.division.rooms is not None and any_of(dims) else None
+        return (
+            UnevenValues(self.division.uneven.share, dims)
+            if self.division.uneven is not None and first_given(dims)
+            else None
+        )
 
     @functools.cached_property
     def readers(self) -> dict[Var, set[int]]:
@@ -118,7 +122,7 @@ class Values:
         found: dict[Var, set[int]] = {}
         for stage in self.schedule.stages:
             for action in stage.once:
-                for var in read_by(action):
+                for var in read_variables(action):
                     found.setdefault(var, set()).add(id(action))
             for var, _ in stage.nodes.recipe.leaves if stage.nodes is not None else ():
                 found.setdefault(var, set()).add(0)
@@ -130,11 +134,11 @@ class Values:
     def layout(self, var: Var) -> Layout:
         """How a whole value lies; one that is kept for all nodes, once it is put together."""
         layout, form = self.layouts.get(var) or replicated(len(var.aval.shape)), self.flow.states[var].form
-        return whole_along(form.dim, layout) if isinstance(form, Slice) else layout
+        return without_cut(form.dim, layout) if isinstance(form, Slice) else layout
 
     def layout_in_pass(self, var: Var) -> Layout:
         """How it lies where nodes read it, which have all of it along their own axis."""
-        return over(self.axes, self.layout(var), self.shape(var))
+        return restrict_to_axes(self.axes, self.layout(var), self.shape(var))
 
     def layout_in_node(self, var: Var, form: Slice) -> Layout:
         """How one node's part of a batched value lies: what is not kept node by node is not cut along the batch."""
@@ -143,7 +147,7 @@ class Values:
             return self.layout_in_pass(var)
         shape = [*self.shape(var)]
         shape[form.dim] = self.shape_in_node(var, form)[form.dim]  # whose indices `kept` counts
-        return over(self.axes, kept, shape)
+        return restrict_to_axes(self.axes, kept, shape)
 
     def spec_of_batched(self, layout: Layout, form: Slice, dim: int) -> PartitionSpec:
         """The `PartitionSpec` of a batched value whose nodes are its dimension `dim`, behind the runs if there are."""
@@ -165,14 +169,14 @@ class Values:
 
     def type_of(self, var: Var, value: Any) -> jax.ShapeDtypeStruct:
         """The type of a whole value, that is held so, in its own shape."""
-        kind = shape_of(value)
+        kind = meshless_type(value)
         return kind if var not in self.dims else kind.update(shape=var.aval.shape)
 
     def shape(self, var: Var) -> tuple[int, ...]:
         """The shape in which a value is held."""
-        shape, dim, rooms = list(var.aval.shape), self.dims.get(var), self.division.rooms
+        shape, dim, rooms = list(var.aval.shape), self.dims.get(var), self.division.uneven
         if dim is not None and rooms is not None:
-            shape[dim] = rooms.share.room(shape[dim])
+            shape[dim] = rooms.share.stored_size(shape[dim])
         return tuple(shape)
 
     def shape_in_node(self, var: Var, form: Slice) -> tuple[int, ...]:
@@ -186,70 +190,72 @@ class Values:
             return atom.val
         if atom in self.away:
             value, spec = self.away.pop(atom)
-            self.whole[atom] = fetched(value, self.latest, spec, self.placement.mesh)
+            self.whole[atom] = fetch_to_device(value, self.latest, spec, self.placement.mesh)
         if atom not in self.whole and atom in self.rooms:
-            assert self.division.rooms is not None
-            self.whole[atom] = self.in_one_piece(self.rooms[atom], self.dims[atom], self.division.rooms.share)
+            assert self.division.uneven is not None
+            self.whole[atom] = self.restore_from_blocks(self.rooms[atom], self.dims[atom], self.division.uneven.share)
         if atom not in self.whole:
-            value = self.put_together(atom)
+            value = self.gather_batched(atom)
             if self.mode is Mode.INVARIANT and atom not in self.arguments:
-                value = self.in_memory(value)
+                value = self.materialize_input(value)
             self.whole[atom] = value
         return self.whole[atom]
 
-    def put_together(self, var: Var) -> Any:
+    def gather_batched(self, var: Var) -> Any:
         """A batched value, whole on each device; along axes that divide what nodes compute it stays as it lies."""
         if var in self.batched:
-            return self.everywhere(self.batched[var])
+            return self.replicate(self.batched[var])
         if not self.divides or var in self.dims:
-            return self.everywhere(self.in_order(var))
+            return self.replicate(self.read_in_batch_order(var))
         form, placement, mesh_axes = self.flow.states[var].form, self.placement, long_axes(self.placement.mesh)
         assert isinstance(form, Slice)
         kept = self.layout_in_node(var, form)
         start, end = (Layout((None, *each.dims)) for each in (kept, self.layout_in_pass(var)))
 
-        def on_one(own: Any) -> Any:
+        def gather_device(own: Any) -> Any:
             held = lax.all_gather(own, placement.axis, tiled=True)
             held = held if placement.even else held[np.array(placement.slots)]
             shape = (placement.nodes, *self.shape_in_node(var, form))
-            return arrange(convert(held, start, end, shape, mesh_axes), form, self.flow.local(form), self.units(form))
+            return restore_batch_order(
+                convert(held, start, end, shape, mesh_axes), form, self.flow.local(form), self.units(form)
+            )
 
         return jax.shard_map(
-            placed(mesh_axes)(on_one),
+            with_axis_indices(mesh_axes)(gather_device),
             mesh=placement.mesh,
-            in_specs=sharded(kept, 0, placement.axis),
+            in_specs=stacked_spec(kept, 0, placement.axis),
             out_specs=spec_of(self.layout(var)),
             check_vma=False,
-        )(jnp.moveaxis(self.of_slots(var), int(var in self.stacked), 0))
+        )(jnp.moveaxis(self.collected_by_slot(var), int(var in self.stacked), 0))
 
     def output(self, atom: Atom) -> Any:
         if isinstance(atom, Var) and isinstance(self.flow.states[atom].form, Slice):
-            if self.divides and atom in self.collected and not self.fits:  # no shards of an array
+            if self.divides and atom in self.collected and not self.has_equal_shards:  # no shards of an array
                 return self.read(atom)
-            return self.batched[atom] if atom in self.batched else self.in_order(atom)
+            return self.batched[atom] if atom in self.batched else self.read_in_batch_order(atom)
         value = self.read(atom)
         return jnp.asarray(value, dtype=atom.aval.dtype) if isinstance(atom, Literal) else value
 
-    def taken_as(self, form: Form | None, atom: Atom) -> Any:
+    def as_region_operand(self, form: Form | None, atom: Atom) -> Any:
         """A value for a loop or branch that takes it in a form: a whole one may be where a batched one comes later."""
         return self.output(atom) if isinstance(form, Slice) else self.read(atom)
 
-    def cut_along(self, value: Any, dim: int, share: Share) -> Any:
+    def store_in_blocks(self, value: Any, dim: int, share: Share) -> Any:
         """A value in blocks, each device's on it."""
         spec = PartitionSpec(*[None] * dim, share.axes)
         return lax.with_sharding_constraint(value, self.placement.sharding(*spec))
 
-    def in_one_piece(self, value: Any, dim: int, share: Share) -> Any:
+    def restore_from_blocks(self, value: Any, dim: int, share: Share) -> Any:
         """A value in blocks, put together on every device."""
-        return restored(self.everywhere(value), dim, share)
+        return restore(self.replicate(value), dim, share)
 
-    def in_slots(self, atom: Atom, form: Slice, dim: int = 0) -> Any:
+    def read_in_slots(self, atom: Atom, form: Slice, dim: int = 0) -> Any:
         """A batched value as devices hold it, with the slots as dimension `dim`."""
         if self.is_in_slots(atom, form):
-            value, now = self.of_slots(atom), int(atom in self.stacked)
+            value, now = self.collected_by_slot(atom), int(atom in self.stacked)
         else:
             d, n, now = form.dim, self.flow.local(form), 0
-            value = self.divided(as_array(self.output(atom), atom), form)
+            value = self.split_into_slots(as_array(self.output(atom), atom), form)
             value = value.reshape(*value.shape[: d + 1], value.shape[d + 1] // n, n, *value.shape[d + 2 :])
             value = jnp.moveaxis(value, d + 1, 0)
             value = value.reshape(*value.shape[: d + 1], form.outer * n, *value.shape[d + 3 :])
@@ -260,29 +266,29 @@ class Values:
         """Whether devices hold a batched value so already."""
         return isinstance(atom, Var) and atom in self.collected and self.flow.states[atom].form == form
 
-    def in_order(self, var: Var) -> Any:
+    def read_in_batch_order(self, var: Var) -> Any:
         """A collected value in the order of the batch."""
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
-        return arrange(self.of_nodes(var), form, self.flow.local(form), self.units(form))
+        return restore_batch_order(self.collected_by_node(var), form, self.flow.local(form), self.units(form))
 
-    def of_nodes(self, var: Var) -> Any:
+    def collected_by_node(self, var: Var) -> Any:
         """A collected value, ``[nodes, ...]``."""
-        value = jnp.moveaxis(self.of_slots(var), int(var in self.stacked), 0)
-        return value if self.placement.even else self.everywhere(value)[np.array(self.placement.slots)]
+        value = jnp.moveaxis(self.collected_by_slot(var), int(var in self.stacked), 0)
+        return value if self.placement.even else self.replicate(value)[np.array(self.placement.slots)]
 
-    def of_slots(self, var: Var) -> Any:
+    def collected_by_slot(self, var: Var) -> Any:
         """A collected value in one piece, ``[slots, ...]``."""
-        value, rooms = self.collected[var], self.division.rooms
+        value, rooms = self.collected[var], self.division.uneven
         if rooms is None or var not in self.dims:
             return value
-        return self.in_one_piece(value, self.dims[var] + 1, rooms.share)
+        return self.restore_from_blocks(value, self.dims[var] + 1, rooms.share)
 
-    def in_memory(self, value: Any) -> Any:
-        """A value that what reads it finds in memory; see `vnode.runtime.node_loops.in_memory`."""
-        return node_loops.in_memory(value, self.platform in node_loops.KEEP_BARRIERS)
+    def materialize_input(self, value: Any) -> Any:
+        """A value that what reads it finds in memory; see `vnode.runtime.node_loops.materialize_input`."""
+        return node_loops.materialize_input(value, self.platform in node_loops.KEEP_BARRIERS)
 
-    def everywhere(self, value: Any) -> Any:
+    def replicate(self, value: Any) -> Any:
         """A value whole on each device: the partitioner picks elements of a sharded one by adding zeros to them, which
         changes the sign of a negative zero."""
         return lax.with_sharding_constraint(value, self.placement.sharding())
@@ -290,30 +296,35 @@ class Values:
     def as_computed_once(self, value: Any) -> Any:
         """A value that is computed once: the partitioner, led by who reads it, would compute it in parts, and compilers
         round those differently."""
-        return self.everywhere(value) if self.mode is Mode.INVARIANT else value
+        return self.replicate(value) if self.mode is Mode.INVARIANT else value
 
-    def in_shards(self, value: Any, form: Form | None) -> Any:
+    def shard_by_nodes(self, value: Any, form: Form | None) -> Any:
         """A value that goes through a loop or branch; a batched one is divided by nodes only, if in equal parts.
 
         Or XLA's partitioner would look for a layout, and who reads the value would gather it, each time.
         """
-        if not self.divides or not self.axes or not isinstance(form, Slice) or (self.fits and form.outer > 1):
+        if (
+            not self.divides
+            or not self.axes
+            or not isinstance(form, Slice)
+            or (self.has_equal_shards and form.outer > 1)
+        ):
             return value
-        spec = [*[None] * form.dim, self.placement.axis] if self.fits else []
+        spec = [*[None] * form.dim, self.placement.axis] if self.has_equal_shards else []
         return lax.with_sharding_constraint(value, self.placement.sharding(*spec))
 
     def units(self, form: Slice) -> int:
         """How many elements of a run of the batch the placement's nodes hold, padding not included."""
-        start, stop = (min(n * self.flow.local(form), form.units) for n in self.range)
+        start, stop = (min(n * self.flow.local(form), form.units) for n in self.node_range)
         return stop - start
 
     @property
-    def fits(self) -> bool:
+    def has_equal_shards(self) -> bool:
         """Whether devices hold equal parts of the batch, without padding."""
         return self.placement.even and self.flow.filled_by(self.placement.nodes)
 
     @property
-    def range(self) -> tuple[int, int]:
+    def node_range(self) -> tuple[int, int]:
         """The first node of the placement, and the one after the last."""
         return self.placement.first, self.placement.first + self.placement.nodes
 
@@ -323,16 +334,16 @@ class Values:
             return self.collected[var], int(var in self.stacked)
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
-        return self.laid_out(self.batched[var], form)
+        return self.shard_ordered(self.batched[var], form)
 
-    def laid_out(self, value: Any, form: Slice) -> tuple[Any, int]:
+    def shard_ordered(self, value: Any, form: Slice) -> tuple[Any, int]:
         """The same of a value in the order of the batch."""
         n = self.flow.local(form)
         if self.placement.even and self.placement.nodes * form.outer * n == value.shape[form.dim]:
-            return (value, form.dim) if form.outer == 1 else (runs_apart(value, form), form.dim + 1)
-        return self.divided(value, form), form.dim + 1
+            return (value, form.dim) if form.outer == 1 else (split_runs(value, form), form.dim + 1)
+        return self.split_into_slots(value, form), form.dim + 1
 
-    def divided(self, value: Any, form: Slice) -> Any:
+    def split_into_slots(self, value: Any, form: Slice) -> Any:
         """A value in the order of the batch as the elements of each slot, one after another.
 
         Returns:
@@ -343,12 +354,12 @@ class Values:
         first, last = placement.first, placement.first + placement.nodes - 1
         nodes = [min(start + k, last) for start in placement.starts for k in range(placement.waves)]
         rows = (np.array(nodes)[:, None] * n + np.arange(n)).reshape(-1)
-        value, axis = runs_apart(value, form), form.dim + 1
+        value, axis = split_runs(value, form), form.dim + 1
         rows = np.minimum(rows - first * n, value.shape[axis] - 1)
-        return jnp.take(self.everywhere(value), rows, axis=axis, mode="clip")
+        return jnp.take(self.replicate(value), rows, axis=axis, mode="clip")
 
 
-def any_of(dims: Sequence[int | None]) -> bool:
+def first_given(dims: Sequence[int | None]) -> bool:
     """Whether one is given."""
     return any(dim is not None for dim in dims)
 
@@ -358,12 +369,12 @@ def inner_axes(placement: Placement) -> dict[str, int]:
     return {name: size for name, size in long_axes(placement.mesh).items() if name != placement.axis}
 
 
-def whole_along(dim: int, layout: Layout) -> Layout:
+def without_cut(dim: int, layout: Layout) -> Layout:
     """A layout of which one dimension is not cut."""
     return Layout((*layout.dims[:dim], None, *layout.dims[dim + 1 :]))
 
 
-def runs_apart(value: Any, form: Slice) -> Any:
+def split_runs(value: Any, form: Slice) -> Any:
     """A value whose batched dimension is two: the runs of the batch, and the elements of a run."""
     before, n, after = value.shape[: form.dim], value.shape[form.dim], value.shape[form.dim + 1 :]
     return value.reshape(*before, form.outer, n // form.outer, *after)  # no -1: another dimension may be of length 0

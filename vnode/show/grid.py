@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from vnode.show.units import several, through
+from vnode.show.units import number_range, several
 
 MOST_ROWS = 64
 """Rows up to which every device has its own."""
@@ -43,7 +43,7 @@ class Row:
         """Its nodes in words."""
         if not self.count:
             return "no node"
-        held = through(self.first, self.first + self.count * self.devices - 1)
+        held = number_range(self.first, self.first + self.count * self.devices - 1)
         return f"node{'s' * (self.count * self.devices > 1)} {held}" + (
             f", {self.count} on each" if self.devices > 1 else ""
         )
@@ -60,7 +60,7 @@ class Grid:
       each: what a row is: a device, or another word for several.
 
     Example:
-      >>> grid = Grid.of([3, 2], ["cpu:0", "cpu:1"], batch=9, node_size=2)
+      >>> grid = Grid.from_counts([3, 2], ["cpu:0", "cpu:1"], batch=9, node_size=2)
       >>> grid.waves, grid.idle, list(grid.slots(grid.devices[1]))
       (3, 1, [3, 4, None])
       >>> grid.note(4), grid.padded(4)
@@ -136,7 +136,7 @@ class Grid:
         first, stop = node * self.node_size, min((node + 1) * self.node_size, self.batch)
         if first >= stop:
             return f"node {node}: padding only"
-        examples = f"example{'s' * (stop - first > 1)} {through(first, stop - 1)}"
+        examples = f"example{'s' * (stop - first > 1)} {number_range(first, stop - 1)}"
         padding = self.node_size - (stop - first)
         return f"node {node}: {examples}" + (f", {padding} of padding" if padding else "")
 
@@ -151,11 +151,11 @@ class Grid:
         count, last = self.padded_nodes, self.virtual_nodes - 1
         if not count:
             return ""
-        more = f"; node{'s' * (count > 2)} {through(last - count + 2, last)}: padding only" if count > 1 else ""
+        more = f"; node{'s' * (count > 2)} {number_range(last - count + 2, last)}: padding only" if count > 1 else ""
         return f"room for more examples than there are: {self.note(last - count + 1)}{more}"
 
     @staticmethod
-    def of(
+    def from_counts(
         counts: Sequence[int],
         names: Sequence[str],
         batch: int | None = None,

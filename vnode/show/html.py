@@ -73,10 +73,10 @@ def draw(page: Page) -> str:
     Returns:
       One ``<div>``, styles included.
     """
-    return f'<div class="vnode"><style>{STYLE}</style>{"".join(whole(page))}</div>'
+    return f'<div class="vnode"><style>{STYLE}</style>{"".join(page_elements(page))}</div>'
 
 
-def whole(page: Page) -> Iterator[str]:
+def page_elements(page: Page) -> Iterator[str]:
     """A page's elements, without styles."""
     yield f"<h3>{escape(page.title)}</h3>"
     if page.subtitle:
@@ -84,7 +84,7 @@ def whole(page: Page) -> Iterator[str]:
     for block in page.blocks:
         match block:
             case Page():
-                yield f'<div class="part">{"".join(whole(block))}</div>'
+                yield f'<div class="part">{"".join(page_elements(block))}</div>'
             case Facts():
                 yield facts(block)
             case Picture():

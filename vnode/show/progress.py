@@ -34,7 +34,7 @@ class Display(Protocol):
         ...
 
 
-class Nothing:
+class NoDisplay:
     """Shows nothing."""
 
     due = False
@@ -46,7 +46,7 @@ class Nothing:
         pass
 
 
-class Unheeded:
+class TolerantStream:
     """A stream that may be closed, or read by nobody any more: whoever shows something there goes on all the same."""
 
     def __init__(self, stream: Any) -> None:
@@ -151,7 +151,7 @@ def display(wanted: bool | None, done: int, total: int) -> Iterator[Display]:
     if wanted is None:
         wanted = is_terminal(sys.stderr) and importlib.util.find_spec("rich") is not None
     if not wanted or sys.stderr is None:
-        yield Nothing()
+        yield NoDisplay()
         return
     if importlib.util.find_spec("rich") is None:
         raise ImportError("the progress bar needs rich: pip install 'vnode[show]'")
@@ -159,6 +159,6 @@ def display(wanted: bool | None, done: int, total: int) -> Iterator[Display]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}", markup=False))
-    console = Console(file=cast(Any, Unheeded(getattr(sys.stderr, "rich_proxied_file", sys.stderr))))
+    console = Console(file=cast(Any, TolerantStream(getattr(sys.stderr, "rich_proxied_file", sys.stderr))))
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         yield Bar(progress, progress.add_task("", total=total, completed=done, text=""))

@@ -82,7 +82,7 @@ def encodable(drawn: str, encoding: str | None) -> str:
 
 def lines(page: Page, width: int) -> Iterator[Line]:
     """The lines of a page, in styles."""
-    yield from beside(page.title, STRONG, page.subtitle, PLAIN, width, 3)
+    yield from heading_line(page.title, STRONG, page.subtitle, PLAIN, width, 3)
     for block in page.blocks:
         yield []
         match block:
@@ -94,25 +94,25 @@ def lines(page: Page, width: int) -> Iterator[Line]:
                     yield [(block.title, STRONG)]
                 yield from facts(block, width)
             case Picture():
-                yield from beside(block.title, STRONG, block.note, QUIET, width)
+                yield from heading_line(block.title, STRONG, block.note, QUIET, width)
                 yield from grid(block.grid, width)
             case Table():
-                yield from beside(block.title, STRONG, block.note, QUIET, width)
+                yield from heading_line(block.title, STRONG, block.note, QUIET, width)
                 yield from table(block, width)
-                for part in wrapped(block.rest, width - INDENT):
+                for part in wrap(block.rest, width - INDENT):
                     yield [(" " * INDENT + part, QUIET)]
 
 
-def beside(head: str, style: str, more: str, quiet: str, width: int, gap: int = GAP) -> Iterator[Line]:
+def heading_line(head: str, style: str, more: str, quiet: str, width: int, gap: int = GAP) -> Iterator[Line]:
     """A heading and what is said of it, in one line if there is room."""
     if not head and not more:
         return
     if head and more and len(head) + gap + len(more) <= width:
         yield [(head, style), (" " * gap, PLAIN), (more, quiet)]
         return
-    for part in wrapped(head, width):
+    for part in wrap(head, width):
         yield [(part, style)]
-    for part in wrapped(more, width - INDENT):
+    for part in wrap(more, width - INDENT):
         yield [(" " * INDENT + part, quiet)]
 
 
@@ -122,12 +122,12 @@ def facts(block: Facts, width: int) -> Iterator[Line]:
     start = INDENT + names + GAP
     for fact in block.facts:
         name = " " * INDENT + f"{fact.name:<{names}}" + " " * GAP
-        said = [(part, PLAIN) for part in wrapped(fact.text, width - start)] or [("", PLAIN)]
+        said = [(part, PLAIN) for part in wrap(fact.text, width - start)] or [("", PLAIN)]
         if fact.note and len(said[-1][0]) + GAP + len(fact.note) <= width - start:
             *first, (last, _) = said
             rows: list[Line] = [*([part] for part in first), [(last, PLAIN), (" " * GAP, PLAIN), (fact.note, QUIET)]]
         else:
-            rows = [[part] for part in said] + [[(part, QUIET)] for part in wrapped(fact.note, width - start)]
+            rows = [[part] for part in said] + [[(part, QUIET)] for part in wrap(fact.note, width - start)]
         for i, row in enumerate(rows):
             yield [(name if i == 0 else " " * start, QUIET), *row]
 
@@ -136,9 +136,9 @@ def table(block: Table, width: int) -> Iterator[Line]:
     """Headings, a rule, and rows; what is wide is broken over lines."""
     texts = [[column.name for column in block.columns], *([cell.text for cell in row] for row in block.rows)]
     natural = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    widths = narrowed(natural, block.columns, width - INDENT - GAP * (len(natural) - 1))
+    widths = narrow_columns(natural, block.columns, width - INDENT - GAP * (len(natural) - 1))
     if widths != natural:
-        widths = shared(widths, block.columns, texts)
+        widths = share_width(widths, block.columns, texts)
     heads = [Cell(column.name, quiet=True) for column in block.columns]
     if any(column.name for column in block.columns):
         yield from row_lines(heads, block.columns, widths)
@@ -147,7 +147,7 @@ def table(block: Table, width: int) -> Iterator[Line]:
         yield from row_lines(row, block.columns, widths)
 
 
-def narrowed(natural: Sequence[int], columns: Sequence[Column], room: int) -> list[int]:
+def narrow_columns(natural: Sequence[int], columns: Sequence[Column], room: int) -> list[int]:
     """Widths of columns that fit into a line, if they can: those that may be broken first."""
     widths = list(natural)
     for may in (lambda c: c.wide, lambda c: not c.right, lambda c: True):
@@ -159,7 +159,7 @@ def narrowed(natural: Sequence[int], columns: Sequence[Column], room: int) -> li
     return widths
 
 
-def shared(widths: Sequence[int], columns: Sequence[Column], texts: Sequence[Sequence[str]]) -> list[int]:
+def share_width(widths: Sequence[int], columns: Sequence[Column], texts: Sequence[Sequence[str]]) -> list[int]:
     """Shares the width of the first two columns that may be broken, so that names stay whole, in few lines."""
     wide = [i for i, column in enumerate(columns) if column.wide][:2]
     if len(wide) < 2:
@@ -172,7 +172,7 @@ def shared(widths: Sequence[int], columns: Sequence[Column], texts: Sequence[Seq
         for row in texts:
             cells = (row[first], one), (row[second], both - one)
             broken += sum(len(name) > width for text, width in cells for name in CUT.sub(r"\g<0> ", text).split())
-            height += max(len(wrapped(text, width)) for text, width in cells)
+            height += max(len(wrap(text, width)) for text, width in cells)
         return broken, height, abs(one - widths[first])
 
     found = list(widths)
@@ -183,7 +183,7 @@ def shared(widths: Sequence[int], columns: Sequence[Column], texts: Sequence[Seq
 
 def row_lines(row: Sequence[Cell], columns: Sequence[Column], widths: Sequence[int]) -> Iterator[Line]:
     """The lines of one row."""
-    parts = [wrapped(cell.text, width) for cell, width in zip(row, widths, strict=True)]
+    parts = [wrap(cell.text, width) for cell, width in zip(row, widths, strict=True)]
     for i in range(max(map(len, parts), default=0)):
         line: Line = [(" " * INDENT, PLAIN)]
         for k, (cell, column, width, part) in enumerate(zip(row, columns, widths, parts, strict=True)):
@@ -195,12 +195,12 @@ def row_lines(row: Sequence[Cell], columns: Sequence[Column], widths: Sequence[i
         yield line
 
 
-def wrapped(text: str, width: int) -> list[str]:
+def wrap(text: str, width: int) -> list[str]:
     """Text in lines: broken at spaces, or after what separates parts of a path, or else of a name.
 
-    >>> wrapped("models/transformer.py:12 (Block)", 24)
+    >>> wrap("models/transformer.py:12 (Block)", 24)
     ['models/transformer.py:12', '(Block)']
-    >>> wrapped("models/transformer/block.py", 20), wrapped("models/vit.py:12", 12)
+    >>> wrap("models/transformer/block.py", 20), wrap("models/vit.py:12", 12)
     (['models/transformer/', 'block.py'], ['models/', 'vit.py:12'])
     """
     width = max(width, 1)
@@ -229,7 +229,7 @@ def grid(block: Grid, width: int) -> Iterator[Line]:
     if block.padding:
         said.append(("* " if single else "") + block.padding)
     for text in said:
-        for part in wrapped(text, width - INDENT):
+        for part in wrap(text, width - INDENT):
             yield [(" " * INDENT + part, QUIET)]
 
 

@@ -75,10 +75,10 @@ def in_groups(groups: int, each: int, group: str) -> str:
     return "" if each == 1 else f" in {several(groups, group)}"
 
 
-def through(first: int, last: int) -> str:
+def number_range(first: int, last: int) -> str:
     """A range of numbers, both ends included.
 
-    >>> through(4, 7), through(4, 4)
+    >>> number_range(4, 7), number_range(4, 4)
     ('4-7', '4')
     """
     return str(first) if first == last else f"{first}-{last}"

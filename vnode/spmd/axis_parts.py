@@ -72,7 +72,7 @@ def with_parts(axes: Axes) -> Axes:
     return {**axes, **{name: part.size for name, part in parts_of(axes).items()}}
 
 
-def in_parts(axes: Axes, whole: Collection[str] = ()) -> Axes:
+def split_axes(axes: Axes, whole: Collection[str] = ()) -> Axes:
     """The axes, those that are split as their parts, in order; `whole`: axes that stay as they are."""
     sizes = with_parts(axes)
     return {name: sizes[name] for name in split_names(tuple(axes), axes, whole)}
@@ -85,7 +85,7 @@ def split_names(names: Sequence[str], axes: Axes, whole: Collection[str] = ()) -
     return tuple(itertools.chain.from_iterable(own[name] or [name] for name in names))
 
 
-def split(layout: Layout, axes: Axes, whole: Collection[str] = ()) -> Layout:
+def split_layout(layout: Layout, axes: Axes, whole: Collection[str] = ()) -> Layout:
     """A layout by the parts of axes, but for those that stay whole."""
     dims = [
         None if cut is None else dataclasses.replace(cut, axes=split_names(cut.axes, axes, whole))
@@ -94,10 +94,10 @@ def split(layout: Layout, axes: Axes, whole: Collection[str] = ()) -> Layout:
     return Layout(tuple(dims), layout.partial)
 
 
-def joined(names: Sequence[str], axes: Axes) -> tuple[str, ...]:
+def join_names(names: Sequence[str], axes: Axes) -> tuple[str, ...]:
     """The same axes, whole ones where all of their parts follow each other.
 
-    >>> joined(("y[1]", "y[0]", "y[1]", "x"), {"x": 2, "y": 4})
+    >>> join_names(("y[1]", "y[0]", "y[1]", "x"), {"x": 2, "y": 4})
     ('y[1]', 'y', 'x')
     """
     parts, left, found = parts_of(axes), list(names), list[str]()
@@ -112,9 +112,9 @@ def joined(names: Sequence[str], axes: Axes) -> tuple[str, ...]:
     return tuple(found)
 
 
-def whole_again(layout: Layout, axes: Axes) -> Layout:
+def join_layout(layout: Layout, axes: Axes) -> Layout:
     """A layout with axes whole where all of their parts follow each other."""
-    dims = [None if cut is None else dataclasses.replace(cut, axes=joined(cut.axes, axes)) for cut in layout.dims]
+    dims = [None if cut is None else dataclasses.replace(cut, axes=join_names(cut.axes, axes)) for cut in layout.dims]
     return Layout(tuple(dims), layout.partial)
 
 
@@ -135,7 +135,7 @@ def index_at(place: Mapping[str, Any], names: Sequence[str], axes: Axes) -> Any:
     return 0 if index is None else index
 
 
-def groups(names: Sequence[str], axes: Axes) -> tuple[tuple[int, ...], ...]:
+def device_groups(names: Sequence[str], axes: Axes) -> tuple[tuple[int, ...], ...]:
     """The devices that differ along some parts only, in their order, by number along the axes that these are of."""
     whole = axes_of(names, axes)
     parts = split_names(names, axes)

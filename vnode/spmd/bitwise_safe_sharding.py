@@ -22,13 +22,22 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from vnode.analysis.program import Atom
 from vnode.operators import Algebra, Free, Monoid, OperatorDescription, Reduced
 from vnode.operators.control_flow import Region
-from vnode.spmd.layout import Axes, Layout, over, replicated
-from vnode.spmd.op_sharding import Choice, Given, Way, candidates, carried_out, reached, remembered, total_cost
-from vnode.spmd.resharding import finest
+from vnode.spmd.layout import Axes, Layout, replicated, restrict_to_axes
+from vnode.spmd.op_sharding import (
+    FactorSharding,
+    OperandSharding,
+    OpSharding,
+    build_sharding,
+    candidates,
+    memoized,
+    reached_layouts,
+    total_cost,
+)
+from vnode.spmd.resharding import finest_layout
 from vnode.spmd.sharding_flow import Flow, Step
 
 
-def followed_further(
+def shard_further(
     flow: Flow,
     inputs: Sequence[Layout],
     inner: Axes,
@@ -49,37 +58,37 @@ def followed_further(
     Returns:
       A flow over all axes.
     """
-    made = _Further(inner, axes, wishes or {}).follow(flow, [Given(layout) for layout in inputs])
+    made = _FurtherFollower(inner, axes, wishes or {}).follow(flow, [OperandSharding(layout) for layout in inputs])
     several = zip(made.outputs, outputs or [None] * len(made.outputs), strict=True)
     return dataclasses.replace(made, outputs=tuple(end if want is None else want for end, want in several))
 
 
-class _Further:
+class _FurtherFollower:
     """Follows one program once; `states` says how its variables lie."""
 
     def __init__(self, inner: Axes, axes: Axes, wishes: Mapping[Var, Layout]) -> None:
         self.inner, self.axes, self.wishes = inner, axes, wishes
-        self.states: dict[Var, Given] = {}
+        self.states: dict[Var, OperandSharding] = {}
         self.kept: set[int] = set()  # steps that stay as they are, by their number as objects
 
-    def follow(self, flow: Flow, inputs: Sequence[Given]) -> Flow:
+    def follow(self, flow: Flow, inputs: Sequence[OperandSharding]) -> Flow:
         self.program = program = flow.program
         self.states.update(zip(program.inputs, inputs, strict=True))
-        self.states.update((var, Given(replicated(len(var.aval.shape)))) for var in program.constants)
+        self.states.update((var, OperandSharding(replicated(len(var.aval.shape)))) for var in program.constants)
         steps = tuple(map(self.step, flow.steps))
-        while more := self.read_whole(flow.steps, steps):
+        while more := self.needlessly_cut(flow.steps, steps):
             self.kept |= more
             steps = tuple(map(self.step, flow.steps))
         ends = tuple(self.state(atom).layout for atom in program.outputs)
-        outputs = tuple(end.complete for end in ends)
+        outputs = tuple(end.without_partial for end in ends)
         return Flow(program, tuple(given.layout for given in inputs), steps, outputs, ends)
 
-    def state(self, atom: Atom) -> Given:
+    def state(self, atom: Atom) -> OperandSharding:
         if isinstance(atom, Literal):
-            return Given(replicated(len(getattr(atom.aval, "shape", ()))), anyhow=True)
+            return OperandSharding(replicated(len(getattr(atom.aval, "shape", ()))), materializable=True)
         return self.states[atom]
 
-    def read_whole(self, before: Sequence[Step], after: Sequence[Step]) -> set[int]:
+    def needlessly_cut(self, before: Sequence[Step], after: Sequence[Step]) -> set[int]:
         """Steps, as numbers of objects, that were cut though what they make is read whole, perhaps by way of others."""
         wanted: set[Var] = set()
         found: set[int] = set()
@@ -95,43 +104,45 @@ class _Further:
 
     def step(self, base: Step) -> Step:
         given = [self.state(atom) for atom in base.eqn.invars]
-        step = self.region_step(base, base.region, given) if base.region is not None else self.divided(base, given)
+        step = self.region_step(base, base.region, given) if base.region is not None else self.divide_step(base, given)
         self.states.update(
-            (var, Given(layout, step.anyhow)) for var, layout in zip(base.eqn.outvars, step.results, strict=True)
+            (var, OperandSharding(layout, step.materializable))
+            for var, layout in zip(base.eqn.outvars, step.results, strict=True)
         )
         return step
 
-    def divided(self, base: Step, given: Sequence[Given]) -> Step:
+    def divide_step(self, base: Step, given: Sequence[OperandSharding]) -> Step:
         """An equation, cut along further axes if it can be; else as it is, of what is gathered."""
         eqn, ways = base.eqn, base.choice.ways if base.choice is not None else ()
         description = self.program.describe(eqn) if base.branches is None else None
         partial = any(layout.partial for layout in (*base.operands, *base.made))
-        if id(base) in self.kept or base.asks or partial or description is None:
+        if id(base) in self.kept or base.is_constraint or partial or description is None:
             return base
-        if not (description.by_element or alike_in_any_order(eqn, description)):
+        if not (description.by_element or is_order_independent(eqn, description)):
             return base
         wishes = [self.wishes.get(var) for var in eqn.outvars]
-        choice = chosen_further(eqn, description, ways, given, wishes, self.inner, self.axes)
+        choice = choose_further(eqn, description, ways, given, wishes, self.inner, self.axes)
         if choice is None:
             return base
-        made = reached(eqn, choice)
-        several = zip(eqn.outvars, base.results, wishes, (layout.complete for layout in made), strict=True)
-        results = [self.first(var, layout, *finer) for var, layout, *finer in several]
+        made = reached_layouts(eqn, choice)
+        several = zip(eqn.outvars, base.results, wishes, (layout.without_partial for layout in made), strict=True)
+        results = [self.first_extending(var, layout, *finer) for var, layout, *finer in several]
         return Step(eqn, choice.operands, made, tuple(results), choice)
 
-    def first(self, atom: Atom, base: Layout, *several: Layout | None) -> Layout:
+    def first_extending(self, atom: Atom, base: Layout, *several: Layout | None) -> Layout:
         """The first of several layouts that over the axes that were there before is `base`; else that."""
         shape = getattr(atom.aval, "shape", ())
-        fitting = (each for each in several if each is not None and over(self.inner, each, shape) == base)
+        fitting = (each for each in several if each is not None and restrict_to_axes(self.inner, each, shape) == base)
         return next(fitting, base)
 
     # Loops and branches
 
-    def region_step(self, base: Step, region: Region, given: Sequence[Given]) -> Step:
+    def region_step(self, base: Step, region: Region, given: Sequence[OperandSharding]) -> Step:
         """A loop or branch; what it carries is cut along further axes if the bodies hand it on as they are given it."""
         atoms, results = base.eqn.invars, base.eqn.outvars
         operands = [
-            self.first(atom, layout, g.layout) for atom, layout, g in zip(atoms, base.operands, given, strict=True)
+            self.first_extending(atom, layout, g.layout)
+            for atom, layout, g in zip(atoms, base.operands, given, strict=True)
         ]
         if region.chooser is not None:
             operands[region.chooser] = base.operands[region.chooser]
@@ -158,13 +169,19 @@ class _Further:
                 made.append(operands[region.carried[j]])
                 continue
             several = {Layout((None, *e[j].dims), e[j].partial) if region.stacks else e[j] for e in ends}
-            one = several.pop() if len(several) == 1 else finest(several, var.aval.shape, self.axes, var.aval.dtype)
-            made.append(self.first(var, layout, one))
+            one = (
+                several.pop()
+                if len(several) == 1
+                else finest_layout(several, var.aval.shape, self.axes, var.aval.dtype)
+            )
+            made.append(self.first_extending(var, layout, one))
         bodies = [
-            dataclasses.replace(body, outputs=base.bodies[k].outputs if k < region.tests else inside(made, region))
+            dataclasses.replace(
+                body, outputs=base.bodies[k].outputs if k < region.tests else body_result_layouts(made, region)
+            )
             for k, body in enumerate(bodies)
         ]
-        finished = [self.first(*each) for each in zip(results, base.results, made, strict=True)]
+        finished = [self.first_extending(*each) for each in zip(results, base.results, made, strict=True)]
         return dataclasses.replace(
             base, operands=tuple(operands), made=tuple(made), results=tuple(finished), bodies=tuple(bodies)
         )
@@ -173,12 +190,14 @@ class _Further:
         """Follows each body once."""
         flows = []
         for flow, inputs in zip(base.bodies, region.inputs, strict=True):
-            given = [Given(Layout(operands[i].dims[1:]) if i in region.scanned else operands[i]) for i in inputs]
-            flows.append(_Further(self.inner, self.axes, self.wishes).follow(flow, given))
+            given = [
+                OperandSharding(Layout(operands[i].dims[1:]) if i in region.scanned else operands[i]) for i in inputs
+            ]
+            flows.append(_FurtherFollower(self.inner, self.axes, self.wishes).follow(flow, given))
         return flows
 
 
-def alike_in_any_order(eqn: JaxprEqn, description: OperatorDescription) -> bool:
+def is_order_independent(eqn: JaxprEqn, description: OperatorDescription) -> bool:
     """Whether an equation only reduces, and by what has the same bits in any order: no sums of numbers with fractions.
 
     Nor the greatest of those: of the two zeros either may be that.
@@ -192,22 +211,22 @@ def alike_in_any_order(eqn: JaxprEqn, description: OperatorDescription) -> bool:
 BITWISE = {Monoid.AND, Monoid.OR, Monoid.XOR}
 
 
-@remembered
-def chosen_further(
+@memoized
+def choose_further(
     eqn: JaxprEqn,
     description: OperatorDescription,
-    ways: tuple[Way, ...],
-    given: Sequence[Given],
+    ways: tuple[FactorSharding, ...],
+    given: Sequence[OperandSharding],
     wishes: Sequence[Layout | None],
     inner: Axes,
     axes: Axes,
-) -> Choice | None:
+) -> OpSharding | None:
     """How an equation that is cut in some ways is cut along further axes as well; None if it is not.
 
     Args:
       eqn: the equation.
       description: of it.
-      ways: how it is cut over `inner`; of a `Choice`, which may count elements where the description counts blocks.
+      ways: how it is cut over `inner`; of a `OpSharding`, which may count elements where the description counts blocks.
       given: what is known of each operand.
       wishes: for each result the layout that it should have, if somebody says so.
       inner: the axes that were there before.
@@ -220,17 +239,17 @@ def chosen_further(
             cost = total_cost(eqn, description, more, given, axes, (), wishes)
             if cost is not None and (best is None or cost < best):
                 found, best = more, cost
-    return carried_out(eqn, description, found, given, axes, ()) if found != ways else None
+    return build_sharding(eqn, description, found, given, axes, ()) if found != ways else None
 
 
 def with_axis(
     description: OperatorDescription,
-    given: Sequence[Given],
+    given: Sequence[OperandSharding],
     wishes: Sequence[Layout | None],
-    ways: tuple[Way, ...],
+    ways: tuple[FactorSharding, ...],
     axis: str,
     axes: Axes,
-) -> Iterator[tuple[Way, ...]]:
+) -> Iterator[tuple[FactorSharding, ...]]:
     """Ways with one more axis, as the minor one of those that divide the same, or as the major one."""
     layouts = [each.layout for each in given]
     for more in candidates(description, layouts, given, wishes, ways, axis, axes):
@@ -241,7 +260,7 @@ def with_axis(
                 yield (*more[:k], dataclasses.replace(way, axes=(axis, *others)), *more[k + 1 :])
 
 
-def inside(made: Sequence[Layout], region: Region) -> tuple[Layout, ...]:
+def body_result_layouts(made: Sequence[Layout], region: Region) -> tuple[Layout, ...]:
     """How bodies hand on what a loop or branch gives: of a stack, each turn its piece."""
     first = len(region.carried)
     return tuple(

@@ -92,11 +92,11 @@ class Branches:
 
 
 def branches_of(eqn: JaxprEqn) -> Branches | None:
-    """The branches that an equation consists of; None if it is none of `grouped`."""
+    """The branches that an equation consists of; None if it is none of `group_equations`."""
     return eqn.params["branches"] if eqn.primitive is side_by_side_p else None
 
 
-def made_at(program: Program) -> dict[Var, tuple[str, int]]:
+def branch_locations(program: Program) -> dict[Var, tuple[str, int]]:
     """For what branches of a program compute: the axis along which, and the index at which, devices have it."""
     found: dict[Var, tuple[str, int]] = {}
     for eqn in program.equations:
@@ -107,7 +107,7 @@ def made_at(program: Program) -> dict[Var, tuple[str, int]]:
     return found
 
 
-def grouped(program: Program, groups: Iterable[Group]) -> Program:
+def group_equations(program: Program, groups: Iterable[Group]) -> Program:
     """The program with one equation in the place of those of each group.
 
     Args:
@@ -128,7 +128,7 @@ def grouped(program: Program, groups: Iterable[Group]) -> Program:
       >>> program = inline(closed.jaxpr, closed.consts)
       >>> [eqn.primitive.name for eqn in program.equations]
       ['sin', 'cos']
-      >>> two = grouped(program, [Group("x", (frozenset({0}), frozenset({1})))])
+      >>> two = group_equations(program, [Group("x", (frozenset({0}), frozenset({1})))])
       >>> [eqn.primitive.name for eqn in two.equations]
       ['side_by_side']
     """
@@ -137,9 +137,10 @@ def grouped(program: Program, groups: Iterable[Group]) -> Program:
     producer = {var: number for number, eqn in enumerate(program.equations) for var in eqn.outvars}
     reads = [{producer[a] for a in eqn.invars if isinstance(a, Var) and a in producer} for eqn in program.equations]
     for g, group in enumerate(groups):
-        check_apart(program, g, group, whose, reads)
+        check_independent(program, g, group, whose, reads)
     equations = [
-        program.equations[node] if node >= 0 else together(program, groups[-1 - node]) for node in ordered(reads, whose)
+        program.equations[node] if node >= 0 else branch_equation(program, groups[-1 - node])
+        for node in order_topologically(reads, whose)
     ]
     return dataclasses.replace(program, equations=equations, _descriptions={})
 
@@ -167,7 +168,7 @@ def branch_of_each(program: Program, groups: Sequence[Group]) -> dict[int, tuple
     return whose
 
 
-def check_apart(
+def check_independent(
     program: Program, g: int, group: Group, whose: Mapping[int, tuple[int, int]], reads: Sequence[set[int]]
 ) -> None:
     """Checks that no branch of a group waits for another, nor for something outside that waits for the group."""
@@ -203,7 +204,7 @@ def read_outside(program: Program, group: Group) -> set[Var]:
     return outside
 
 
-def ordered(reads: Sequence[set[int]], whose: Mapping[int, tuple[int, int]]) -> list[int]:
+def order_topologically(reads: Sequence[set[int]], whose: Mapping[int, tuple[int, int]]) -> list[int]:
     """Equations outside groups by number, and group g as -1 - g, so that what is read comes first."""
 
     def node(number: int) -> int:
@@ -234,7 +235,7 @@ def ordered(reads: Sequence[set[int]], whose: Mapping[int, tuple[int, int]]) -> 
     return found
 
 
-def together(program: Program, group: Group) -> JaxprEqn:
+def branch_equation(program: Program, group: Group) -> JaxprEqn:
     """The equation that stands for a group."""
     outside = read_outside(program, group)
     invars: dict[Var, int] = {}
@@ -250,7 +251,7 @@ def together(program: Program, group: Group) -> JaxprEqn:
         operands.append(tuple(invars.setdefault(var, len(invars)) for var in inputs))
         results.append(tuple(range(len(outvars), len(outvars) + len(outputs))))
         outvars += outputs
-        programs.append(renamed(Program(inputs, constants, equations, list(outputs))))
+        programs.append(with_own_variables(Program(inputs, constants, equations, list(outputs))))
     params: dict[str, Any] = {"branches": Branches(group.axis, tuple(programs), tuple(operands), tuple(results))}
     source = program.equations[min(group.equations)].source_info
     return barrier_equation().replace(
@@ -258,7 +259,7 @@ def together(program: Program, group: Group) -> JaxprEqn:
     )
 
 
-def renamed(program: Program) -> Program:
+def with_own_variables(program: Program) -> Program:
     """The program with variables of its own, so that what is said of a value outside is not said of it inside."""
     names: dict[Var, Var] = {}
 
@@ -286,7 +287,7 @@ def by_scope(program: Program, axis: str, scopes: Mapping[str, int]) -> list[Gro
         along the axis.
 
     Returns:
-      The groups, for `grouped`.
+      The groups, for `group_equations`.
 
     Raises:
       PartitionError: a pattern is found nowhere.

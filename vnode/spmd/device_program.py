@@ -33,24 +33,32 @@ from vnode.operators import (
     evaluate_wide,
 )
 from vnode.operators.in_program import InProgram, as_array
-from vnode.operators.multi_operand_barrier import as_written, evaluate_together
-from vnode.operators.ordering_barrier import behind
+from vnode.operators.multi_operand_barrier import evaluate_together, group_barrier_parts
+from vnode.operators.ordering_barrier import bits_after
 from vnode.operators.separate_rounding import Rounding
 from vnode.spmd.branch_groups import Branches
 from vnode.spmd.factor_blocks import Loop
 from vnode.spmd.layout import Axes, Cut, Layout, replicated
-from vnode.spmd.op_sharding import Choice, Given, Way, carried_out, is_narrow, itemsize, ways_to
-from vnode.spmd.resharding import sent
+from vnode.spmd.op_sharding import (
+    FactorSharding,
+    OperandSharding,
+    OpSharding,
+    build_sharding,
+    is_narrow,
+    itemsize,
+    shardings_for_result,
+)
+from vnode.spmd.resharding import total_elements_sent
 from vnode.spmd.resharding_collectives import (
     BRANCHES,
     combine,
     convert,
     convert_after,
+    devices_in_step,
     fetch,
-    in_step,
     index_along,
     moves,
-    placed,
+    with_axis_indices,
 )
 from vnode.spmd.sharding_flow import Flow, Step
 
@@ -59,7 +67,7 @@ FAR = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Alike:
+class BitwiseMode:
     """What it takes that compilers compute elements alike whatever the sizes of some axes.
 
     Attributes:
@@ -72,20 +80,20 @@ class Alike:
     in_memory: Callable[[Any], Any]
     rounding: Rounding | None = None
 
-    def there(self, values: Sequence[Any]) -> Alike:
+    def with_rounding(self, values: Sequence[Any]) -> BitwiseMode:
         """The same with a rounding, given values of the program that is being traced."""
-        return dataclasses.replace(self, rounding=self.rounding or Rounding.of(values))
+        return dataclasses.replace(self, rounding=self.rounding or Rounding.from_values(values))
 
 
 @dataclasses.dataclass(frozen=True)
-class Later:
+class LazyInput:
     """An input that is made when it is read first.
 
     Attributes:
       of: gives this device's array, of the latest result with floating-point numbers; of None if there is none yet.
     """
 
-    of: Callable[[Any], Any]
+    make: Callable[[Any], Any]
 
 
 def run(
@@ -94,14 +102,14 @@ def run(
     axes: Axes,
     platform: str,
     everywhere: bool = True,
-    alike: Alike | None = None,
+    alike: BitwiseMode | None = None,
     latest: Any = None,
 ) -> list[Any]:
     """Evaluates a program on one device of a mesh.
 
     Args:
       flow: layouts through it.
-      values: this device's arrays of its inputs, as `flow.inputs` says; or `Later`.
+      values: this device's arrays of its inputs, as `flow.inputs` says; or `LazyInput`.
       axes: of the mesh, those longer than one.
       platform: what is compiled for.
       everywhere: whether all devices of the mesh evaluate it.
@@ -113,14 +121,14 @@ def run(
     """
     made = _Run(flow, axes, platform, alike)
     made.latest = latest
-    with placed(axes), in_step(everywhere=everywhere or platform != "cpu", in_branches=True):
-        return made.all(values)
+    with with_axis_indices(axes), devices_in_step(everywhere=everywhere or platform != "cpu", in_branches=True):
+        return made.run_all(values)
 
 
 class _Run:
     """One evaluation of a program; holds each value in the layouts in which it was needed so far."""
 
-    def __init__(self, flow: Flow, axes: Axes, platform: str, alike: Alike | None) -> None:
+    def __init__(self, flow: Flow, axes: Axes, platform: str, alike: BitwiseMode | None) -> None:
         self.flow, self.axes, self.platform = flow, axes, platform
         self.alike = alike
         self.held: dict[Var, dict[Layout, Any]] = {}
@@ -131,29 +139,29 @@ class _Run:
         self.computed = 0  # bytes of results so far
         self.latest: Any = None  # the last result that has floating-point numbers
 
-    def all(self, values: Sequence[Any]) -> list[Any]:
+    def run_all(self, values: Sequence[Any]) -> list[Any]:
         program = self.flow.program
-        self.alike = self.alike and self.alike.there(values)
+        self.alike = self.alike and self.alike.with_rounding(values)
         for var, value, layout in zip(program.inputs, values, self.flow.inputs, strict=True):
             self.held[var] = {layout: value}
         rounding = self.rounding
         for var, value in program.constants.items():
-            known = value if rounding is None else rounding.unknown(value)
+            known = value if rounding is None else rounding.opaque_constant(value)
             self.held[var] = {replicated(len(var.aval.shape)): known}
-        for steps in as_written(self.flow.steps, equation_of, program.describe, lambda *_: True):
+        for steps in group_barrier_parts(self.flow.steps, equation_of, program.describe, lambda *_: True):
             if len(steps) > 1:
                 with context_of(steps[0].eqn):
                     for step, value in zip(steps, self.parts(steps), strict=True):
                         self.hold(step, [value])
                 continue
             (step,) = steps
-            if step.anyhow:
+            if step.materializable:
                 self.anyhow.update(dict.fromkeys(step.eqn.outvars, step.eqn))
                 continue
             with context_of(step.eqn):
                 results = self.step(step)
                 if rounding is not None and not step.bodies:
-                    results = rounding.each(step.eqn, program.describe(step.eqn), results)
+                    results = rounding.round_results(step.eqn, program.describe(step.eqn), results)
             self.hold(step, results)
         return [self.read(atom, layout) for atom, layout in zip(program.outputs, self.flow.outputs, strict=True)]
 
@@ -166,22 +174,24 @@ class _Run:
         """Keeps what a step makes."""
         for var, value, made, layout in zip(step.eqn.outvars, results, step.made, step.results, strict=True):
             self.held[var] = {made: value}  # whoever needs it as it is made may have it so
-            if made.partial and in_another_shape(step):
+            if made.partial and is_partial_reshape(step):
                 self.renamed[var] = step
             if layout != made:
-                self.held[var][layout] = self.converted(var, made, layout)
+                self.held[var][layout] = self.convert_held(var, made, layout)
                 if step.leaves:
                     del self.held[var][made]
             self.computed += nbytes(value)
             if nbytes(value) and jnp.issubdtype(value.dtype, np.floating):
                 self.latest = value
-            if step.asks:
+            if step.is_constraint:
                 self.asked.add(var)
 
     def parts(self, steps: Sequence[Step]) -> list[Any]:
         """What the parts of an identity of several operands make, evaluated together."""
         operands = [
-            self.operand(step.eqn, step.choice, 0) if step.choice else self.read(step.eqn.invars[0], step.operands[0])
+            self.read_operand(step.eqn, step.choice, 0)
+            if step.choice
+            else self.read(step.eqn.invars[0], step.operands[0])
             for step in steps
         ]
         return evaluate_together(steps[0].eqn, self.flow.program.describe, operands, self.platform)
@@ -190,24 +200,26 @@ class _Run:
         """A value in a layout."""
         shape = getattr(atom.aval, "shape", ())
         if isinstance(atom, Literal):
-            value = jnp.asarray(atom.val, atom.aval.dtype) if not layout.whole else atom.val
-            return convert(value, replicated(len(shape)), layout.complete, shape, self.axes)
-        if atom in self.anyhow and layout.complete not in self.held.setdefault(atom, {}):
-            self.held[atom][layout.complete] = self.made(self.anyhow[atom], layout.complete)
+            value = jnp.asarray(atom.val, atom.aval.dtype) if not layout.is_whole else atom.val
+            return convert(value, replicated(len(shape)), layout.without_partial, shape, self.axes)
+        if atom in self.anyhow and layout.without_partial not in self.held.setdefault(atom, {}):
+            self.held[atom][layout.without_partial] = self.make_value(self.anyhow[atom], layout.without_partial)
         held = self.held[atom]
         if atom in self.anyhow:
-            return held[layout.complete]
+            return held[layout.without_partial]
         for start, value in held.items():
-            if isinstance(value, Later):
-                held[start] = value.of(self.latest)
+            if isinstance(value, LazyInput):
+                held[start] = value.make(self.latest)
         if layout not in held:
             if layout.partial and not any(start.partial for start in held):
-                return self.read(atom, layout.complete)  # zero is a piece of zero
-            start = self.nearest(atom, [start for start in held if {*layout.partial} <= {*start.partial}], layout)
-            held[layout] = self.gathered(self.converted(atom, start, layout), start, layout)
+                return self.read(atom, layout.without_partial)  # zero is a piece of zero
+            start = self.cheapest_start(
+                atom, [start for start in held if {*layout.partial} <= {*start.partial}], layout
+            )
+            held[layout] = self.fix_dim_order(self.convert_held(atom, start, layout), start, layout)
         elif atom in self.asked and self.is_far(atom, layout):
             start, *_ = held
-            value = behind(held[start], self.latest)
+            value = bits_after(held[start], self.latest)
             held[layout] = lax.bitcast_convert_type(convert(value, start, layout, shape, self.axes), atom.aval.dtype)
         self.last[atom, layout] = self.computed
         return held[layout]
@@ -218,29 +230,31 @@ class _Run:
             return self.read(atom, layout)
         held, latest = self.held[atom], [next(iter(self.held[var].values())) for var in others]
         least = min(map(nbytes, held.values()))
-        start = self.nearest(atom, [start for start, value in held.items() if nbytes(value) == least], layout)
+        start = self.cheapest_start(atom, [start for start, value in held.items() if nbytes(value) == least], layout)
         return convert_after(held[start], start, layout, atom.aval.shape, self.axes, latest)
 
-    def nearest(self, atom: Atom, several: Sequence[Layout], layout: Layout) -> Layout:
+    def cheapest_start(self, atom: Atom, several: Sequence[Layout], layout: Layout) -> Layout:
         """That of several layouts of a value from which least is sent to bring it to another."""
         shape, dtype = getattr(atom.aval, "shape", ()), atom.aval.dtype
-        return min(several, key=lambda start: sent(moves(start, layout, shape, self.axes, dtype), self.axes))
+        return min(
+            several, key=lambda start: total_elements_sent(moves(start, layout, shape, self.axes, dtype), self.axes)
+        )
 
-    def converted(self, var: Var, start: Layout, layout: Layout) -> Any:
+    def convert_held(self, var: Var, start: Layout, layout: Layout) -> Any:
         """A value that is held in another layout.
 
         What is another value in another shape is made of that one's sum: whoever else reads that shares it. (XLA for
         CPUs sums once for each shape.)
         """
         step = self.renamed.get(var)
-        if step is not None and step.choice is not None and start == step.made[0] and layout == start.complete:
-            (whole,) = (each.complete for each in step.choice.operands)
+        if step is not None and step.choice is not None and start == step.made[0] and layout == start.without_partial:
+            (whole,) = (each.without_partial for each in step.choice.operands)
             with context_of(step.eqn):
-                (value,) = self.evaluated(step.eqn, dataclasses.replace(step.choice, operands=(whole,), passed=()))
+                (value,) = self.evaluate_copy(step.eqn, dataclasses.replace(step.choice, operands=(whole,), passed=()))
             return value
         return convert(self.held[var][start], start, layout, var.aval.shape, self.axes)
 
-    def gathered(self, value: Any, before: Layout, after: Layout) -> Any:
+    def fix_dim_order(self, value: Any, before: Layout, after: Layout) -> Any:
         """A value that was perhaps gathered: compilers leave it in an order of dimensions that depends on which one."""
         if self.alike is None or not jnp.issubdtype(value.dtype, np.inexact):
             return value
@@ -260,30 +274,30 @@ class _Run:
             return False
         return self.computed - self.last[atom, layout] > FAR * nbytes(copy)
 
-    def made(self, eqn: JaxprEqn, layout: Layout) -> Any:
+    def make_value(self, eqn: JaxprEqn, layout: Layout) -> Any:
         """A value from nothing, in a layout; made whole and cut where its equation cannot be cut so."""
         description = self.flow.program.describe(eqn)
         assert description is not None
         with context_of(eqn):
-            ways = ways_to(description, 0, layout, self.axes)
-            given = [Given(replicated(len(getattr(atom.aval, "shape", ())))) for atom in eqn.invars]
-            choice = None if ways is None else carried_out(eqn, description, ways, given, self.axes, ())
+            ways = shardings_for_result(description, 0, layout, self.axes)
+            given = [OperandSharding(replicated(len(getattr(atom.aval, "shape", ())))) for atom in eqn.invars]
+            choice = None if ways is None else build_sharding(eqn, description, ways, given, self.axes, ())
             if choice is not None and choice.results[0] == layout:
-                return self.apart(eqn, description, self.evaluated(eqn, choice))
+                return self.hide_origin(eqn, description, self.evaluate_copy(eqn, choice))
             whole = replicated(len(layout.dims))
             operands = [self.read(atom, replicated(len(getattr(atom.aval, "shape", ())))) for atom in eqn.invars]
             results = evaluate(description, eqn, operands, description.sizes, {}, self.platform)
-            value = self.apart(eqn, description, results)
+            value = self.hide_origin(eqn, description, results)
             return convert(value, whole, layout, eqn.outvars[0].aval.shape, self.axes)
 
-    def apart(self, eqn: JaxprEqn, description: OperatorDescription, results: Sequence[Any]) -> Any:
+    def hide_origin(self, eqn: JaxprEqn, description: OperatorDescription, results: Sequence[Any]) -> Any:
         """A value from nothing of which compilers do not see what it is made of, unless that is constants.
 
-        On how many devices other arrays have the same shape (`Rounding.apart`) depends on the sizes of parts.
+        On how many devices other arrays have the same shape (`Rounding.hide_origin`) depends on the sizes of parts.
         """
-        (value,) = results if self.rounding is None else self.rounding.each(eqn, description, results)
+        (value,) = results if self.rounding is None else self.rounding.round_results(eqn, description, results)
         computed = any(isinstance(atom, Var) and atom not in self.anyhow for atom in eqn.invars)
-        return value if self.rounding is None or not computed else self.rounding.apart(value)
+        return value if self.rounding is None or not computed else self.rounding.hide_broadcast(value)
 
     def step(self, step: Step) -> list[Any]:
         if step.region is not None:
@@ -300,14 +314,16 @@ class _Run:
             if description is not None and self.platform in description.replaced_on:
                 return evaluate(description, step.eqn, operands, description.sizes, {}, self.platform)
             return bind(step.eqn, operands)
-        return self.evaluated(step.eqn, step.choice)
+        return self.evaluate_copy(step.eqn, step.choice)
 
-    def evaluated(self, eqn: JaxprEqn, choice: Choice) -> list[Any]:
+    def evaluate_copy(self, eqn: JaxprEqn, choice: OpSharding) -> list[Any]:
         """A device's copy of an equation."""
         d, sizes = choice.description, choice.sizes()
-        operands = [self.operand(eqn, choice, i) for i in range(len(eqn.invars))]
+        operands = [self.read_operand(eqn, choice, i) for i in range(len(eqn.invars))]
         positions = {
-            f: functools.partial(places, way, choice.parts[f][0][0].length) for way in choice.ways for f in way.lead
+            f: functools.partial(block_indices, way, choice.parts[f][0][0].length)
+            for way in choice.ways
+            for f in way.lead
         }
         partial = any(way.split.partial(way.lead) is not None for way in choice.ways)
         narrow = partial and not choice.passed and any(is_narrow(var.aval.dtype) for var in eqn.outvars)
@@ -317,24 +333,24 @@ class _Run:
             results = evaluate(d, eqn, operands, sizes, positions, self.platform)
         for way in choice.ways:
             if isinstance(way.split, Prefix):
-                results = [self.continued(value, way, choice, d.results[i]) for i, value in enumerate(results)]
+                results = [self.continue_prefix(value, way, choice, d.results[i]) for i, value in enumerate(results)]
         if narrow:
             results = [
-                self.rounded(value, var, layout)
+                self.combine_rounded(value, var, layout)
                 for value, var, layout in zip(results, eqn.outvars, choice.results, strict=True)
             ]
         for k in d.summed if not choice.passed else ():
             if is_narrow(eqn.outvars[k].aval.dtype):
-                results[k] = self.rounded(results[k].astype(jnp.float32), eqn.outvars[k], choice.results[k])
+                results[k] = self.combine_rounded(results[k].astype(jnp.float32), eqn.outvars[k], choice.results[k])
         return results
 
-    def rounded(self, value: Any, var: Var, layout: Layout) -> Any:
+    def combine_rounded(self, value: Any, var: Var, layout: Layout) -> Any:
         """A sum in pieces, combined before it is rounded."""
         for monoid in dict.fromkeys(monoid for _, monoid in layout.partial):
             value = combine(value, tuple(name for name, m in layout.partial if m is monoid), monoid)
         return value.astype(var.aval.dtype)
 
-    def operand(self, eqn: JaxprEqn, choice: Choice, i: int) -> Any:
+    def read_operand(self, eqn: JaxprEqn, choice: OpSharding, i: int) -> Any:
         """What a device's copy is given of an operand."""
         atom, want, d = eqn.invars[i], choice.operands[i], choice.description
         value = self.read(atom, want)
@@ -348,17 +364,19 @@ class _Run:
                 n, outer = atom.aval.shape[k], math.prod(d.sizes[g] for g in dim[: dim.index(f)])
                 cut = Cut(way.axes, outer, d.sizes[f])
                 if f not in way.lead:
-                    fill, lies_cut = around(way, i, value), want.dims[k] is not None
+                    fill, lies_cut = window_fill(way, i, value), want.dims[k] is not None
                     value = fetch(value, k, cut, lies_cut, n, intervals, fill, self.axes)
                 elif d.sizes[f] < intervals[0].length * len(intervals[0].starts):
-                    value = self.masked(value, k, cut, n, way, choice, i)
+                    value = self.mask_padding(value, k, cut, n, way, choice, i)
         for way in choice.ways:
             monoid = way.split.partial(way.lead)
             if d.roles.get(i) is Role.ONCE and monoid is not None and not factors & set(way.lead):
                 value = jnp.where(index_along(way.axes) == 0, value, monoid.identity(jnp.result_type(value)))
         return value
 
-    def masked(self, value: Any, k: int, cut: Cut, n: int, way: Way, choice: Choice, i: int) -> Any:
+    def mask_padding(
+        self, value: Any, k: int, cut: Cut, n: int, way: FactorSharding, choice: OpSharding, i: int
+    ) -> Any:
         """Overwrites what lies behind the end of a factor, where it would count."""
         d, (f, *_) = choice.description, way.lead
         if d.roles.get(i) is Role.INDEX or jnp.issubdtype(value.dtype, jax.dtypes.extended):
@@ -372,13 +390,13 @@ class _Run:
         else:
             return value
         length, inner = cut.block(self.axes), n // (cut.outer * cut.size)
-        real = places(way, length) < cut.size
+        real = block_indices(way, length) < cut.size
         shape = value.shape
         value = value.reshape(*shape[:k], cut.outer, length, inner, *shape[k + 1 :])
         real = lax.broadcast_in_dim(real, value.shape, (k + 1,))
         return jnp.where(real, value, jnp.asarray(fill, value.dtype)).reshape(shape)
 
-    def continued(self, value: Any, way: Way, choice: Choice, dims: Any) -> Any:
+    def continue_prefix(self, value: Any, way: FactorSharding, choice: OpSharding, dims: Any) -> Any:
         """Running values, with those of the parts before taken up."""
         split, (factor,) = way.split, way.lead
         assert isinstance(split, Prefix)
@@ -401,16 +419,16 @@ class _Run:
         """A loop or branch, each device running its own part of the bodies."""
         eqn, region = step.eqn, step.region
         assert region is not None
-        whole = {*range(len(eqn.invars))} - {*region.carried, *region.scanned} if step.after else ()
+        whole = {*range(len(eqn.invars))} - {*region.carried, *region.scanned} if step.gather_after else ()
         operands = [
-            self.read_after(atom, layout, step.after) if i in whole else self.read(atom, layout)
+            self.read_after(atom, layout, step.gather_after) if i in whole else self.read(atom, layout)
             for i, (atom, layout) in enumerate(zip(eqn.invars, step.operands, strict=True))
         ]
         for i in region.carried:
             operands[i] = as_array(operands[i], eqn.invars[i])
         bodies = [functools.partial(self.body, flow) for flow in step.bodies]
         decided = region.chooser is not None or region.tests  # by what may be another value in another node
-        with in_step(everywhere=not (decided and BRANCHES.get()), in_branches=True):
+        with devices_in_step(everywhere=not (decided and BRANCHES.get()), in_branches=True):
             return list(region.run(InProgram(eqn), bodies, operands))
 
     def side_by_side(self, step: Step, branches: Branches) -> list[Any]:
@@ -419,10 +437,10 @@ class _Run:
         operands = [as_array(self.read(atom, layout), atom) for atom, layout in zip(atoms, step.operands, strict=True)]
         inner = {name: size for name, size in self.axes.items() if name != axis}
 
-        def nothing(i: int) -> jax.Array:
+        def identity_element(i: int) -> jax.Array:
             aval, layout = step.eqn.outvars[i].aval, step.made[i]
             identity = dict(layout.partial)[axis].identity(aval.dtype)
-            return jnp.full(layout.local(aval.shape, self.axes), identity, aval.dtype)
+            return jnp.full(layout.local_shape(aval.shape, self.axes), identity, aval.dtype)
 
         def evaluate_branch(number: int, values: Sequence[Any]) -> list[Any]:
             flow, makes = step.bodies[number], branches.results[number]
@@ -435,12 +453,12 @@ class _Run:
                 alike=self.alike,
             )
             own = {i: as_array(x, a) for i, x, a in zip(makes, made, flow.program.outputs, strict=True)}
-            return [own[i] if i in own else nothing(i) for i in range(len(step.results))]
+            return [own[i] if i in own else identity_element(i) for i in range(len(step.results))]
 
         count = len(step.bodies)
         several: list[Any] = [functools.partial(evaluate_branch, number) for number in range(count)]
         if count < self.axes[axis]:
-            several.append(lambda _: [nothing(i) for i in range(len(step.results))])
+            several.append(lambda _: [identity_element(i) for i in range(len(step.results))])
         return lax.switch(index_along((axis,)), several, operands)  # indices behind the last are clamped to it
 
     def in_blocks(self, step: Step, loop: Loop) -> list[Any]:
@@ -453,15 +471,17 @@ class _Run:
             count, first = (jnp.asarray(several, jnp.int32)[me] for several in (share.counts, share.starts))
         else:
             count, first = map(np.int32, loop.at)
-        places = self.in_place(step, loop)
-        held = [operands[places[j]] if j in places else self.room(step, loop, j) for j in range(len(loop.results))]
+        places = self.in_place_operands(step, loop)
+        held = [
+            operands[places[j]] if j in places else self.result_buffer(step, loop, j) for j in range(len(loop.results))
+        ]
         sources = {i: j for j, i in places.items()}
 
         def turn(k: jax.Array, held: list[Any]) -> list[Any]:
             own, place = [], k if loop.at is None else None
             for i, (value, dim) in enumerate(zip(operands, loop.operands, strict=True)):
                 value = held[sources[i]] if i in sources else value  # where block k is as it was
-                own.append(value if dim is None else block_at(value, dim, place, share.most))
+                own.append(value if dim is None else block_at(value, dim, place, share.max_blocks))
             made = run(flow, [first + k, *own], inner, self.platform, everywhere=False, alike=self.alike)
             taken = [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
             return [
@@ -469,14 +489,14 @@ class _Run:
                 for before, value, result in zip(held, taken, loop.results, strict=True)
             ]
 
-        made = turned(count, turn, held)
+        made = opaque_loop(count, turn, held)
         for i, (var, result) in enumerate(zip(step.eqn.outvars, loop.results, strict=True)):
             if isinstance(result, Monoid) and is_narrow(var.aval.dtype):
                 names = (*share.axes, *(name for name, _ in flow.outputs[i].partial))
                 made[i] = combine(made[i], names, result).astype(var.aval.dtype)
         return made
 
-    def in_place(self, step: Step, loop: Loop) -> dict[int, int]:
+    def in_place_operands(self, step: Step, loop: Loop) -> dict[int, int]:
         """For results of a loop the operand in whose place they are written: one that nobody reads afterwards.
 
         Inputs and outputs are paired in order, so that a state that is donated is updated where it is.
@@ -509,27 +529,27 @@ class _Run:
         return last | {atom: None for atom in self.flow.program.outputs if isinstance(atom, Var)}
 
     @functools.cached_property
-    def handed(self) -> set[Var]:
+    def region_operands(self) -> set[Var]:
         """What loops and branches are given: they may return it as it is."""
         regions = (step.eqn for step in self.flow.steps if step.region is not None)
         return {atom for eqn in regions for atom in eqn.invars if isinstance(atom, Var)}
 
-    def room(self, step: Step, loop: Loop, j: int) -> Any:
+    def result_buffer(self, step: Step, loop: Loop, j: int) -> Any:
         """Where a loop begins to write a result, or to add one up."""
         (flow,), result, var = step.bodies, loop.results[j], step.eqn.outvars[j]
         dtype = flow.program.outputs[j].aval.dtype
         if isinstance(result, Monoid):
-            return jnp.full(flow.outputs[j].local(var.aval.shape, self.axes), result.identity(dtype), dtype)
-        shape = step.made[j].local(var.aval.shape, self.axes)
+            return jnp.full(flow.outputs[j].local_shape(var.aval.shape, self.axes), result.identity(dtype), dtype)
+        shape = step.made[j].local_shape(var.aval.shape, self.axes)
         returned = self.last_reader.get(var) is None  # by the caller, who may look behind the blocks
-        return jnp.zeros(shape, dtype) if returned or var in self.handed else lax.empty(shape, dtype)
+        return jnp.zeros(shape, dtype) if returned or var in self.region_operands else lax.empty(shape, dtype)
 
     def body(self, flow: Flow, values: Sequence[Any]) -> list[Any]:
         made = run(flow, values, self.axes, self.platform, alike=self.alike)
         return [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
 
 
-def in_another_shape(step: Step) -> bool:
+def is_partial_reshape(step: Step) -> bool:
     """Whether a step gives its only operand, which is in pieces, another shape."""
     if step.choice is None or not step.choice.passed or len(step.eqn.invars) != 1 or len(step.eqn.outvars) != 1:
         return False
@@ -538,7 +558,7 @@ def in_another_shape(step: Step) -> bool:
     return same and d.has(Algebra.MOVES) and all(isinstance(factor.split, Free) for factor in d.factors)
 
 
-def turned(count: Any, turn: Callable[[jax.Array, list[Any]], list[Any]], held: list[Any]) -> list[Any]:
+def opaque_loop(count: Any, turn: Callable[[jax.Array, list[Any]], list[Any]], held: list[Any]) -> list[Any]:
     """A loop of so many turns, of which it is not made known to compilers that they are a certain number."""
     state = jnp.int32(0), held
     return lax.while_loop(lambda s: s[0] < count, lambda s: (s[0] + np.int32(1), turn(s[0], s[1])), state)[1]
@@ -563,7 +583,7 @@ def put_at(value: Any, block: Any, dim: int, k: jax.Array | None) -> Any:
 
 def equation_of(step: Step) -> JaxprEqn | None:
     """What is evaluated in its turn."""
-    return None if step.anyhow else step.eqn
+    return None if step.materializable else step.eqn
 
 
 def nbytes(value: Any) -> int:
@@ -571,12 +591,12 @@ def nbytes(value: Any) -> int:
     return int(getattr(value, "size", 0)) * itemsize(getattr(value, "dtype", None))
 
 
-def places(way: Way, length: int) -> jax.Array:
+def block_indices(way: FactorSharding, length: int) -> jax.Array:
     """The indices of this device's block of what a way cuts, int32."""
     return index_along(way.axes) * length + jnp.arange(length, dtype=jnp.int32)
 
 
-def around(way: Way, operand: int, value: Any) -> Any:
+def window_fill(way: FactorSharding, operand: int, value: Any) -> Any:
     """What stands where a window reaches beyond an operand; None for anything."""
     if not isinstance(way.split, Windowed):
         return None

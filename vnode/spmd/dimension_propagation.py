@@ -34,7 +34,7 @@ Place = tuple[Program, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Tied:
+class TiedDimensions:
     """What is cut together.
 
     Attributes:
@@ -45,10 +45,10 @@ class Tied:
 
     dims: Mapping[Var, int]
     factors: Mapping[int, int]
-    bodies: Mapping[int, tuple[Tied, ...]]
+    bodies: Mapping[int, tuple[TiedDimensions, ...]]
 
 
-def tied(program: Program, dims: Mapping[Var, int], blocks: int) -> Tied:
+def propagate_dimension(program: Program, dims: Mapping[Var, int], blocks: int) -> TiedDimensions:
     """Follows a dimension through a program, forward and backward.
 
     Args:
@@ -59,15 +59,15 @@ def tied(program: Program, dims: Mapping[Var, int], blocks: int) -> Tied:
     Raises:
       PartitionError: an equation cannot be evaluated block by block; the message says which, where, and why.
     """
-    decided = _Decided({}, set())
+    decided = _Decisions({}, set())
     while True:
         try:
-            return _Follower(program, blocks, decided).all(dims)
-        except _Otherwise:  # what followed from what was decided before is forgotten
+            return _Follower(program, blocks, decided).follow_all(dims)
+        except _DecisionChanged:  # what followed from what was decided before is forgotten
             continue
 
 
-def taken(program: Program, factors: Mapping[int, int], blocks: int) -> Tied:
+def tie_factors(program: Program, factors: Mapping[int, int], blocks: int) -> TiedDimensions:
     """What single equations cut, along given factors; others are left as they are.
 
     Args:
@@ -76,9 +76,9 @@ def taken(program: Program, factors: Mapping[int, int], blocks: int) -> Tied:
       blocks: how many equal blocks.
 
     Raises:
-      PartitionError: as `tied`.
+      PartitionError: as `propagate_dimension`.
     """
-    follower = _Follower(program, blocks, _Decided({}, set()))
+    follower = _Follower(program, blocks, _Decisions({}, set()))
     for number, factor in factors.items():
         place = program, number
         description = follower.described(place)
@@ -86,11 +86,11 @@ def taken(program: Program, factors: Mapping[int, int], blocks: int) -> Tied:
             eqn = program.equations[number]
             refuse(eqn, f"has a factor of {description.sizes[factor]} there, which is not {blocks} equal blocks")
         follower.cut(place, description, factor)
-    return follower.found(program)
+    return follower.result(program)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Decided:
+class _Decisions:
     """What is known where a dimension meets itself.
 
     Attributes:
@@ -99,10 +99,10 @@ class _Decided:
     """
 
     dims: dict[Var, int]
-    apart: set[tuple[Place, int]]
+    excluded: set[tuple[Place, int]]
 
 
-class _Otherwise(Exception):
+class _DecisionChanged(Exception):
     """Something that was followed already was decided otherwise."""
 
 
@@ -115,7 +115,7 @@ class _Follower:
       decided: what it keeps to, and adds to.
     """
 
-    def __init__(self, program: Program, blocks: int, decided: _Decided) -> None:
+    def __init__(self, program: Program, blocks: int, decided: _Decisions) -> None:
         self.program, self.blocks, self.decided = program, blocks, decided
         self.dims: dict[Var, int] = {}
         self.factors: dict[Place, int] = {}
@@ -125,7 +125,7 @@ class _Follower:
         self.links: dict[Var, list[tuple[JaxprEqn, Var, int]]] = {}
         self.register(program)
 
-    def all(self, dims: Mapping[Var, int]) -> Tied:
+    def follow_all(self, dims: Mapping[Var, int]) -> TiedDimensions:
         """Follows the dimensions of values wherever they lead."""
         self.dims.update(dims)
         self.waiting.extend(dims)
@@ -134,21 +134,21 @@ class _Follower:
                 self.look(place, var)
             for eqn, other, further in self.links.get(var, ()):
                 self.link(eqn, var, other, self.dims[var] + further)
-        return self.found(self.program)
+        return self.result(self.program)
 
-    def found(self, program: Program) -> Tied:
+    def result(self, program: Program) -> TiedDimensions:
         """What is cut in a program."""
         factors = {number: factor for (of, number), factor in self.factors.items() if of is program}
         inside = sorted(number for of, number in self.entered if of is program)
-        bodies = {n: tuple(map(self.found, program.bodies(program.equations[n]))) for n in inside}
-        return Tied(self.dims, dict(sorted(factors.items())), bodies)
+        bodies = {n: tuple(map(self.result, program.bodies(program.equations[n]))) for n in inside}
+        return TiedDimensions(self.dims, dict(sorted(factors.items())), bodies)
 
     def register(self, program: Program) -> None:
         for number, eqn in enumerate(program.equations):
             for atom in dict.fromkeys(a for a in (*eqn.invars, *eqn.outvars) if isinstance(a, Var)):
                 self.readers.setdefault(atom, []).append((program, number))
 
-    def give(self, var: Var, dim: int) -> None:
+    def assign_dim(self, var: Var, dim: int) -> None:
         """Says along which dimension a value is kept in blocks; the first that is said holds.
 
         Equations that have it along another one bring it into that form.
@@ -171,7 +171,7 @@ class _Follower:
         for atoms, several in ((eqn.invars, description.operands), (eqn.outvars, description.results)):
             for atom, dims in zip(atoms, several, strict=True):
                 if atom is var:
-                    found[self.major(eqn, description, dims, self.dims[var])] = None
+                    found[self.major_factor(eqn, description, dims, self.dims[var])] = None
         for factor in found:
             self.cut(place, description, factor)
 
@@ -179,14 +179,14 @@ class _Follower:
         """Cuts an equation along one of its factors, unless along another one less is brought together."""
         program, number = place
         eqn = program.equations[number]
-        if (place, factor) in self.decided.apart:
+        if (place, factor) in self.decided.excluded:
             return
         before = self.factors.get(place, factor)
         if before != factor:
-            worse = max((factor, before), key=lambda f: self.brought(eqn, description, f))
-            self.decided.apart.add((place, worse))
+            worse = max((factor, before), key=lambda f: self.gathered_bytes(eqn, description, f))
+            self.decided.excluded.add((place, worse))
             if worse == before:
-                raise _Otherwise
+                raise _DecisionChanged
             return
         self.factors[place] = factor
         self.check(eqn, description, factor)
@@ -194,7 +194,7 @@ class _Follower:
             for atom, dims in zip(atoms, several, strict=True):
                 self.follow(eqn, description, factor, atom, dims)
 
-    def brought(self, eqn: JaxprEqn, description: OperatorDescription, factor: int) -> int:
+    def gathered_bytes(self, eqn: JaxprEqn, description: OperatorDescription, factor: int) -> int:
         """Bytes that are brought together for an equation that is cut along a factor: gathered, or added up."""
         gathered = 0
         for atoms, several in ((eqn.invars, description.operands), (eqn.outvars, description.results)):
@@ -238,11 +238,11 @@ class _Follower:
         """Cuts what a loop or branch has of a value as the value is cut."""
         if dim < 0:
             refuse(eqn, "goes along it, one index after the other", [f"a value of shape {var.aval.shape}"])
-        self.give(other, dim)
+        self.assign_dim(other, dim)
         if self.dims[other] != dim:
             if other not in self.decided.dims:
                 self.decided.dims[other] = dim
-                raise _Otherwise
+                raise _DecisionChanged
             facts = [f"a value of shape {other.aval.shape} is cut along dimensions {self.dims[other]} and {dim}"]
             refuse(eqn, "ties a dimension to another one of the same value", facts)
 
@@ -261,7 +261,7 @@ class _Follower:
             refuse(eqn, "has an effect, and would have it once a block")
         return description
 
-    def major(self, eqn: JaxprEqn, description: OperatorDescription, dims: Dims, dim: int) -> int:
+    def major_factor(self, eqn: JaxprEqn, description: OperatorDescription, dims: Dims, dim: int) -> int:
         """The factor whose ranges are ranges of a dimension."""
         major = next((f for f in dims[dim] if description.sizes[f] > 1), None)
         if major is None or description.sizes[major] % self.blocks:
@@ -292,7 +292,7 @@ class _Follower:
         if next(f for f in dims[dim] if description.sizes[f] > 1) != factor:
             shape = atom.aval.shape
             refuse(eqn, f"puts it behind other indices: blocks would lie apart in dimension {dim} of {shape}")
-        self.give(atom, dim)
+        self.assign_dim(atom, dim)
 
 
 def refuse(eqn: JaxprEqn, why: str, facts: Sequence[str] = ()) -> NoReturn:

@@ -31,9 +31,17 @@ from vnode.errors import PartitionError
 from vnode.operators import Monoid, OperatorDescription, Role, evaluate, evaluate_wide
 from vnode.operators.control_flow import region_of, with_bodies
 from vnode.operators.sharding import constraint_equation
-from vnode.spmd.dimension_propagation import Tied, dim_of, nbytes, partial, refuse, taken, tied
+from vnode.spmd.dimension_propagation import (
+    TiedDimensions,
+    dim_of,
+    nbytes,
+    partial,
+    propagate_dimension,
+    refuse,
+    tie_factors,
+)
 from vnode.spmd.op_sharding import is_narrow
-from vnode.spmd.uneven_blocks import Share, check_divides, restored, stored
+from vnode.spmd.uneven_blocks import Share, check_divides, restore, store
 
 in_blocks_p = Primitive("in_blocks")
 in_blocks_p.multiple_results = True
@@ -69,7 +77,7 @@ def _(*_: Any, loop: Loop) -> list[Any]:
     for atom, result, dtype in zip(loop.program.outputs, loop.results, loop.dtypes, strict=True):
         shape = list(atom.aval.shape)
         if not isinstance(result, Monoid):
-            shape[result] *= loop.share.most * len(loop.share.counts)
+            shape[result] *= loop.share.max_blocks * len(loop.share.counts)
         found.append(ShapedArray(tuple(shape), dtype))
     return found
 
@@ -86,7 +94,7 @@ class InBlocks:
     Attributes:
       program: for `vnode.spmd.sharding_flow.follow` over a mesh that has the share's axes. What has the dimension is
       given and
-        returned as `vnode.spmd.uneven_blocks.stored` stores it.
+        returned as `vnode.spmd.uneven_blocks.store` stores it.
       share: whose blocks are how many.
       inputs: for each input the dimension that is in blocks, or None.
       outputs: the same of outputs.
@@ -101,11 +109,11 @@ class InBlocks:
 
     def put(self, values: Sequence[Any]) -> list[Any]:
         """Inputs as the program takes them, of inputs in the user's shapes."""
-        return [x if d is None else stored(x, d, self.share) for x, d in zip(values, self.inputs, strict=True)]
+        return [x if d is None else store(x, d, self.share) for x, d in zip(values, self.inputs, strict=True)]
 
     def get(self, values: Sequence[Any]) -> list[Any]:
         """Outputs in the user's shapes, of outputs as the program makes them."""
-        return [x if d is None else restored(x, d, self.share) for x, d in zip(values, self.outputs, strict=True)]
+        return [x if d is None else restore(x, d, self.share) for x, d in zip(values, self.outputs, strict=True)]
 
 
 def in_blocks(
@@ -149,7 +157,7 @@ def in_blocks(
         if not 0 <= number < len(program.inputs):
             raise PartitionError(f"input {number} is to be cut, of a program that has {len(program.inputs)}")
         check_divides(share, program.inputs[number].aval.shape, dim, (names or {}).get(number, f"input {number}"))
-    found = tied(program, {program.inputs[number]: dim for number, dim in dims.items()}, share.blocks)
+    found = propagate_dimension(program, {program.inputs[number]: dim for number, dim in dims.items()}, share.blocks)
     outputs = [
         found.dims.get(atom) if isinstance(atom, Var) and i not in whole else None
         for i, atom in enumerate(program.outputs)
@@ -158,7 +166,7 @@ def in_blocks(
     return _Builder(program, share, found, inputs, outputs).build()
 
 
-def some_in_blocks(program: Program, share: Share, factors: Mapping[int, int]) -> InBlocks:
+def equations_in_blocks(program: Program, share: Share, factors: Mapping[int, int]) -> InBlocks:
     """A program in which single equations are computed block by block, and others as they were.
 
     Values that both have are brought from one form to the other in between; inputs that are read in blocks are
@@ -176,12 +184,12 @@ def some_in_blocks(program: Program, share: Share, factors: Mapping[int, int]) -
     Raises:
       PartitionError: as `in_blocks`.
     """
-    found = taken(program, factors, share.blocks)
+    found = tie_factors(program, factors, share.blocks)
     return _Builder(program, share, found, [found.dims.get(var) for var in program.inputs]).build()
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
+class PlannedLoop:
     """A loop.
 
     Attributes:
@@ -189,7 +197,7 @@ class Planned:
       makes: what it hands on.
     """
 
-    inside: tuple[int, ...]
+    equations: tuple[int, ...]
     makes: tuple[Var, ...]
 
 
@@ -210,7 +218,7 @@ class _Builder:
         self,
         program: Program,
         share: Share,
-        found: Tied,
+        found: TiedDimensions,
         inputs: Sequence[int | None],
         outputs: Sequence[int | None] | None = None,
     ) -> None:
@@ -224,7 +232,7 @@ class _Builder:
             for var, _ in self.reads(number):
                 self.readers.setdefault(var, {})[number] = None
         self.returned = {atom for atom in program.outputs if isinstance(atom, Var)}
-        self.stages = self.soonest()
+        self.stages = self.earliest_stage()
         self.loops = self.planned()
         self.names: dict[tuple[Var, int | None], Var] = {}
         self.gathered: list[Var] = []
@@ -281,7 +289,7 @@ class _Builder:
 
     # Which equation is in which loop
 
-    def soonest(self) -> dict[int, int]:
+    def earliest_stage(self) -> dict[int, int]:
         """For each equation how many loops must have ended before it: those whose sums it depends on."""
         stages: dict[int, int] = {}
         for number in range(len(self.program.equations)):
@@ -297,7 +305,7 @@ class _Builder:
         """Whether what is read of a value by a block is what the same block of a loop makes of it."""
         return self.monoids.get(self.makers.get(var, -1), Monoid.SUM) is None and form == self.made[var]
 
-    def planned(self) -> dict[int, Planned]:
+    def planned(self) -> dict[int, PlannedLoop]:
         """The loops by stage: what each evaluates and hands on, found backward from what others read.
 
         What a loop needs of an earlier one is handed on, or evaluated again where that holds fewer bytes.
@@ -310,13 +318,13 @@ class _Builder:
         for var in self.returned:
             if self.makers.get(var) in self.factors:
                 wanted.setdefault(self.stages[self.makers[var]], set()).add(var)
-        loops: dict[int, Planned] = {}
+        loops: dict[int, PlannedLoop] = {}
         for stage in range(max(self.stages.values(), default=0), -1, -1):
             makes = wanted.get(stage, set())
             inside, border = self.needed({self.makers[var] for var in makes}, stage)
             handed = {var for var in border if not self.is_cheap(var)}
             for var in sorted(border - handed, key=self.order):
-                again, sources = self.again(var, handed)
+                again, sources = self.recomputation(var, handed)
                 if sum(map(nbytes, sources - handed)) <= nbytes(var):
                     handed |= sources
                     inside |= again
@@ -325,7 +333,7 @@ class _Builder:
             for var in handed:
                 wanted.setdefault(self.stages[self.makers[var]], set()).add(var)
             if inside:
-                loops[stage] = Planned(tuple(sorted(inside)), tuple(sorted(makes, key=self.order)))
+                loops[stage] = PlannedLoop(tuple(sorted(inside)), tuple(sorted(makes, key=self.order)))
         return loops
 
     def order(self, var: Var) -> tuple[int, int]:
@@ -348,7 +356,7 @@ class _Builder:
                     pending.append(maker)
         return inside, border
 
-    def again(self, var: Var, handed: Container[Var]) -> tuple[set[int], set[Var]]:
+    def recomputation(self, var: Var, handed: Container[Var]) -> tuple[set[int], set[Var]]:
         """The equations that make a value again of what is given or handed on, and what must be handed on for it."""
         inside, sources, pending = set[int](), set[Var](), [(var, self.made[var])]
         while pending:
@@ -373,13 +381,15 @@ class _Builder:
         equations: list[JaxprEqn] = []
         there: set[tuple[Var, int | None]] = {(var, self.made[var]) for var in self.program.inputs}
 
-        def there_is(var: Var, form: int | None) -> Var:
+        def ensure_form(var: Var, form: int | None) -> Var:
             """A value in a form, brought into it if it was not yet."""
             made = self.made.get(var)
             if form != made and (var, form) not in there:
-                change, start, dim = (gathered, made, made) if form is None else (stored, None, form)
+                change, start, dim = (gather_blocks, made, made) if form is None else (store, None, form)
                 self.gathered += [var] if form is None else []
-                equations.extend(between(change, there_is(var, start), self.name(var, form), dim, self.share))
+                equations.extend(
+                    conversion_equations(change, ensure_form(var, start), self.name(var, form), dim, self.share)
+                )
                 there.add((var, form))
             return self.name(var, form)
 
@@ -387,16 +397,16 @@ class _Builder:
             for number in sorted(number for number, own in self.stages.items() if own == stage):
                 if number not in self.factors:
                     for var, form in self.reads(number):
-                        there_is(var, form)
+                        ensure_form(var, form)
                     cut = number in self.found.bodies
                     equations.append(self.region(number) if cut else self.program.equations[number])
             if stage in self.loops:
                 loop, reads = self.loop(self.loops[stage])
-                invars: list[Atom] = [there_is(*read) for read in reads]
+                invars: list[Atom] = [ensure_form(*read) for read in reads]
                 makes = self.loops[stage].makes
                 equations.append(loop.replace(invars=invars, outvars=[self.name(v, self.made[v]) for v in makes]))
         outputs = [
-            atom if isinstance(atom, Literal) else there_is(atom, form)
+            atom if isinstance(atom, Literal) else ensure_form(atom, form)
             for atom, form in zip(self.program.outputs, self.outputs, strict=True)
         ]
         inputs = [self.made[var] for var in self.program.inputs]
@@ -416,7 +426,7 @@ class _Builder:
             return var
         if (var, form) not in self.names:
             shape = list(var.aval.shape)
-            shape[form] = self.share.room(shape[form])
+            shape[form] = self.share.stored_size(shape[form])
             self.names[var, form] = Var(var.aval.update(shape=tuple(shape)))
         return self.names[var, form]
 
@@ -439,9 +449,9 @@ class _Builder:
             outvars=[self.name(var, self.made[var]) for var in eqn.outvars],
         )
 
-    def loop(self, planned: Planned) -> tuple[JaxprEqn, list[tuple[Var, int | None]]]:
+    def loop(self, planned: PlannedLoop) -> tuple[JaxprEqn, list[tuple[Var, int | None]]]:
         """The equation that stands for a loop, and what it reads."""
-        inside, makes = planned.inside, planned.makes
+        inside, makes = planned.equations, planned.makes
         made = {var for n in inside for var in self.program.equations[n].outvars}
         every = dict.fromkeys(read for n in inside for read in self.reads(n))
         reads = [(var, form) for var, form in every if var not in made or not self.is_own(var, form)]
@@ -503,13 +513,15 @@ class _Builder:
         return evaluate(description, eqn, operands, sizes, positions)
 
 
-def gathered(value: Any, dim: int, share: Share) -> jax.Array:
+def gather_blocks(value: Any, dim: int, share: Share) -> jax.Array:
     """A value in one piece, of one that is stored in blocks: all rooms at once, and then what is in them."""
     everywhere = constraint_equation(tuple(() if d == dim else None for d in range(value.ndim)))
-    return restored(bind(everywhere, [value])[0], dim, share)
+    return restore(bind(everywhere, [value])[0], dim, share)
 
 
-def between(change: Callable[..., Any], start: Var, end: Var, dim: int | None, share: Share) -> list[JaxprEqn]:
+def conversion_equations(
+    change: Callable[..., Any], start: Var, end: Var, dim: int | None, share: Share
+) -> list[JaxprEqn]:
     """Equations that bring a value from one form to another."""
     traced = jax.make_jaxpr(lambda value: change(value, dim, share))(
         jax.ShapeDtypeStruct(start.aval.shape, start.aval.dtype)

@@ -20,10 +20,10 @@ from vnode.analysis.program import Program, message_about
 from vnode.errors import PartitionError, layout_message
 from vnode.operators import Monoid
 from vnode.operators.control_flow import region_of
-from vnode.spmd.branch_groups import Branches, Group, branches_of, grouped, made_at
+from vnode.spmd.branch_groups import Branches, Group, branch_locations, branches_of, group_equations
 from vnode.spmd.layout import Axes, Cut, Layout
-from vnode.spmd.op_sharding import Given, Way, carried_out, reached
-from vnode.spmd.sharding_flow import Flow, Step, of_branches, on_one
+from vnode.spmd.op_sharding import FactorSharding, OperandSharding, build_sharding, reached_layouts
+from vnode.spmd.sharding_flow import Flow, Step, branch_result_layouts, present_at_one
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class RecordedStep:
     made: tuple[Layout, ...]
     results: tuple[Layout, ...]
     ways: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...] | None = None
-    anyhow: bool = False
+    materializable: bool = False
     asks: bool = False
     bodies: tuple[RecordedFlow, ...] = ()
 
@@ -72,11 +72,16 @@ class RecordedFlow:
     groups: tuple[Group, ...] = ()
 
     @staticmethod
-    def of(flow: Flow, axes: Axes | None = None) -> RecordedFlow:
+    def from_flow(flow: Flow, axes: Axes | None = None) -> RecordedFlow:
         """Writes a flow down; without axes, as part of another."""
         digest = "" if axes is None else digest_of(flow.program)
         return RecordedFlow(
-            digest, tuple((axes or {}).items()), flow.inputs, tuple(map(recorded, flow.steps)), flow.outputs, flow.ends
+            digest,
+            tuple((axes or {}).items()),
+            flow.inputs,
+            tuple(map(record_step, flow.steps)),
+            flow.outputs,
+            flow.ends,
         )
 
     def flow(self, program: Program, axes: Axes) -> Flow:
@@ -97,7 +102,7 @@ class RecordedFlow:
                     remedies=["resize the axis of the nodes only", "or search a plan for the machine there is now"],
                 )
             )
-        program = grouped(program, self.groups) if self.groups else program
+        program = group_equations(program, self.groups) if self.groups else program
         if len(program.equations) != len(self.steps):
             raise PartitionError(
                 layout_message(
@@ -106,8 +111,10 @@ class RecordedFlow:
                     remedies=["search again"],
                 )
             )
-        at = made_at(program)
-        steps = tuple(again(program, eqn, s, axes, at) for eqn, s in zip(program.equations, self.steps, strict=True))
+        at = branch_locations(program)
+        steps = tuple(
+            restore_step(program, eqn, s, axes, at) for eqn, s in zip(program.equations, self.steps, strict=True)
+        )
         return Flow(program, self.inputs, steps, self.outputs, self.ends)
 
     def to_json(self) -> dict[str, Any]:
@@ -128,7 +135,7 @@ class RecordedFlow:
                         numbers(step.made),
                         numbers(step.results),
                         None if step.ways is None else [[list(lead), list(axes)] for lead, axes in step.ways],
-                        int(step.anyhow),
+                        int(step.materializable),
                         int(step.asks),
                         [write(body) for body in step.bodies],
                     ]
@@ -141,7 +148,7 @@ class RecordedFlow:
             "axes": dict(self.axes),
             **write(self),
             "groups": [[group.axis, [sorted(branch) for branch in group.branches]] for group in self.groups],
-            "layouts": [written(layout) for layout in known],
+            "layouts": [layout_to_json(layout) for layout in known],
         }
 
     @staticmethod
@@ -151,7 +158,7 @@ class RecordedFlow:
         Raises:
           KeyError, IndexError, TypeError or ValueError: it did not.
         """
-        layouts = [read(each) for each in content["layouts"]]
+        layouts = [layout_from_json(each) for each in content["layouts"]]
 
         def several(numbers: Sequence[int]) -> tuple[Layout, ...]:
             if any(not 0 <= number < len(layouts) for number in numbers):
@@ -185,14 +192,14 @@ def digest_of(program: Program) -> str:
     return Writer().write(program).digest
 
 
-def recorded(step: Step) -> RecordedStep:
+def record_step(step: Step) -> RecordedStep:
     """One step, written down."""
     ways = None if step.choice is None else tuple((tuple(way.lead), way.axes) for way in step.choice.ways)
-    bodies = tuple(RecordedFlow.of(body) for body in step.bodies)
-    return RecordedStep(step.operands, step.made, step.results, ways, step.anyhow, step.asks, bodies)
+    bodies = tuple(RecordedFlow.from_flow(body) for body in step.bodies)
+    return RecordedStep(step.operands, step.made, step.results, ways, step.materializable, step.is_constraint, bodies)
 
 
-def again(program: Program, eqn: Any, step: RecordedStep, axes: Axes, at: Mapping[Var, tuple[str, int]]) -> Step:
+def restore_step(program: Program, eqn: Any, step: RecordedStep, axes: Axes, at: Mapping[Var, tuple[str, int]]) -> Step:
     """One step, from what was written down.
 
     Args:
@@ -220,30 +227,32 @@ def again(program: Program, eqn: Any, step: RecordedStep, axes: Axes, at: Mappin
         return Step(eqn, step.operands, step.made, step.results, region=region, bodies=bodies)
     branches = branches_of(eqn)
     if branches is not None:
-        made = again_side_by_side(branches, eqn, step, axes, at)
+        made = restore_branches(branches, eqn, step, axes, at)
         if made is None or len(made[1]) != len(eqn.outvars) or made[1] != step.made:
             raise other()
         return Step(eqn, step.operands, step.made, step.results, bodies=made[0], branches=branches)
     if step.ways is None:
-        return Step(eqn, step.operands, step.made, step.results, anyhow=step.anyhow, asks=step.asks)
+        return Step(
+            eqn, step.operands, step.made, step.results, materializable=step.materializable, is_constraint=step.asks
+        )
     description = program.describe(eqn)
     splits = {} if description is None else {tuple(lead): split for lead, split in description.leads}
     if description is None or any(lead not in splits for lead, _ in step.ways):
         raise other()
-    ways = tuple(Way(lead, splits[lead], names) for lead, names in step.ways)
+    ways = tuple(FactorSharding(lead, splits[lead], names) for lead, names in step.ways)
     passed = tuple(dict.fromkeys(each for layout in step.operands for each in layout.partial))
-    choice = carried_out(eqn, description, ways, [Given(layout) for layout in step.operands], axes, passed)
-    if choice is None or choice.operands != step.operands or reached(eqn, choice) != step.made:
+    choice = build_sharding(eqn, description, ways, [OperandSharding(layout) for layout in step.operands], axes, passed)
+    if choice is None or choice.operands != step.operands or reached_layouts(eqn, choice) != step.made:
         raise other()
     return Step(eqn, step.operands, step.made, step.results, choice)
 
 
-def again_side_by_side(
+def restore_branches(
     branches: Branches, eqn: Any, step: RecordedStep, axes: Axes, at: Mapping[Var, tuple[str, int]]
 ) -> tuple[tuple[Flow, ...], tuple[Layout, ...]] | None:
     """The flows through branches, and how their results lie; None if what was written down is of others."""
     inner = {name: size for name, size in axes.items() if name != branches.axis}
-    given = [tuple(on_one(step.operands[i], branches.axis) for i in reads) for reads in branches.operands]
+    given = [tuple(present_at_one(step.operands[i], branches.axis) for i in reads) for reads in branches.operands]
     pairs = list(zip(step.bodies, branches.programs, strict=False))
     whole = all(not each.partial and branches.axis not in each.cut_axes for several in given for each in several)
     stays = all(
@@ -255,17 +264,17 @@ def again_side_by_side(
     if [body.inputs for body, _ in pairs] != given or any(len(b.outputs) != len(p.outputs) for b, p in pairs):
         return None
     flows = [body.flow(program, inner) for body, program in zip(step.bodies, branches.programs, strict=True)]
-    return tuple(flows), of_branches(branches, flows, axes)
+    return tuple(flows), branch_result_layouts(branches, flows, axes)
 
 
-def written(layout: Layout) -> list[Any]:
+def layout_to_json(layout: Layout) -> list[Any]:
     """A layout as plain data."""
     dims = [None if cut is None else [list(cut.axes), cut.outer, cut.size] for cut in layout.dims]
     return [dims, [[name, monoid.value] for name, monoid in layout.partial]]
 
 
-def read(content: Sequence[Any]) -> Layout:
-    """What `written` gave."""
+def layout_from_json(content: Sequence[Any]) -> Layout:
+    """What `layout_to_json` gave."""
     dims, partial = content
     cuts = (None if cut is None else Cut(tuple(map(str, cut[0])), int(cut[1]), int(cut[2])) for cut in dims)
     return Layout(tuple(cuts), tuple((str(name), Monoid(monoid)) for name, monoid in partial))

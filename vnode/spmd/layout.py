@@ -78,16 +78,16 @@ class Layout:
         return {name: d for d, cut in enumerate(self.dims) if cut is not None for name in cut.axes}
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether every device has the whole value."""
         return not self.partial and not any(self.dims)
 
     @property
-    def complete(self) -> Layout:
+    def without_partial(self) -> Layout:
         """The layout with pieces combined."""
         return Layout(self.dims) if self.partial else self
 
-    def local(self, shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
+    def local_shape(self, shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
         """The shape of one device's array of a value of shape `shape`."""
         return tuple(
             n if cut is None else cut.outer * cut.block(axes) * (n // (cut.outer * cut.size))
@@ -143,12 +143,12 @@ def from_spec(spec: Any, shape: Sequence[int], axes: Axes) -> Layout:
     return Layout(tuple(dims))
 
 
-def over(axes: Axes, layout: Layout, shape: Sequence[int]) -> Layout:
+def restrict_to_axes(axes: Axes, layout: Layout, shape: Sequence[int]) -> Layout:
     """A layout as far as it is over some axes.
 
     >>> from jax.sharding import PartitionSpec
     >>> both = from_spec(PartitionSpec("data", "model"), (4, 8), {"data": 2, "model": 2})
-    >>> str(over({"model": 2}, both, (4, 8)))
+    >>> str(restrict_to_axes({"model": 2}, both, (4, 8)))
     '[-, model]'
     """
     dims: list[Cut | None] = []

@@ -25,14 +25,14 @@ from vnode.operators import Algebra, Monoid, OperatorDescription
 from vnode.operators.description import Dims, Sizes
 from vnode.operators.splits import Free, Interval, Lead, Shifted, Split
 from vnode.spmd.layout import Axes, Cut, Layout, count, cut_along
-from vnode.spmd.resharding import route, sent
+from vnode.spmd.resharding import plan_resharding, total_elements_sent
 
 OPERATIONS_PER_BYTE = 50
 """How many scalar operations take as long as to send a byte: weighs work that is repeated against exchange."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class FactorSharding:
     """An equation's split over axes.
 
     Attributes:
@@ -47,7 +47,7 @@ class Way:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class OpSharding:
     """How one equation is carried out.
 
     Attributes:
@@ -60,10 +60,10 @@ class Choice:
     """
 
     description: OperatorDescription
-    ways: tuple[Way, ...]
+    ways: tuple[FactorSharding, ...]
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
-    parts: Mapping[int, tuple[tuple[Interval, ...], Way]]
+    parts: Mapping[int, tuple[tuple[Interval, ...], FactorSharding]]
     passed: tuple[tuple[str, Monoid], ...] = ()
 
     def sizes(self) -> Sizes:
@@ -73,7 +73,7 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class OperandSharding:
     """What is known of an operand.
 
     Attributes:
@@ -85,7 +85,7 @@ class Given:
     """
 
     layout: Layout
-    anyhow: bool = False
+    materializable: bool = False
     zero: bool = False
     settled: bool = False
 
@@ -93,7 +93,7 @@ class Given:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def remembered(fun: F) -> F:
+def memoized(fun: F) -> F:
     """A function of an equation, its description and more, that reads nothing of the equation but types.
 
     What it found for an equation of the same kind, with the same arguments, it does not look for again: repeated layers
@@ -103,19 +103,19 @@ def remembered(fun: F) -> F:
     @functools.wraps(fun)
     def found(eqn: JaxprEqn, description: OperatorDescription, *args: Any) -> Any:
         key = (fun, *(tuple(x.items() if isinstance(x, Mapping) else x) for x in args))
-        return description.answers.found(key, lambda: fun(eqn, description, *args))
+        return description.answer_cache.get_or_make(key, lambda: fun(eqn, description, *args))
 
     return cast(F, found)
 
 
-@remembered
+@memoized
 def choose(
     eqn: JaxprEqn,
     description: OperatorDescription,
-    given: Sequence[Given],
+    given: Sequence[OperandSharding],
     axes: Axes,
     wishes: Sequence[Layout | None],
-) -> Choice:
+) -> OpSharding:
     """How an equation is cut.
 
     Args:
@@ -131,14 +131,16 @@ def choose(
     passed = stays_partial(eqn, description, given)
     less = [tuple(each for each in passed if each != combined) for combined in passed]
     several = [
-        divided(eqn, description, given, axes, wishes, some, order)
+        choose_in_order(eqn, description, given, axes, wishes, some, order)
         for some in dict.fromkeys((passed, *less, ()))
-        for order in orders(axes, [*(each.layout for each in given), *(wish for wish in wishes if wish is not None)])
+        for order in axis_orders(
+            axes, [*(each.layout for each in given), *(wish for wish in wishes if wish is not None)]
+        )
     ]
     return min(several, key=lambda found: found[0])[1]
 
 
-def orders(axes: Axes, layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
+def axis_orders(axes: Axes, layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
     """Orders in which axes may come to divide an equation: the mesh's, and those of cuts that have another."""
     found = dict.fromkeys([tuple(axes)])
     for layout in layouts:
@@ -149,18 +151,18 @@ def orders(axes: Axes, layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
     return [*found]
 
 
-def divided(
+def choose_in_order(
     eqn: JaxprEqn,
     description: OperatorDescription,
-    given: Sequence[Given],
+    given: Sequence[OperandSharding],
     axes: Axes,
     wishes: Sequence[Layout | None],
     passed: tuple[tuple[str, Monoid], ...],
     order: Sequence[str],
-) -> tuple[float, Choice]:
+) -> tuple[float, OpSharding]:
     """How an equation is cut if pieces over some axes are passed through it, and others come one after another."""
     layouts = [Layout(each.layout.dims, tuple(p for p in each.layout.partial if p in passed)) for each in given]
-    ways: tuple[Way, ...] = ()
+    ways: tuple[FactorSharding, ...] = ()
     for axis in order:
         if any(axis == name for name, _ in passed):
             continue
@@ -170,21 +172,25 @@ def divided(
             if cost is not None and (best is None or cost < best):
                 best, ways = cost, more
     for i, wish in enumerate(wishes):  # as a whole, which no single axis may lead to
-        full = None if wish is None or passed else ways_to(description, i, wish, axes)
+        full = None if wish is None or passed else shardings_for_result(description, i, wish, axes)
         if full:
             cost = total_cost(eqn, description, full, given, axes, passed, wishes)
             now = total_cost(eqn, description, ways, given, axes, passed, wishes)
             if cost is not None and (now is None or cost < now):
                 ways = full
-    choice = carried_out(eqn, description, ways, given, axes, passed)
+    choice = build_sharding(eqn, description, ways, given, axes, passed)
     cost = total_cost(eqn, description, ways, given, axes, passed, wishes)
     assert choice is not None and cost is not None
     return cost, choice
 
 
-def chosen(
-    eqn: JaxprEqn, description: OperatorDescription, given: Sequence[Given], axes: Axes, ways: tuple[Way, ...]
-) -> Choice | None:
+def apply_shardings(
+    eqn: JaxprEqn,
+    description: OperatorDescription,
+    given: Sequence[OperandSharding],
+    axes: Axes,
+    ways: tuple[FactorSharding, ...],
+) -> OpSharding | None:
     """An equation cut in given ways: pieces of sums pass through it over other axes only. None if it cannot be cut so.
 
     Args:
@@ -196,13 +202,13 @@ def chosen(
     """
     taken = {name for way in ways for name in way.axes}
     passed = tuple(p for p in stays_partial(eqn, description, given) if p[0] not in taken)
-    return carried_out(eqn, description, ways, given, axes, passed)
+    return build_sharding(eqn, description, ways, given, axes, passed)
 
 
-def reached(eqn: JaxprEqn, choice: Choice) -> tuple[Layout, ...]:
+def reached_layouts(eqn: JaxprEqn, choice: OpSharding) -> tuple[Layout, ...]:
     """How the results of an evaluated equation lie: pieces of narrow sums have been combined."""
     return tuple(
-        layout.complete if is_narrow(var.aval.dtype) and not choice.passed else layout
+        layout.without_partial if is_narrow(var.aval.dtype) and not choice.passed else layout
         for var, layout in zip(eqn.outvars, choice.results, strict=True)
     )
 
@@ -210,14 +216,14 @@ def reached(eqn: JaxprEqn, choice: Choice) -> tuple[Layout, ...]:
 def candidates(
     description: OperatorDescription,
     layouts: Sequence[Layout],
-    given: Sequence[Given],
+    given: Sequence[OperandSharding],
     wishes: Sequence[Layout | None],
-    ways: tuple[Way, ...],
+    ways: tuple[FactorSharding, ...],
     axis: str,
     axes: Axes,
-) -> Iterator[tuple[Way, ...]]:
+) -> Iterator[tuple[FactorSharding, ...]]:
     """Ways in which an axis can divide the equation as well, as some operand (or a wish) has it."""
-    places = [(description.operands[i], layout) for i, layout in enumerate(layouts) if not given[i].anyhow] + [
+    places = [(description.operands[i], layout) for i, layout in enumerate(layouts) if not given[i].materializable] + [
         (description.results[i], wish) for i, wish in enumerate(wishes) if wish is not None
     ]
     wanted: set[int] = set()
@@ -230,16 +236,16 @@ def candidates(
             yield with_axis(ways, lead, split, axis)
 
 
-def with_axis(ways: tuple[Way, ...], lead: Lead, split: Split, axis: str) -> tuple[Way, ...]:
+def with_axis(ways: tuple[FactorSharding, ...], lead: Lead, split: Split, axis: str) -> tuple[FactorSharding, ...]:
     """The ways with one more axis for one of them."""
     for k, way in enumerate(ways):
         if way.lead == lead and way.split == split:
-            return (*ways[:k], Way(lead, split, (*way.axes, axis)), *ways[k + 1 :])
-    return (*ways, Way(lead, split, (axis,)))
+            return (*ways[:k], FactorSharding(lead, split, (*way.axes, axis)), *ways[k + 1 :])
+    return (*ways, FactorSharding(lead, split, (axis,)))
 
 
 def stays_partial(
-    eqn: JaxprEqn, description: OperatorDescription, given: Sequence[Given]
+    eqn: JaxprEqn, description: OperatorDescription, given: Sequence[OperandSharding]
 ) -> tuple[tuple[str, Monoid], ...]:
     """The axes over which results are partial because operands are: pieces of a sum pass through what is linear."""
     passed = []
@@ -256,13 +262,13 @@ def stays_partial(
             is_narrow(var.aval.dtype) and not is_narrow(eqn.invars[i].aval.dtype) for var in eqn.outvars for i in having
         ):
             continue  # rather combine before it is rounded
-        groups = [group for group in passing(description, monoid) if having <= group]
+        groups = [group for group in passing_groups(description, monoid) if having <= group]
         if any(all(i in having or (given[i].zero and monoid is Monoid.SUM) for i in group) for group in groups):
             passed.append((axis, monoid))
     return tuple(passed)
 
 
-def passing(description: OperatorDescription, monoid: Monoid) -> Sequence[frozenset[int]]:
+def passing_groups(description: OperatorDescription, monoid: Monoid) -> Sequence[frozenset[int]]:
     """Groups of operands that may be in pieces, all of a group at once: the results are so, then."""
     if len(description.operands) == 1 and set(description.reduced.values()) == {monoid}:
         return [frozenset({0})]
@@ -274,22 +280,22 @@ def is_narrow(dtype: object) -> bool:
     return bool(jnp.issubdtype(dtype, np.floating)) and jnp.finfo(dtype).bits < 32  # type: ignore[arg-type]
 
 
-@remembered
-def carried_out(
+@memoized
+def build_sharding(
     eqn: JaxprEqn,
     description: OperatorDescription,
-    ways: tuple[Way, ...],
-    given: Sequence[Given],
+    ways: tuple[FactorSharding, ...],
+    given: Sequence[OperandSharding],
     axes: Axes,
     passed: tuple[tuple[str, Monoid], ...],
-) -> Choice | None:
+) -> OpSharding | None:
     """What it takes to divide an equation so; None if it cannot be."""
     finer = description
     for way in ways:
         if isinstance(way.split, Shifted):
             finer = finer.by_elements(way.split)
     resolved = [dataclasses.replace(way, split=finer.factors[way.lead[0]].split) for way in ways]
-    parts: dict[int, tuple[tuple[Interval, ...], Way]] = {}
+    parts: dict[int, tuple[tuple[Interval, ...], FactorSharding]] = {}
     for way in resolved:
         concerned = finer.parts(way.lead, way.split, count(way.axes, axes))
         if concerned is None or concerned.keys() & parts.keys() or any(finer.sizes[f] == 0 for f in concerned):
@@ -314,13 +320,13 @@ def carried_out(
             if monoid is not None and not factors & set(way.lead):
                 partial += [(name, monoid) for name in way.axes]
         results.append(Layout(layout.dims, tuple(sorted(partial, key=lambda p: list(axes).index(p[0])))))
-    return Choice(finer, tuple(resolved), tuple(operands), tuple(results), parts, passed)
+    return OpSharding(finer, tuple(resolved), tuple(operands), tuple(results), parts, passed)
 
 
 def wanted_layout(
     dims: Dims,
     sizes: Sizes,
-    parts: Mapping[int, tuple[tuple[Interval, ...], Way]],
+    parts: Mapping[int, tuple[tuple[Interval, ...], FactorSharding]],
     have: Layout | None,
     axes: Axes,
 ) -> Layout | None:
@@ -343,33 +349,33 @@ def wanted_layout(
     return Layout(tuple(found))
 
 
-@remembered
+@memoized
 def total_cost(
     eqn: JaxprEqn,
     description: OperatorDescription,
-    ways: tuple[Way, ...],
-    given: Sequence[Given],
+    ways: tuple[FactorSharding, ...],
+    given: Sequence[OperandSharding],
     axes: Axes,
     passed: tuple[tuple[str, Monoid], ...],
     wishes: Sequence[Layout | None] = (),
 ) -> float | None:
     """What it costs to divide an equation so, in bytes that each device sends; None if it cannot be."""
-    choice = carried_out(eqn, description, ways, given, axes, passed)
+    choice = build_sharding(eqn, description, ways, given, axes, passed)
     if choice is None:
         return None
     total = 0.0
     for atom, each, want in zip(eqn.invars, given, choice.operands, strict=True):
-        if not each.anyhow:
-            moves = route(each.layout, want, atom.aval.shape, axes, atom.aval.dtype)
-            total += sent(moves, axes) * itemsize(atom.aval.dtype)
+        if not each.materializable:
+            moves = plan_resharding(each.layout, want, atom.aval.shape, axes, atom.aval.dtype)
+            total += total_elements_sent(moves, axes) * itemsize(atom.aval.dtype)
     for var, layout, wish in itertools.zip_longest(eqn.outvars, choice.results, wishes):
         size, shape, dtype = itemsize(var.aval.dtype), var.aval.shape, var.aval.dtype
         if wish is not None:
-            total += sent(route(layout, wish, shape, axes, dtype), axes) * size
+            total += total_elements_sent(plan_resharding(layout, wish, shape, axes, dtype), axes) * size
             continue
         for piece in layout.partial:  # what combines them later, along each axis for itself
-            moves = route(Layout(layout.dims, (piece,)), Layout(layout.dims), shape, axes, dtype)
-            total += sent(moves, axes) * size
+            moves = plan_resharding(Layout(layout.dims, (piece,)), Layout(layout.dims), shape, axes, dtype)
+            total += total_elements_sent(moves, axes) * size
     parts = count([name for way in choice.ways for name in way.axes], axes)
     return total + description.flops / parts / OPERATIONS_PER_BYTE
 
@@ -378,7 +384,9 @@ def itemsize(dtype: object) -> int:
     return getattr(dtype, "itemsize", 4)
 
 
-def ways_to(description: OperatorDescription, result: int, layout: Layout, axes: Axes) -> tuple[Way, ...] | None:
+def shardings_for_result(
+    description: OperatorDescription, result: int, layout: Layout, axes: Axes
+) -> tuple[FactorSharding, ...] | None:
     """Ways in which an equation gives a result in a layout; None if there are none."""
     ways = []
     for dim, cut in zip(description.results[result], layout.dims, strict=True):
@@ -388,7 +396,7 @@ def ways_to(description: OperatorDescription, result: int, layout: Layout, axes:
             if len(lead) != 1 or lead[0] not in dim or split.partial(lead) is not None:
                 continue
             if cut_along(cut.axes, lead[0], dim, description.sizes, axes) == cut:
-                ways.append(Way(lead, split, cut.axes))
+                ways.append(FactorSharding(lead, split, cut.axes))
                 break
         else:
             return None

@@ -26,7 +26,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from vnode.operators import Monoid
-from vnode.spmd.axis_parts import axes_of, groups, in_parts, index_at, joined, split, whole_again, with_parts
+from vnode.spmd.axis_parts import (
+    axes_of,
+    device_groups,
+    index_at,
+    join_layout,
+    join_names,
+    split_axes,
+    split_layout,
+    with_parts,
+)
 from vnode.spmd.layout import Axes, Cut, Layout, count
 
 ORDERED = {
@@ -67,7 +76,7 @@ class Move:
     parts: tuple[tuple[int, ...] | None, ...] = ()
     among: tuple[tuple[int, ...], ...] = ()
 
-    def sent(self, axes: Axes) -> float:
+    def elements_sent(self, axes: Axes) -> float:
         """Elements that each device sends, by the algorithms that move least.
 
         Source: Chan, Heimlich, Purkayastha, van de Geijn, "Collective communication: theory, practice, and experience"
@@ -103,16 +112,16 @@ def extends(cut: Cut | None, finer: Cut | None, axes: Axes) -> tuple[str, ...] |
     return more if same and nests(cut, more, axes) else None
 
 
-def even(cut: Cut | None, axes: Axes) -> bool:
+def is_even(cut: Cut | None, axes: Axes) -> bool:
     """Whether a dimension is cut into equal blocks of neighbours, none of which is padded."""
     return cut is None or (cut.outer == 1 and cut.size % count(cut.axes, axes) == 0)
 
 
-def in_one(monoid: Monoid, dtype: Any) -> bool:
+def combines_in_transit(monoid: Monoid, dtype: Any) -> bool:
     """Whether a collective combines pieces of a type on the way; if not, every device is given all, and combines them.
 
-    >>> in_one(Monoid.MAX, "bfloat16"), in_one(Monoid.PROD, "float32"), in_one(Monoid.AND, "int32")
-    (True, False, False)
+    >>> [combines_in_transit(*each) for each in ((Monoid.MAX, "bfloat16"), (Monoid.PROD, "float32"))]
+    [True, False]
     """
     kind = np.dtype(dtype)
     match monoid:
@@ -125,7 +134,7 @@ def in_one(monoid: Monoid, dtype: Any) -> bool:
     return False
 
 
-def route(
+def plan_resharding(
     start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any, in_pairs: bool = True
 ) -> tuple[Move, ...]:
     """The moves from one layout of a value to another.
@@ -146,16 +155,17 @@ def route(
       >>> from vnode.spmd.layout import from_spec
       >>> axes = {"x": 2, "y": 4}
       >>> start, end = (from_spec(spec, (8, 16), axes) for spec in (P(("x", "y")), P("y", "x")))
-      >>> [(move.kind, str(move.after), move.sent(axes)) for move in route(start, end, (8, 16), axes, "float32")]
+      >>> moves = plan_resharding(start, end, (8, 16), axes, "float32")
+      >>> [(move.kind, str(move.after), move.elements_sent(axes)) for move in moves]
       [('permute', '[y*x, -]', 16), ('all-to-all', '[y, x]', 8.0)]
     """
     if start == end:
         return ()
-    together = tuple(in_one(monoid, dtype) for _, monoid in start.partial)
-    return _of_shape(start, end, tuple(shape), tuple(axes.items()), together, in_pairs)
+    together = tuple(combines_in_transit(monoid, dtype) for _, monoid in start.partial)
+    return _route_by_shape(start, end, tuple(shape), tuple(axes.items()), together, in_pairs)
 
 
-def cuts_only(start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any) -> bool:
+def is_local(start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any) -> bool:
     """Whether every device has in one layout all that it has in another, so that nothing is sent on that way.
 
     Args:
@@ -165,10 +175,10 @@ def cuts_only(start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtyp
       axes: of the mesh.
       dtype: of its elements.
     """
-    return not end.partial and all(move.kind == "cut" for move in route(start, end, shape, axes, dtype))
+    return not end.partial and all(move.kind == "cut" for move in plan_resharding(start, end, shape, axes, dtype))
 
 
-def finest(layouts: Collection[Layout], shape: Sequence[int], axes: Axes, dtype: Any) -> Layout | None:
+def finest_layout(layouts: Collection[Layout], shape: Sequence[int], axes: Axes, dtype: Any) -> Layout | None:
     """Of some layouts of a value the one to which all others are only cut; None if there is none.
 
     Args:
@@ -178,13 +188,13 @@ def finest(layouts: Collection[Layout], shape: Sequence[int], axes: Axes, dtype:
       dtype: of its elements.
     """
     return next(
-        (end for end in layouts if all(cuts_only(start, end, shape, axes, dtype) for start in layouts)),
+        (end for end in layouts if all(is_local(start, end, shape, axes, dtype) for start in layouts)),
         None,
     )
 
 
 @functools.lru_cache(maxsize=1 << 16)  # searches ask for the same routes very often
-def _of_shape(
+def _route_by_shape(
     start: Layout,
     end: Layout,
     shape: tuple[int, ...],
@@ -222,7 +232,7 @@ def _of_shape(
             move, after=wide(move.after), elements=elements, dim=dim, other=other, parts=parts_of_all
         )
 
-    moves = _found(narrow(start), narrow(end), tuple(short[d] for d in kept), axes, together, in_pairs)
+    moves = _find_route(narrow(start), narrow(end), tuple(short[d] for d in kept), axes, together, in_pairs)
     return tuple(map(widened, moves))
 
 
@@ -232,7 +242,7 @@ def is_plain(cut: Cut | None, n: int) -> bool:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _found(
+def _find_route(
     start: Layout,
     end: Layout,
     shape: tuple[int, ...],
@@ -244,28 +254,28 @@ def _found(
     mesh, partial = dict(axes), [name for name, _ in start.partial]
     paths = _Paths(end, shape, mesh, one, in_pairs)
     moves = paths.cheapest(start)
-    fine = in_parts(mesh, partial)
-    if in_pairs and len(fine) > len(mesh) and sent(moves, mesh) > paths.lacks(start):
-        begin, finish = (split(layout, mesh, partial) for layout in (start, end))
+    fine = split_axes(mesh, partial)
+    if in_pairs and len(fine) > len(mesh) and total_elements_sent(moves, mesh) > paths.lacks(start):
+        begin, finish = (split_layout(layout, mesh, partial) for layout in (start, end))
         finer = _Paths(finish, shape, fine, one, in_pairs).cheapest(begin)
-        moves = finer if sent(finer, fine) < sent(moves, mesh) else moves
+        moves = finer if total_elements_sent(finer, fine) < total_elements_sent(moves, mesh) else moves
     layouts = [start, *(move.after for move in moves)]
-    return tuple(in_whole_axes(move, before, mesh) for move, before in zip(moves, layouts, strict=False))
+    return tuple(over_whole_axes(move, before, mesh) for move, before in zip(moves, layouts, strict=False))
 
 
-def sent(moves: Sequence[Move], axes: Axes) -> float:
+def total_elements_sent(moves: Sequence[Move], axes: Axes) -> float:
     """Elements that each device sends by several moves."""
-    return sum(move.sent(axes) for move in moves)
+    return sum(move.elements_sent(axes) for move in moves)
 
 
-def in_whole_axes(move: Move, before: Layout, axes: Axes) -> Move:
+def over_whole_axes(move: Move, before: Layout, axes: Axes) -> Move:
     """A move along axes and parts of them as one along axes, with who sends what to whom."""
-    after, names = whole_again(move.after, axes), joined(move.axes, axes)
+    after, names = join_layout(move.after, axes), join_names(move.axes, axes)
     if move.kind == "permute":
-        return permuted(dataclasses.replace(move, after=after), whole_again(before, axes), axes)
+        return complete_permute(dataclasses.replace(move, after=after), join_layout(before, axes), axes)
     if move.kind == "cut" or all(name in axes for name in names):
         return dataclasses.replace(move, axes=names, after=after)
-    return dataclasses.replace(move, axes=axes_of(names, axes), after=after, among=groups(names, axes))
+    return dataclasses.replace(move, axes=axes_of(names, axes), after=after, among=device_groups(names, axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,15 +316,20 @@ class _Paths:
                 continue
             done.add((layout, permuted))
             for move in self.moves(layout, self.in_pairs and not permuted):
-                more = sent + round(move.sent(self.axes) * devices)  # a whole number
+                more = sent + round(move.elements_sent(self.axes) * devices)  # a whole number
                 permutes = permuted or move.kind == "permute"
-                lacks, held = self.lacks(move.after), max(most, math.prod(move.after.local(self.shape, self.axes)))
+                lacks, held = (
+                    self.lacks(move.after),
+                    max(most, math.prod(move.after.local_shape(self.shape, self.axes))),
+                )
                 key = more + lacks * devices, collectives + (move.kind != "cut"), held, permutes
                 heapq.heappush(waiting, (*key, next(numbers), more, move.after, (*path, move)))
 
     def lacks(self, at: Layout) -> int:
         """Elements that a device has too few of."""
-        return max(0, math.prod(self.end.local(self.shape, self.axes)) - math.prod(at.local(self.shape, self.axes)))
+        return max(
+            0, math.prod(self.end.local_shape(self.shape, self.axes)) - math.prod(at.local_shape(self.shape, self.axes))
+        )
 
     def moves(self, at: Layout, permutes: bool) -> Iterator[Move]:
         """The moves from a layout that may be on a way; `permutes`: whether a permute may be one, now or later."""
@@ -327,15 +342,15 @@ class _Paths:
             if cut is not None:
                 yield self.move("cut", cut.axes[len(names_of(before)) :], at, {d: cut}, dim=d)
                 return
-        if self.is_straight(at):
+        if self.needs_gathers_only(at):
             yield next(self.gathers(at))
             return
         yield from self.gathers(at)
-        for d in self.leaving(at):
+        for d in self.leaving_dims(at):
             yield from self.exchanges(at, d)
         if permutes:
             for after in self.arrangements(at):
-                yield Move("permute", (), after, math.prod(after.local(self.shape, self.axes)))
+                yield Move("permute", (), after, math.prod(after.local_shape(self.shape, self.axes)))
 
     def move(self, kind: str, names: tuple[str, ...], at: Layout, dims: Mapping[int, Cut | None], **more: Any) -> Move:
         """A move after which some dimensions are cut otherwise, and what it combines is combined."""
@@ -344,7 +359,7 @@ class _Paths:
             tuple(dims.get(d, cut) for d, cut in enumerate(at.dims)),
             tuple(piece for piece in at.partial if piece[0] not in combined),
         )
-        return Move(kind, names, after, math.prod(at.local(self.shape, self.axes)), **more)
+        return Move(kind, names, after, math.prod(at.local_shape(self.shape, self.axes)), **more)
 
     def cut(self, at: Layout, d: int) -> Cut | None:
         """A dimension cut further on its way, along axes that divide nothing yet; None if it cannot be."""
@@ -359,42 +374,42 @@ class _Paths:
         cuts = (dataclasses.replace(target, axes=target.axes[: done + k]) for k in range(free, 0, -1))
         return next((each for each in cuts if nests(each, target.axes[len(each.axes) :], self.axes)), None)
 
-    def leaving(self, at: Layout) -> list[int]:
+    def leaving_dims(self, at: Layout) -> list[int]:
         """The dimensions that are not cut on the way to how they shall be."""
         several = enumerate(zip(at.dims, self.end.dims, strict=True))
         return [d for d, (cut, target) in several if cut is not None and extends(cut, target, self.axes) is None]
 
-    def is_straight(self, at: Layout) -> bool:
+    def needs_gathers_only(self, at: Layout) -> bool:
         """Whether nothing is left but to put together what is cut too far: in any order the same is sent.
 
         The last dimension is the first, as with XLA's partitioner, by which some results of programs become whole.
         """
-        firsts = [(next(self.shorter(at, d)), self.end.dims[d]) for d in self.leaving(at)]
+        firsts = [(next(self.shorten(at, d)), self.end.dims[d]) for d in self.leaving_dims(at)]
         wanted = self.end.cut_axes.keys()
         return all(rest == target and not wanted & {*names} for (names, rest), target in firsts)
 
-    def kept(self, at: Layout, d: int) -> tuple[str, ...]:
+    def kept_axes(self, at: Layout, d: int) -> tuple[str, ...]:
         cut = at.dims[d]
         assert cut is not None
-        return shared(cut, self.end.dims[d], self.axes)
+        return shared_axes(cut, self.end.dims[d], self.axes)
 
-    def shorter(self, at: Layout, d: int) -> Iterator[tuple[tuple[str, ...], Cut | None]]:
+    def shorten(self, at: Layout, d: int) -> Iterator[tuple[tuple[str, ...], Cut | None]]:
         """Minor axes of a dimension that may leave it, with what is left: all that it need not keep, first."""
         cut = at.dims[d]
         assert cut is not None
-        for length in range(len(self.kept(at, d)), len(cut.axes)):
+        for length in range(len(self.kept_axes(at, d)), len(cut.axes)):
             rest = dataclasses.replace(cut, axes=cut.axes[:length]) if length else None
             if rest is None or nests(rest, cut.axes[length:], self.axes):
                 yield cut.axes[length:], rest
 
-    def longer(self, at: Layout, d: int, names: tuple[str, ...], anyhow: bool = False) -> Cut | None:
-        """A dimension cut further along axes; None if others shall cut it next, or if that is on no way `anyhow`."""
+    def lengthen(self, at: Layout, d: int, names: tuple[str, ...], anyhow: bool = False) -> Cut | None:
+        """A dimension cut further along axes; None if other axes must come next, or, without `anyhow`, no path does so."""
         cut, target = at.dims[d], self.end.dims[d]
         if target is None or not are_alike(cut, target):
             return None
         more = dataclasses.replace(target, axes=(*names_of(cut), *names))
         fits = is_finer(more, target, self.axes) and (anyhow or target.axes[: len(more.axes)] == more.axes)
-        return more if fits and even(cut, self.axes) and even(more, self.axes) else None
+        return more if fits and is_even(cut, self.axes) and is_even(more, self.axes) else None
 
     def combination(self, at: Layout, pieces: Sequence[tuple[str, Monoid]]) -> Move:
         """Of pieces that are to be combined the first, with those behind them of the same monoid.
@@ -406,22 +421,22 @@ class _Paths:
         names = tuple(name for name, _ in itertools.takewhile(lambda piece: piece[1] is monoid, pieces))
         if monoid is Monoid.SUM:
             for name, d in itertools.product(names, range(len(at.dims))):
-                cut = self.longer(at, d, (name,), self.in_pairs) if name in names_of(self.end.dims[d]) else None
+                cut = self.lengthen(at, d, (name,), self.in_pairs) if name in names_of(self.end.dims[d]) else None
                 if cut is not None:
                     return self.move("reduce-scatter", (name,), at, {d: cut}, dim=d, monoid=monoid)
         return self.move("all-reduce" if self.in_one[monoid] else "all-gather", names, at, {}, monoid=monoid)
 
     def gathers(self, at: Layout) -> Iterator[Move]:
-        for d in reversed(self.leaving(at)):
-            for names, rest in self.shorter(at, d):
+        for d in reversed(self.leaving_dims(at)):
+            for names, rest in self.shorten(at, d):
                 yield self.move("all-gather", names, at, {d: rest}, dim=d)
 
     def exchanges(self, at: Layout, d: int) -> Iterator[Move]:
         """Minor axes of a dimension go to another, which needs them next."""
-        for names, rest in self.shorter(at, d):
-            if even(at.dims[d], self.axes) and even(rest, self.axes):
+        for names, rest in self.shorten(at, d):
+            if is_even(at.dims[d], self.axes) and is_even(rest, self.axes):
                 for other in range(len(at.dims)):
-                    cut = self.longer(at, other, names) if other != d else None
+                    cut = self.lengthen(at, other, names) if other != d else None
                     if cut is not None:
                         yield self.move("all-to-all", names, at, {d: rest, other: cut}, dim=d, other=other)
 
@@ -447,7 +462,7 @@ class _Paths:
                 yield {}
                 return
             d, *others = left
-            for names in minor(parts[d] // math.gcd(parts[d], count(needs[d], self.axes)), free, self.axes):
+            for names in minor_axes(parts[d] // math.gcd(parts[d], count(needs[d], self.axes)), free, self.axes):
                 for more in followed(others, tuple(name for name in free if name not in names)):
                     yield {d: names, **more}
 
@@ -458,7 +473,7 @@ class _Paths:
                 if d in fixed:
                     dims.append(cut)
                     continue
-                names = (*needs[d], *chosen[d]) if d in chosen else leading(needs[d], used)
+                names = (*needs[d], *chosen[d]) if d in chosen else leading_names(needs[d], used)
                 form = target if target is not None else cut
                 found = dataclasses.replace(form, axes=names) if form is not None and names else None
                 if not (is_finer(cut, found, self.axes) and self.is_between(found, target)):
@@ -479,15 +494,15 @@ def names_of(cut: Cut | None) -> tuple[str, ...]:
     return cut.axes if cut is not None else ()
 
 
-def leading(names: Sequence[str], used: Collection[str]) -> tuple[str, ...]:
+def leading_names(names: Sequence[str], used: Collection[str]) -> tuple[str, ...]:
     """The names before the first that is used."""
     return tuple(itertools.takewhile(lambda name: name not in used, names))
 
 
-def minor(parts: int, free: Sequence[str], axes: Axes) -> Iterator[tuple[str, ...]]:
+def minor_axes(parts: int, free: Sequence[str], axes: Axes) -> Iterator[tuple[str, ...]]:
     """Axes in every order, no more than it takes that their parts are a multiple of some number.
 
-    >>> list(minor(4, ("x", "y", "z"), {"x": 2, "y": 4, "z": 2}))
+    >>> list(minor_axes(4, ("x", "y", "z"), {"x": 2, "y": 4, "z": 2}))
     [('x', 'y'), ('x', 'z'), ('y',), ('z', 'x'), ('z', 'y')]
     """
     if parts == 1:
@@ -496,7 +511,7 @@ def minor(parts: int, free: Sequence[str], axes: Axes) -> Iterator[tuple[str, ..
     for name in free:
         left = parts // math.gcd(parts, axes[name])
         if left < parts:
-            for names in minor(left, [other for other in free if other != name], axes):
+            for names in minor_axes(left, [other for other in free if other != name], axes):
                 yield (name, *names)
 
 
@@ -515,7 +530,7 @@ def is_finer(cut: Cut | None, finer: Cut | None, axes: Axes) -> bool:
     return not rest and times * finer.block(axes) == cut.block(axes)
 
 
-def permuted(move: Move, before: Layout, axes: Axes) -> Move:
+def complete_permute(move: Move, before: Layout, axes: Axes) -> Move:
     """A permute with who sends what to whom: each device is sent its block by one that has it, itself if it can be.
 
     As many devices have a block as are to have some of it: each sends one. Of those left in a group the first is sent
@@ -551,7 +566,7 @@ def permuted(move: Move, before: Layout, axes: Axes) -> Move:
     return dataclasses.replace(move, axes=names, pairs=pairs, parts=tuple(parts))
 
 
-def shared(cut: Cut, target: Cut | None, axes: Axes) -> tuple[str, ...]:
+def shared_axes(cut: Cut, target: Cut | None, axes: Axes) -> tuple[str, ...]:
     """The leading axes that a cut need not give up on the way to another."""
     if target is None or (cut.outer, cut.size) != (target.outer, target.size):
         return ()

@@ -19,12 +19,12 @@ import numpy as np
 from jax import lax
 
 from vnode.operators import Monoid
-from vnode.operators.ordering_barrier import as_it_was
+from vnode.operators.ordering_barrier import ready_value
 from vnode.operators.splits import Interval
 from vnode.spmd.axis_parts import axes_of, index_at, parts_of, with_parts
 from vnode.spmd.layout import Axes, Cut, Layout, count
 from vnode.spmd.op_sharding import itemsize
-from vnode.spmd.resharding import ORDERED, Move, in_one, route
+from vnode.spmd.resharding import ORDERED, Move, combines_in_transit, plan_resharding
 
 MUCH = 64 << 10
 """Bytes from which it is worth an operation on a device's part that something is gathered later."""
@@ -41,7 +41,7 @@ BRANCHES: contextvars.ContextVar[bool] = contextvars.ContextVar("branches", defa
 
 
 @contextlib.contextmanager
-def in_step(*, everywhere: bool, in_branches: bool) -> Iterator[None]:
+def devices_in_step(*, everywhere: bool, in_branches: bool) -> Iterator[None]:
     """Says in what follows which devices of the mesh are at the same place of the program.
 
     Args:
@@ -61,7 +61,7 @@ BY_GLOO: contextvars.ContextVar[bool] = contextvars.ContextVar("by_gloo", defaul
 
 
 @contextlib.contextmanager
-def carried_out(by_gloo: bool) -> Iterator[None]:
+def use_gloo_rules(by_gloo: bool) -> Iterator[None]:
     """Says by what the collectives of a program that is traced are carried out."""
     token = BY_GLOO.set(by_gloo)
     try:
@@ -75,7 +75,7 @@ PLACES: contextvars.ContextVar[Mapping[str, jax.Array]] = contextvars.ContextVar
 
 
 @contextlib.contextmanager
-def placed(axes: Axes) -> Iterator[None]:
+def with_axis_indices(axes: Axes) -> Iterator[None]:
     """Asks for this device's index along axes here, for what follows, loops within it too.
 
     XLA takes what does not change from turn to turn out of several loops, one within the other, but not where it
@@ -128,19 +128,19 @@ def convert_after(
     `latest`: arrays of floating-point numbers, none of them empty.
     """
     if latest and grows(start, end, shape, axes, jnp.result_type(value)):
-        value = as_it_was(value, *latest)
+        value = ready_value(value, *latest)
     return convert(value, start, end, shape, axes)
 
 
 def grows(start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any) -> bool:
     """Whether a device has much more of a value in one layout than in another."""
-    here, there = (math.prod(layout.local(shape, axes)) for layout in (start, end))
+    here, there = (math.prod(layout.local_shape(shape, axes)) for layout in (start, end))
     return there > here and there * itemsize(dtype) >= MUCH
 
 
 def moves(start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any) -> tuple[Move, ...]:
     """The route between two layouts here: without permutes where devices may not send to single others."""
-    return route(start, end, shape, axes, dtype, in_pairs=not APART.get())
+    return plan_resharding(start, end, shape, axes, dtype, in_pairs=not APART.get())
 
 
 def carry_out(value: Any, before: Layout, move: Move, shape: Sequence[int], axes: Axes) -> Any:
@@ -213,7 +213,7 @@ def part_to_send(value: Any, before: Layout, move: Move, shape: Sequence[int], a
 
 def combine(value: Any, names: tuple[str, ...], monoid: Monoid) -> Any:
     """The pieces of a value on all devices along axes, combined. A sum of minus zeros may be zero."""
-    if not in_one(monoid, value.dtype):
+    if not combines_in_transit(monoid, value.dtype):
         pieces = lax.all_gather(value, names)
         result = pieces[0]
         for piece in range(1, pieces.shape[0]):
@@ -222,12 +222,12 @@ def combine(value: Any, names: tuple[str, ...], monoid: Monoid) -> Any:
     if monoid is Monoid.SUM:
         return lax.psum(value, names)
     if value.dtype in ORDERED:  # among floats, some collectives lose NaN
-        return of_order(combine(order(value, monoid), names, monoid), value.dtype)
+        return from_ordered_bits(combine(to_ordered_bits(value, monoid), names, monoid), value.dtype)
     most = lax.pmin if monoid in (Monoid.AND, Monoid.MIN) else lax.pmax
     return most(value.astype(jnp.int8), names).astype(np.bool_) if value.dtype == np.bool_ else most(value, names)
 
 
-def order(value: Any, monoid: Monoid) -> Any:
+def to_ordered_bits(value: Any, monoid: Monoid) -> Any:
     """Integers in the order of numbers; NaN is the one that a monoid (the greatest, or the least) takes."""
     bits = lax.bitcast_convert_type(value, ORDERED[value.dtype])
     least, greatest = (jnp.iinfo(bits.dtype).min, jnp.iinfo(bits.dtype).max)
@@ -235,20 +235,20 @@ def order(value: Any, monoid: Monoid) -> Any:
     return jnp.where(jnp.isnan(value), jnp.asarray(nan, bits.dtype), jnp.where(bits < 0, bits ^ greatest, bits))
 
 
-def of_order(bits: Any, dtype: Any) -> Any:
-    """Undoes `order`: the greatest integer, and the least, are bits of NaN."""
+def from_ordered_bits(bits: Any, dtype: Any) -> Any:
+    """Undoes `to_ordered_bits`: the greatest integer, and the least, are bits of NaN."""
     return lax.bitcast_convert_type(jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits), dtype)
 
 
-def opened(value: Any, dim: int, cut: Cut | None, n: int, axes: Axes) -> Any:
+def open_dim(value: Any, dim: int, cut: Cut | None, n: int, axes: Axes) -> Any:
     """A dimension as three: ``outer``, one device's block, ``inner``."""
     assert cut is not None
     shape, inner = value.shape, n // (cut.outer * cut.size)
     return value.reshape(*shape[:dim], cut.outer, cut.block(axes), inner, *shape[dim + 1 :])
 
 
-def closed(value: Any, dim: int) -> Any:
-    """Undoes `opened`."""
+def close_dim(value: Any, dim: int) -> Any:
+    """Undoes `open_dim`."""
     shape = value.shape
     return value.reshape(*shape[:dim], math.prod(shape[dim : dim + 3]), *shape[dim + 3 :])
 
@@ -261,8 +261,8 @@ def gather(
     if cut.outer == 1 and n == cut.size:
         together = put_together(value, axis=dim)
         return lax.slice_in_dim(together, 0, size, axis=dim) if together.shape[dim] != size else together
-    parts = put_together(opened(value, dim, cut, n, axes), axis=dim + 1)
-    return closed(lax.slice_in_dim(parts, 0, size, axis=dim + 1), dim)
+    parts = put_together(open_dim(value, dim, cut, n, axes), axis=dim + 1)
+    return close_dim(lax.slice_in_dim(parts, 0, size, axis=dim + 1), dim)
 
 
 def take_block(value: Any, dim: int, before: Cut | None, after: Cut, n: int, axes: Axes, part: jax.Array) -> Any:
@@ -273,12 +273,12 @@ def take_block(value: Any, dim: int, before: Cut | None, after: Cut, n: int, axe
     whole = value.reshape(*value.shape[:dim], after.outer, have, inner, *value.shape[dim + 1 :])
     missing = block * parts - have
     if missing:
-        whole = extended(whole, dim + 1, 0, missing)
+        whole = extend_dim(whole, dim + 1, 0, missing)
     start = part * block
-    return closed(lax.dynamic_slice_in_dim(whole, start, block, axis=dim + 1), dim)
+    return close_dim(lax.dynamic_slice_in_dim(whole, start, block, axis=dim + 1), dim)
 
 
-def extended(value: Any, dim: int, before: int, behind: int) -> Any:
+def extend_dim(value: Any, dim: int, before: int, behind: int) -> Any:
     """An array with something more along a dimension, whatever."""
     if not before and not behind:
         return value
@@ -321,7 +321,7 @@ def fetch(
     value = value.reshape(*shape[:dim], cut.outer, block, inner, *shape[dim + 1 :])
     have = block if lies_cut else None
     pieces = [_fetch_one(value, dim + 1, cut, have, each, fill, axes) for each in intervals]
-    return closed(pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=dim + 1), dim)
+    return close_dim(pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=dim + 1), dim)
 
 
 def _fetch_one(value: Any, dim: int, cut: Cut, block: int | None, interval: Interval, fill: Any, axes: Axes) -> Any:
@@ -351,7 +351,7 @@ def _neighbourhood(
     What is needed of a block at some distance is sent by one permutation, cut to what any device needs of it.
     """
     parts = len(index)
-    needed, pairs = neighbours(index, block)
+    needed, pairs = needed_neighbours(index, block)
     first, last = min(needed, default=0), max(needed, default=0)
     pieces = []
     begin = 0
@@ -369,7 +369,9 @@ def _neighbourhood(
     return near, (np.arange(parts) + first) * block + begin
 
 
-def neighbours(index: np.ndarray, block: int) -> tuple[dict[int, tuple[int, int]], dict[int, set[tuple[int, int]]]]:
+def needed_neighbours(
+    index: np.ndarray, block: int
+) -> tuple[dict[int, tuple[int, int]], dict[int, set[tuple[int, int]]]]:
     """Of blocks at each distance the first and last element that anyone needs, and who needs some of whose.
 
     Args:
@@ -424,7 +426,7 @@ def _select(value: Any, dim: int, own: np.ndarray, there: np.ndarray, me: jax.Ar
         starts = np.array([s[0] if len(s) else 0 for s in steps])
         before = max(0, -int(starts.min()))
         behind = max(0, int(starts.max()) + length - value.shape[dim])
-        value = extended(value, dim, before, behind)
+        value = extend_dim(value, dim, before, behind)
         starts = starts + before
         if (starts == starts[0]).all():
             return lax.slice_in_dim(value, int(starts[0]), int(starts[0]) + length, axis=dim)

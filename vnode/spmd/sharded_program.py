@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vnode.spmd.device_program import run
 from vnode.spmd.layout import Axes, Layout
-from vnode.spmd.resharding import even
+from vnode.spmd.resharding import is_even
 from vnode.spmd.resharding_collectives import convert
 from vnode.spmd.sharding_flow import Flow
 
@@ -25,9 +25,9 @@ def long_axes(mesh: Mesh) -> dict[str, int]:
     return {name: size for name, size in mesh.shape.items() if size > 1}
 
 
-def at_the_border(layout: Layout, axes: Axes) -> Layout:
+def as_spec_layout(layout: Layout, axes: Axes) -> Layout:
     """A layout that a `PartitionSpec` can say: what axes do not divide evenly is whole."""
-    return Layout(tuple(cut if even(cut, axes) else None for cut in layout.dims))
+    return Layout(tuple(cut if is_even(cut, axes) else None for cut in layout.dims))
 
 
 def spec_of(layout: Layout) -> PartitionSpec:
@@ -35,7 +35,7 @@ def spec_of(layout: Layout) -> PartitionSpec:
     return PartitionSpec(*[None if cut is None else cut.axes for cut in layout.dims])
 
 
-def over_mesh(flow: Flow, mesh: Mesh) -> Any:
+def flow_over_mesh(flow: Flow, mesh: Mesh) -> Any:
     """A function of a program's inputs that gives its outputs, each a list of arrays on `mesh`.
 
     Args:
@@ -43,10 +43,10 @@ def over_mesh(flow: Flow, mesh: Mesh) -> Any:
       mesh: the devices, with the axes that the flow names.
     """
     axes, platform = long_axes(mesh), mesh.devices.flat[0].platform
-    given = [at_the_border(layout, axes) for layout in flow.inputs]
-    made = [at_the_border(layout, axes) for layout in flow.outputs]
+    given = [as_spec_layout(layout, axes) for layout in flow.inputs]
+    made = [as_spec_layout(layout, axes) for layout in flow.outputs]
 
-    def moved(
+    def convert_values(
         values: Sequence[Any], starts: Sequence[Layout], ends: Sequence[Layout], atoms: Sequence[Any]
     ) -> list[Any]:
         return [
@@ -55,14 +55,14 @@ def over_mesh(flow: Flow, mesh: Mesh) -> Any:
         ]
 
     def on_each_device(*values: Any) -> list[Any]:
-        inputs = moved(values, given, flow.inputs, flow.program.inputs)
+        inputs = convert_values(values, given, flow.inputs, flow.program.inputs)
         outputs = run(flow, inputs, axes, platform)
-        return moved(outputs, flow.outputs, made, flow.program.outputs)
+        return convert_values(outputs, flow.outputs, made, flow.program.outputs)
 
-    return on_devices(on_each_device, mesh, tuple(map(spec_of, given)), list(map(spec_of, made)))
+    return program_over_mesh(on_each_device, mesh, tuple(map(spec_of, given)), list(map(spec_of, made)))
 
 
-def on_devices(program: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def program_over_mesh(program: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """A program of each device as one over a mesh, all of whose axes are manual.
 
     XLA takes arrays without elements for constants before it reads how operands lie, and does not know a program of
@@ -84,14 +84,14 @@ def on_devices(program: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs
 
         def without_operands() -> Any:
             pairs = zip(leaves, specs, strict=True)
-            return program(*jax.tree.unflatten(treedef, [nothing(leaf, spec, mesh) for leaf, spec in pairs]))
+            return program(*jax.tree.unflatten(treedef, [empty_part(leaf, spec, mesh) for leaf, spec in pairs]))
 
         return whole(without_operands, in_specs=())()
 
     return run
 
 
-def nothing(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
+def empty_part(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
     """A device's part of an array without elements."""
     shape = NamedSharding(mesh, spec).shard_shape(leaf.shape)
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

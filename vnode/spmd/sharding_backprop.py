@@ -15,17 +15,17 @@ from jax.extend.core import Var
 
 from vnode.operators import OperatorDescription, Prefix
 from vnode.spmd.layout import Axes, Layout, replicated
-from vnode.spmd.op_sharding import Given, carried_out, ways_to
-from vnode.spmd.resharding import cuts_only
+from vnode.spmd.op_sharding import OperandSharding, build_sharding, shardings_for_result
+from vnode.spmd.resharding import is_local
 from vnode.spmd.sharding_flow import Flow, Step
 
 
-def in_parts(description: OperatorDescription) -> bool:
+def computes_parts_locally(description: OperatorDescription) -> bool:
     """Whether parts of a result are computed of whole operands without any exchange."""
     return not any(isinstance(factor.split, Prefix) for factor in description.factors)
 
 
-def wished(flow: Flow, axes: Axes, exact: Set[str] = frozenset()) -> dict[Var, Layout]:
+def find_wishes(flow: Flow, axes: Axes, exact: Set[str] = frozenset()) -> dict[Var, Layout]:
     """How values shall lie that every device has whole, and that are read in parts only, also in loops and branches.
 
     Args:
@@ -54,26 +54,33 @@ def follow_back(flow: Flow, axes: Axes, exact: Set[str], wishes: dict[Var, Layou
     for step in reversed(flow.steps):
         operands = step.operands
         description = flow.program.describe(step.eqn) if step.region is None else None
-        if description is not None and len(step.eqn.outvars) == 1 and not step.anyhow and in_parts(description):
+        if (
+            description is not None
+            and len(step.eqn.outvars) == 1
+            and not step.materializable
+            and computes_parts_locally(description)
+        ):
             (var,), (layout,) = step.eqn.outvars, step.results
             wanted = reads.get(var, set())
             if len(wanted) == 1 and description.layout is None:
                 (target,) = wanted
-                finer = layout != target and cuts_only(layout, target, var.aval.shape, axes, var.aval.dtype)
-                ways = ways_to(description, 0, target, axes)
+                finer = layout != target and is_local(layout, target, var.aval.shape, axes, var.aval.dtype)
+                ways = shardings_for_result(description, 0, target, axes)
                 allowed = description.by_element or not target.cut_axes.keys() & exact
                 if finer and ways and allowed:
-                    given = [Given(replicated(len(getattr(atom.aval, "shape", ())))) for atom in step.eqn.invars]
-                    choice = carried_out(step.eqn, description, ways, given, axes, ())
+                    given = [
+                        OperandSharding(replicated(len(getattr(atom.aval, "shape", ())))) for atom in step.eqn.invars
+                    ]
+                    choice = build_sharding(step.eqn, description, ways, given, axes, ())
                     if choice is not None and choice.results[0] == target:
                         wishes[var], operands = target, choice.operands
-        inside = read_inside(step, lambda body: follow_back(body, axes, exact, wishes))
+        inside = body_read_layouts(step, lambda body: follow_back(body, axes, exact, wishes))
         for i, (atom, layout) in enumerate(zip(step.eqn.invars, operands, strict=True)):
             read(atom, inside.get(i, [layout]))
     return reads
 
 
-def read_in(flow: Flow, returned: bool = False) -> dict[Var, list[Layout]]:
+def read_layouts(flow: Flow, returned: bool = False) -> dict[Var, list[Layout]]:
     """In which layouts each variable of a program is read, each time; in loops and branches as their bodies read it.
 
     Args:
@@ -87,7 +94,7 @@ def read_in(flow: Flow, returned: bool = False) -> dict[Var, list[Layout]]:
             found.setdefault(atom, []).extend(layouts)
 
     for step in flow.steps:
-        inside = read_inside(step, lambda body: read_in(body, returned=True))
+        inside = body_read_layouts(step, lambda body: read_layouts(body, returned=True))
         for i, (atom, layout) in enumerate(zip(step.eqn.invars, step.operands, strict=True)):
             read(atom, inside.get(i, [layout]))
     for atom, layout in zip(flow.program.outputs, flow.outputs, strict=True) if returned else ():
@@ -95,7 +102,7 @@ def read_in(flow: Flow, returned: bool = False) -> dict[Var, list[Layout]]:
     return found
 
 
-def read_inside(step: Step, reads: Callable[[Flow], Mapping[Var, Iterable[Layout]]]) -> dict[int, list[Layout]]:
+def body_read_layouts(step: Step, reads: Callable[[Flow], Mapping[Var, Iterable[Layout]]]) -> dict[int, list[Layout]]:
     """In which layouts bodies of a loop or branch read its operands, by their numbers.
 
     Not what is carried, which lies as it is carried, nor what chooses.

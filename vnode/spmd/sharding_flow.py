@@ -24,21 +24,21 @@ from vnode.analysis.program import Atom, Program, message_about
 from vnode.errors import PartitionError, UnsupportedPrimitiveError
 from vnode.operators import Algebra, Monoid, OperatorDescription
 from vnode.operators.control_flow import Region, region_of
-from vnode.spmd.branch_groups import Branches, branches_of, made_at
+from vnode.spmd.branch_groups import Branches, branch_locations, branches_of
 from vnode.spmd.factor_blocks import Loop, loop_of
 from vnode.spmd.layout import Axes, Cut, Layout, cut_of, replicated
 from vnode.spmd.op_sharding import (
-    Choice,
-    Given,
-    Way,
-    carried_out,
+    FactorSharding,
+    OperandSharding,
+    OpSharding,
+    build_sharding,
     choose,
     is_narrow,
-    passing,
-    reached,
-    ways_to,
+    passing_groups,
+    reached_layouts,
+    shardings_for_result,
 )
-from vnode.spmd.resharding import finest
+from vnode.spmd.resharding import finest_layout
 
 Path = tuple[int, ...]
 """Which equation of a program: its number; in a loop or branch that equation's, the body's, and the number there."""
@@ -51,7 +51,7 @@ CHEAP = 30
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class RequestedSharding:
     """How an equation shall be cut.
 
     Attributes:
@@ -60,7 +60,7 @@ class Asked:
       passed: axes over which operands are in pieces, and so are the results.
     """
 
-    ways: tuple[Way, ...]
+    ways: tuple[FactorSharding, ...]
     given: tuple[Layout, ...]
     passed: tuple[tuple[str, Monoid], ...] = ()
 
@@ -89,15 +89,15 @@ class Step:
     operands: tuple[Layout, ...]
     made: tuple[Layout, ...]
     results: tuple[Layout, ...]
-    choice: Choice | None = None
+    choice: OpSharding | None = None
     region: Region | None = None
     bodies: tuple[Flow, ...] = ()
     branches: Branches | None = None
     loop: Loop | None = None
-    anyhow: bool = False
-    asks: bool = False
+    materializable: bool = False
+    is_constraint: bool = False
     leaves: bool = False
-    after: tuple[Var, ...] = ()
+    gather_after: tuple[Var, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ def follow(
     *,
     outputs: Sequence[Layout | None] | None = None,
     wishes: Mapping[Var, Layout] | None = None,
-    asked: Mapping[Path, Asked] | None = None,
+    asked: Mapping[Path, RequestedSharding] | None = None,
 ) -> Flow:
     """Finds how every value of a program lies.
 
@@ -146,10 +146,10 @@ def follow(
       PartitionError: an equation cannot be cut as is asked.
       UnsupportedPrimitiveError: an equation has an effect, which every device would have.
     """
-    made = _Follower(program, axes, wishes or {}, asked or {}).follow([Given(layout) for layout in inputs])
+    made = _Follower(program, axes, wishes or {}, asked or {}).follow([OperandSharding(layout) for layout in inputs])
     wanted = outputs if outputs is not None else [None] * len(program.outputs)
     ends = tuple(state.layout for state in made.ends)
-    handed_on = tuple(end.complete if want is None else want for end, want in zip(ends, wanted, strict=True))
+    handed_on = tuple(end.without_partial if want is None else want for end, want in zip(ends, wanted, strict=True))
     return Flow(program, tuple(inputs), tuple(made.steps), handed_on, ends)
 
 
@@ -161,28 +161,28 @@ class _Follower:
         program: Program,
         axes: Axes,
         wishes: Mapping[Var, Layout],
-        asked: Mapping[Path, Asked],
+        asked: Mapping[Path, RequestedSharding],
         path: Path = (),
     ) -> None:
         self.program, self.axes, self.wishes, self.asked, self.path = program, axes, wishes, asked, path
-        self.states: dict[Var, Given] = {}
+        self.states: dict[Var, OperandSharding] = {}
         self.pieces: dict[Var, Layout] = {}  # how what lies complete was made, if in pieces
         self.steps: list[Step] = []
-        self.ends: list[Given] = []
+        self.ends: list[OperandSharding] = []
 
-    def follow(self, inputs: Sequence[Given]) -> _Follower:
+    def follow(self, inputs: Sequence[OperandSharding]) -> _Follower:
         self.states.update(zip(self.program.inputs, inputs, strict=True))
         for var in self.program.constants:
-            self.states[var] = Given(replicated(len(var.aval.shape)))
+            self.states[var] = OperandSharding(replicated(len(var.aval.shape)))
         for number, eqn in enumerate(self.program.equations):
             self.steps.append(self.step(eqn, (*self.path, number)))
         self.ends = [self.state(atom) for atom in self.program.outputs]
         return self
 
-    def state(self, atom: Atom) -> Given:
+    def state(self, atom: Atom) -> OperandSharding:
         if isinstance(atom, Literal):
             shape = getattr(atom.aval, "shape", ())
-            return Given(replicated(len(shape)), anyhow=True, zero=not shape and atom.val == 0)
+            return OperandSharding(replicated(len(shape)), materializable=True, zero=not shape and atom.val == 0)
         return self.states[atom]
 
     def step(self, eqn: JaxprEqn, path: Path) -> Step:
@@ -210,14 +210,14 @@ class _Follower:
             )
         if description is not None and description.layout is not None:
             return self.constraint_step(eqn, description.layout, given[0])
-        wishes = [self.wishes.get(var) or self.asked_for.get(var) for var in eqn.outvars]
+        wishes = [self.wishes.get(var) or self.requested_layouts.get(var) for var in eqn.outvars]
         if path in self.asked and description is not None:
             return self.asked_step(eqn, description, given, self.asked[path])
-        if description is None or (all(each.layout.whole for each in given) and not any(wishes)):
-            anyhow = description is not None and self.from_nothing(eqn, given)
+        if description is None or (all(each.layout.is_whole for each in given) and not any(wishes)):
+            anyhow = description is not None and self.is_materializable(eqn, given)
             operands = tuple(replicated(len(each.layout.dims)) for each in given)
             made = tuple(replicated(len(getattr(var.aval, "shape", ()))) for var in eqn.outvars)
-            results = made if description is not None else wished(made, wishes)
+            results = made if description is not None else apply_wishes(made, wishes)
             zero = (
                 description is not None
                 and anyhow
@@ -225,16 +225,18 @@ class _Follower:
                 and all(each.zero for each in given)
                 and bool(given)
             )
-            self.states.update((var, Given(r, anyhow, zero)) for var, r in zip(eqn.outvars, results, strict=True))
-            return Step(eqn, operands, made, results, anyhow=anyhow)
+            self.states.update(
+                (var, OperandSharding(r, anyhow, zero)) for var, r in zip(eqn.outvars, results, strict=True)
+            )
+            return Step(eqn, operands, made, results, materializable=anyhow)
         choice = choose(eqn, description, given, self.axes, wishes)
-        made = reached(eqn, choice)
-        results = wished(made, wishes)
+        made = reached_layouts(eqn, choice)
+        results = apply_wishes(made, wishes)
         for atom, each, want in zip(eqn.invars, given, choice.operands, strict=True):
             if isinstance(atom, Var) and each.layout.partial and not want.partial:
-                self.states[atom] = Given(want)  # from here on it is at hand like this
+                self.states[atom] = OperandSharding(want)  # from here on it is at hand like this
         self.states.update(
-            (var, Given(r, settled=bool(r.partial) and self.is_combined(var, r)))
+            (var, OperandSharding(r, settled=bool(r.partial) and self.is_combined(var, r)))
             for var, r in zip(eqn.outvars, results, strict=True)
         )
         return Step(eqn, choice.operands, made, results, choice)
@@ -245,19 +247,19 @@ class _Follower:
             description = None if region_of(eqn) is not None else self.program.describe(eqn)
             having = {i for i, atom in enumerate(eqn.invars) if atom is var}
             if description is None or not all(
-                any(having <= group for group in passing(description, monoid)) for _, monoid in layout.partial
+                any(having <= group for group in passing_groups(description, monoid)) for _, monoid in layout.partial
             ):
                 return True
         return False
 
     @functools.cached_property
-    def asked_for(self) -> dict[Var, Layout]:
+    def requested_layouts(self) -> dict[Var, Layout]:
         """How variables shall lie that nobody reads but what asks for a layout along all dimensions, perhaps by way of
         equations that compute element by element."""
         asked: dict[Var, Layout] = {}
 
         def ask(atom: Atom, layout: Layout) -> None:
-            if isinstance(atom, Var) and len(self.program.readers[atom]) == 1 and atom not in self.returned:
+            if isinstance(atom, Var) and len(self.program.readers[atom]) == 1 and atom not in self.output_variables:
                 asked[atom] = layout
 
         for eqn in reversed(self.program.equations):
@@ -268,24 +270,32 @@ class _Follower:
             whole = replicated(len(var.aval.shape))
             if description.layout is not None and None not in description.layout:
                 ask(eqn.invars[0], self.layout_asked(description.layout, whole, var.aval.shape))
-            elif var in asked and not asked[var].whole and description.by_element:
-                ways = ways_to(description, 0, asked[var], self.axes)
-                given = [Given(replicated(len(getattr(atom.aval, "shape", ())))) for atom in eqn.invars]
-                choice = ways and carried_out(eqn, description, ways, given, self.axes, ())
+            elif var in asked and not asked[var].is_whole and description.by_element:
+                ways = shardings_for_result(description, 0, asked[var], self.axes)
+                given = [OperandSharding(replicated(len(getattr(atom.aval, "shape", ())))) for atom in eqn.invars]
+                choice = ways and build_sharding(eqn, description, ways, given, self.axes, ())
                 if choice and choice.results[0] == asked[var]:
                     for atom, layout in zip(eqn.invars, choice.operands, strict=True):
-                        if not layout.whole:
+                        if not layout.is_whole:
                             ask(atom, layout)
         return asked
 
     @functools.cached_property
-    def returned(self) -> set[Var]:
+    def output_variables(self) -> set[Var]:
         """The variables that are outputs."""
         return {atom for atom in self.program.outputs if isinstance(atom, Var)}
 
-    def asked_step(self, eqn: JaxprEqn, description: OperatorDescription, given: Sequence[Given], asked: Asked) -> Step:
+    def asked_step(
+        self,
+        eqn: JaxprEqn,
+        description: OperatorDescription,
+        given: Sequence[OperandSharding],
+        asked: RequestedSharding,
+    ) -> Step:
         """What shall be cut in some ways is cut in these, or refused."""
-        choice = carried_out(eqn, description, asked.ways, [Given(x) for x in asked.given], self.axes, asked.passed)
+        choice = build_sharding(
+            eqn, description, asked.ways, [OperandSharding(x) for x in asked.given], self.axes, asked.passed
+        )
         several = zip(eqn.invars, given, () if choice is None else choice.operands, strict=False)
         if choice is None or not all(self.has_pieces(*each) for each in several):
             raise PartitionError(
@@ -296,23 +306,23 @@ class _Follower:
                     remedies=["take the ways from this program's own equations"],
                 )
             )
-        made = reached(eqn, choice)
-        results = wished(made, [self.wishes.get(var) for var in eqn.outvars])
+        made = reached_layouts(eqn, choice)
+        results = apply_wishes(made, [self.wishes.get(var) for var in eqn.outvars])
         self.pieces.update((var, x) for var, x in zip(eqn.outvars, made, strict=True) if x.partial)
-        self.states.update((var, Given(layout)) for var, layout in zip(eqn.outvars, results, strict=True))
+        self.states.update((var, OperandSharding(layout)) for var, layout in zip(eqn.outvars, results, strict=True))
         return Step(eqn, choice.operands, made, results, choice)
 
-    def has_pieces(self, atom: Atom, given: Given, want: Layout) -> bool:
+    def has_pieces(self, atom: Atom, given: OperandSharding, want: Layout) -> bool:
         """Whether what is read in pieces is at hand in these: nothing else may be added more than once."""
         made = self.pieces.get(atom, given.layout) if isinstance(atom, Var) else given.layout
         return given.zero or any(set(want.partial) <= set(layout.partial) for layout in (made, given.layout))
 
-    def constraint_step(self, eqn: JaxprEqn, asked: Sequence[tuple[str, ...] | None], given: Given) -> Step:
+    def constraint_step(self, eqn: JaxprEqn, asked: Sequence[tuple[str, ...] | None], given: OperandSharding) -> Step:
         """What asks for a layout gets it, over the axes that there are."""
         (var,) = eqn.outvars
         layout = self.layout_asked(asked, given.layout, var.aval.shape)
-        self.states[var] = Given(layout)
-        return Step(eqn, (layout,), (layout,), (layout,), asks=True)
+        self.states[var] = OperandSharding(layout)
+        return Step(eqn, (layout,), (layout,), (layout,), is_constraint=True)
 
     def layout_asked(self, asked: Sequence[tuple[str, ...] | None], layout: Layout, shape: Sequence[int]) -> Layout:
         """A layout with what is asked for, over the axes that there are."""
@@ -327,19 +337,23 @@ class _Follower:
                 dims[d] = None
         return Layout(tuple(dims))
 
-    def from_nothing(self, eqn: JaxprEqn, given: Sequence[Given]) -> bool:
+    def is_materializable(self, eqn: JaxprEqn, given: Sequence[OperandSharding]) -> bool:
         """Whether a value is made of so little, by so few operations, that it is made where it is needed."""
         description = self.program.describe(eqn)
         assert description is not None
         if description.has(Algebra.CONTRACTS) or description.reduced or len(eqn.outvars) != 1:
             return False
         size = math.prod(eqn.outvars[0].aval.shape)
-        read = sum(math.prod(atom.aval.shape) for atom, each in zip(eqn.invars, given, strict=True) if not each.anyhow)
-        return (size > read or all(each.anyhow for each in given)) and description.flops <= CHEAP * max(size, 1)
+        read = sum(
+            math.prod(atom.aval.shape) for atom, each in zip(eqn.invars, given, strict=True) if not each.materializable
+        )
+        return (size > read or all(each.materializable for each in given)) and description.flops <= CHEAP * max(size, 1)
 
     # Branches on devices of their own
 
-    def side_by_side_step(self, eqn: JaxprEqn, branches: Branches, given: Sequence[Given], path: Path) -> Step:
+    def side_by_side_step(
+        self, eqn: JaxprEqn, branches: Branches, given: Sequence[OperandSharding], path: Path
+    ) -> Step:
         """Branches, each evaluated by the devices of one index along an axis, and divided over the other axes."""
         axis, count = branches.axis, len(branches.programs)
         if self.axes.get(axis, 1) < count:
@@ -353,10 +367,12 @@ class _Follower:
             )
         inner = {name: size for name, size in self.axes.items() if name != axis}
         operands = [
-            self.at_branches(branches, i, atom, without(axis, each.layout, getattr(atom.aval, "shape", ()), self.axes))
+            self.at_branches(
+                branches, i, atom, below_axis(axis, each.layout, getattr(atom.aval, "shape", ()), self.axes)
+            )
             for i, (atom, each) in enumerate(zip(eqn.invars, given, strict=True))
         ]
-        inside = [Given(on_one(layout, axis)) for layout in operands]
+        inside = [OperandSharding(present_at_one(layout, axis)) for layout in operands]
         flows = []
         for number, (program, reads) in enumerate(zip(branches.programs, branches.operands, strict=True)):
             inputs = [inside[i] for i in reads]
@@ -365,11 +381,11 @@ class _Follower:
                 self.pieces_at_one(eqn, atom, end) for atom, end in zip(program.outputs, follower.ends, strict=True)
             ]
             flows.append(Flow(program, tuple(g.layout for g in inputs), tuple(follower.steps), tuple(outputs)))
-        made = of_branches(branches, flows, self.axes)
-        results = wished(made, [self.wishes.get(var) for var in eqn.outvars])
+        made = branch_result_layouts(branches, flows, self.axes)
+        results = apply_wishes(made, [self.wishes.get(var) for var in eqn.outvars])
         for i, (var, layout) in enumerate(zip(eqn.outvars, results, strict=True)):
             self.pieces[var] = made[i]
-            self.states[var] = Given(layout, settled=bool(layout.partial) and self.is_combined(var, layout))
+            self.states[var] = OperandSharding(layout, settled=bool(layout.partial) and self.is_combined(var, layout))
         return Step(eqn, tuple(operands), made, results, bodies=tuple(flows), branches=branches)
 
     def at_branches(self, branches: Branches, i: int, atom: Atom, layout: Layout) -> Layout:
@@ -380,20 +396,20 @@ class _Follower:
             if i in reads
         )
         wish = next((self.wishes[var] for var in inside if var in self.wishes), None)
-        layout = layout if wish is None else wish.complete
+        layout = layout if wish is None else wish.without_partial
         if not isinstance(atom, Var):
             return layout
         there = (p for p in self.states[atom].layout.partial if p[0] == branches.axis)
-        stays = branches.reads_at(i, self.at.get(atom))
+        stays = branches.reads_at(i, self.branch_locations.get(atom))
         return Layout(layout.dims, tuple(there)) if stays else layout
 
     @functools.cached_property
-    def at(self) -> dict[Var, tuple[str, int]]:
+    def branch_locations(self) -> dict[Var, tuple[str, int]]:
         """The axis and the index of the devices that alone have what a branch computes."""
-        return made_at(self.program)
+        return branch_locations(self.program)
 
     @staticmethod
-    def pieces_at_one(eqn: JaxprEqn, atom: Atom, end: Given) -> Layout:
+    def pieces_at_one(eqn: JaxprEqn, atom: Atom, end: OperandSharding) -> Layout:
         """How a branch hands on a result: pieces over other axes may remain, if they are of the same monoid."""
         dtype = atom.aval.dtype
         if jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -405,38 +421,38 @@ class _Follower:
                 )
             )
         alike = all(monoid is monoid_of_one(dtype) for _, monoid in end.layout.partial)
-        return end.layout if alike else end.layout.complete
+        return end.layout if alike else end.layout.without_partial
 
     # Blocks in different numbers
 
-    def blocks_step(self, eqn: JaxprEqn, loop: Loop, given: Sequence[Given], path: Path) -> Step:
+    def blocks_step(self, eqn: JaxprEqn, loop: Loop, given: Sequence[OperandSharding], path: Path) -> Step:
         """A loop over blocks, each device's own along some axes, and each block divided over the other axes."""
         share = loop.share
         share.check(self.axes)
         inner = {name: size for name, size in self.axes.items() if name not in share.axes}
-        operands, inputs = [], [Given(replicated(0))]
+        operands, inputs = [], [OperandSharding(replicated(0))]
         for atom, each, dim in zip(eqn.invars, given, loop.operands, strict=True):
             shape, layout = getattr(atom.aval, "shape", ()), each.layout
             for axis in share.axes:
-                layout = without(axis, layout, shape, self.axes)
-            inputs.append(Given(layout if dim is None else along(dim, None, layout)))
-            operands.append(layout if dim is None else along(dim, share.cut(shape[dim], self.axes), layout))
+                layout = below_axis(axis, layout, shape, self.axes)
+            inputs.append(OperandSharding(layout if dim is None else with_cut(dim, None, layout)))
+            operands.append(layout if dim is None else with_cut(dim, share.cut(shape[dim], self.axes), layout))
         follower = _Follower(loop.program, inner, self.wishes, self.asked, (*path, 0)).follow(inputs)
         made, outputs = [], []
         for var, end, result in zip(eqn.outvars, follower.ends, loop.results, strict=True):
             monoid = result if isinstance(result, Monoid) else Monoid.SUM
             alike = all(m is monoid for _, m in end.layout.partial)
-            layout = end.layout if alike else end.layout.complete
+            layout = end.layout if alike else end.layout.without_partial
             if isinstance(result, Monoid):
                 outputs.append(layout)
                 several = [*layout.partial, *((name, monoid) for name in share.axes)]
                 several = [] if is_narrow(var.aval.dtype) else several
                 made.append(Layout(layout.dims, tuple(sorted(several, key=lambda p: list(self.axes).index(p[0])))))
             else:
-                outputs.append(along(result, None, layout))
-                made.append(along(result, share.cut(var.aval.shape[result], self.axes), layout))
+                outputs.append(with_cut(result, None, layout))
+                made.append(with_cut(result, share.cut(var.aval.shape[result], self.axes), layout))
         self.states.update(
-            (var, Given(layout, settled=bool(layout.partial) and self.is_combined(var, layout)))
+            (var, OperandSharding(layout, settled=bool(layout.partial) and self.is_combined(var, layout)))
             for var, layout in zip(eqn.outvars, made, strict=True)
         )
         flow = Flow(loop.program, tuple(g.layout for g in inputs), tuple(follower.steps), tuple(outputs))
@@ -444,23 +460,23 @@ class _Follower:
 
     # Loops and branches
 
-    def region_step(self, eqn: JaxprEqn, region: Region, given: Sequence[Given], path: Path) -> Step:
+    def region_step(self, eqn: JaxprEqn, region: Region, given: Sequence[OperandSharding], path: Path) -> Step:
         programs = self.program.bodies(eqn)
-        layouts = [each.layout.complete for each in given]
+        layouts = [each.layout.without_partial for each in given]
         for i in range(len(layouts)):
             if i == region.chooser:
                 layouts[i] = replicated(len(layouts[i].dims))
             elif i in region.scanned:
                 layouts[i] = Layout((None, *layouts[i].dims[1:]))
         carried = list(region.carried)
-        held = self.held(region, programs, given)
+        held = self.operand_layouts(region, programs, given)
         for i, layout in held.items():
             layouts[i] = layout
         # Where elements of the carry stop for themselves, the loop must turn equally often on all devices.
         stopping = max((len(a.aval.shape) for program in programs[: region.tests] for a in program.outputs), default=0)
         for i in carried:
             layouts[i] = whole_along(stopping, layouts[i])
-        flows, ends = self.bodies(region, programs, layouts, path)
+        flows, ends = self.follow_bodies(region, programs, layouts, path)
         for turn in range(TURNS):
             before = [layouts[i] for i in carried]
             after = [
@@ -468,21 +484,21 @@ class _Follower:
                 if i in held
                 else end.layout
                 if region.stacks and self.may_be_partial(end.layout, given[i])
-                else whole_along(stopping, end.layout.complete)
+                else whole_along(stopping, end.layout.without_partial)
                 for i, end in zip(carried, ends[-1], strict=False)
             ]
             if before == after or turn == TURNS - 1:
                 break
             for i, layout in zip(carried, after, strict=True):
                 layouts[i] = layout
-            flows, ends = self.bodies(region, programs, layouts, path)
+            flows, ends = self.follow_bodies(region, programs, layouts, path)
         made = self.results_of(eqn, region, ends[region.tests :], [layouts[i] for i in carried])
         wishes = [self.wishes.get(var) for var in eqn.outvars]
         for j in range(len(carried), len(made)):
             wish = wishes[j]
             if wish is not None:  # bodies hand it on so; of a stack, each turn its piece
                 made[j] = Layout((None, *wish.dims[1:])) if region.stacks else wish
-        results = wished(made, wishes)
+        results = apply_wishes(made, wishes)
         bodies = []
         for k, flow in enumerate(flows):
             if k < region.tests:
@@ -493,39 +509,43 @@ class _Follower:
                     for j, layout in enumerate(made)
                 )
             bodies.append(dataclasses.replace(flow, outputs=outputs))
-        self.states.update((var, Given(layout)) for var, layout in zip(eqn.outvars, results, strict=True))
+        self.states.update((var, OperandSharding(layout)) for var, layout in zip(eqn.outvars, results, strict=True))
         return Step(eqn, tuple(layouts), tuple(made), results, region=region, bodies=tuple(bodies))
 
-    def held(self, region: Region, programs: Sequence[Program], given: Sequence[Given]) -> dict[int, Layout]:
+    def operand_layouts(
+        self, region: Region, programs: Sequence[Program], given: Sequence[OperandSharding]
+    ) -> dict[int, Layout]:
         """How operands shall lie, by what is wished of the bodies' inputs."""
         found = dict[int, Layout]()
         for program, inputs in zip(programs, region.inputs, strict=True):
             for i, var in zip(inputs, program.inputs, strict=False):
                 wish = self.wishes.get(var)
                 if wish is not None:
-                    kept = wish if i in region.carried and self.may_be_partial(wish, given[i]) else wish.complete
+                    kept = wish if i in region.carried and self.may_be_partial(wish, given[i]) else wish.without_partial
                     found[i] = Layout((None, *kept.dims)) if i in region.scanned else kept
         return found
 
     @staticmethod
-    def may_be_partial(layout: Layout, given: Given) -> bool:
+    def may_be_partial(layout: Layout, given: OperandSharding) -> bool:
         """Whether what begins as given may become pieces of a sum: nothing is added more than once."""
         return given.zero and all(monoid is Monoid.SUM for _, monoid in layout.partial)
 
-    def bodies(
+    def follow_bodies(
         self, region: Region, programs: Sequence[Program], layouts: Sequence[Layout], path: Path
-    ) -> tuple[list[Flow], list[list[Given]]]:
+    ) -> tuple[list[Flow], list[list[OperandSharding]]]:
         """Follows each body once."""
         flows, ends = [], []
         for number, (program, inputs) in enumerate(zip(programs, region.inputs, strict=True)):
-            given = [Given(Layout(layouts[i].dims[1:]) if i in region.scanned else layouts[i]) for i in inputs]
+            given = [
+                OperandSharding(Layout(layouts[i].dims[1:]) if i in region.scanned else layouts[i]) for i in inputs
+            ]
             follower = _Follower(program, self.axes, self.wishes, self.asked, (*path, number)).follow(given)
             flows.append(Flow(program, tuple(g.layout for g in given), tuple(follower.steps), ()))
             ends.append(follower.ends)
         return flows, ends
 
     def results_of(
-        self, eqn: JaxprEqn, region: Region, ends: Sequence[Sequence[Given]], carried: Sequence[Layout]
+        self, eqn: JaxprEqn, region: Region, ends: Sequence[Sequence[OperandSharding]], carried: Sequence[Layout]
     ) -> list[Layout]:
         """How a region's results lie: what is carried as it is carried, others as the bodies agree.
 
@@ -533,23 +553,23 @@ class _Follower:
         """
         results = list(carried)
         for var, several in list(zip(eqn.outvars, zip(*ends, strict=True), strict=True))[len(carried) :]:
-            layouts = {end.layout for end in several if not end.anyhow} or {several[0].layout}
+            layouts = {end.layout for end in several if not end.materializable} or {several[0].layout}
             if len(layouts) > 1:
-                complete = sorted({layout.complete for layout in layouts}, key=str)
-                layouts = {finest(complete, var.aval.shape, self.axes, var.aval.dtype) or complete[0]}
+                complete = sorted({layout.without_partial for layout in layouts}, key=str)
+                layouts = {finest_layout(complete, var.aval.shape, self.axes, var.aval.dtype) or complete[0]}
             (layout,) = layouts
             if len({end.layout for end in several}) > 1:
-                layout = layout.complete
+                layout = layout.without_partial
             results.append(Layout((None, *layout.dims), layout.partial) if region.stacks else layout)
         return results
 
 
-def wished(made: Sequence[Layout], wishes: Sequence[Layout | None]) -> tuple[Layout, ...]:
+def apply_wishes(made: Sequence[Layout], wishes: Sequence[Layout | None]) -> tuple[Layout, ...]:
     """Layouts, with what is wished in their places."""
     return tuple(layout if wish is None else wish for layout, wish in zip(made, wishes, strict=True))
 
 
-def without(axis: str, layout: Layout, shape: Sequence[int], axes: Axes) -> Layout:
+def below_axis(axis: str, layout: Layout, shape: Sequence[int], axes: Axes) -> Layout:
     """A layout with pieces combined, and dimensions cut no further than over the axes before `axis`."""
     dims: list[Cut | None] = []
     for cut, n in zip(layout.dims, shape, strict=True):
@@ -560,12 +580,12 @@ def without(axis: str, layout: Layout, shape: Sequence[int], axes: Axes) -> Layo
     return Layout(tuple(dims))
 
 
-def on_one(layout: Layout, axis: str) -> Layout:
+def present_at_one(layout: Layout, axis: str) -> Layout:
     """How a value lies among devices of one index along an axis, which alone have it."""
     return Layout(layout.dims, tuple(each for each in layout.partial if each[0] != axis))
 
 
-def of_branches(branches: Branches, flows: Sequence[Flow], axes: Axes) -> tuple[Layout, ...]:
+def branch_result_layouts(branches: Branches, flows: Sequence[Flow], axes: Axes) -> tuple[Layout, ...]:
     """How the results of branches lie: those of devices along their axis are pieces, of which one has something."""
     order = list(axes)
     found: dict[int, Layout] = {}
@@ -576,7 +596,7 @@ def of_branches(branches: Branches, flows: Sequence[Flow], axes: Axes) -> tuple[
     return tuple(found[i] for i in range(len(found)))
 
 
-def along(dim: int, cut: Cut | None, layout: Layout) -> Layout:
+def with_cut(dim: int, cut: Cut | None, layout: Layout) -> Layout:
     """A layout with another cut of one dimension."""
     return Layout((*layout.dims[:dim], cut, *layout.dims[dim + 1 :]), layout.partial)
 

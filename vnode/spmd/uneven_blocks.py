@@ -37,9 +37,9 @@ class Share:
 
     Example:
       >>> share = Share(("model",), (5, 3))
-      >>> share.blocks, share.most, share.starts
+      >>> share.blocks, share.max_blocks, share.starts
       (8, 5, (0, 5))
-      >>> share.room(64)  # 8 blocks of 8, stored as 2 x 5
+      >>> share.stored_size(64)  # 8 blocks of 8, stored as 2 x 5
       80
     """
 
@@ -61,7 +61,7 @@ class Share:
         return sum(self.counts)
 
     @property
-    def most(self) -> int:
+    def max_blocks(self) -> int:
         """Those of the device that has most."""
         return max(self.counts)
 
@@ -70,12 +70,12 @@ class Share:
         """The first block of each device."""
         return tuple(itertools.accumulate(self.counts, initial=0))[:-1]
 
-    def room(self, n: int) -> int:
+    def stored_size(self, n: int) -> int:
         """How long a dimension of `n` is as it is stored."""
-        return n // self.blocks * self.most * len(self.counts)
+        return n // self.blocks * self.max_blocks * len(self.counts)
 
     def cut(self, room: int, axes: Axes) -> Cut:
-        """How a dimension lies that is stored in `room`."""
+        """How a dimension lies that is stored with `room` elements."""
         return cut_of(self.axes, 1, room, room, axes)
 
     def check(self, axes: Axes, given: Sequence[int] | None = None) -> None:
@@ -99,7 +99,7 @@ class Share:
                 )
             )
 
-    def of(self, rates: Sequence[float], blocks: int) -> Share:
+    def from_rates(self, rates: Sequence[float], blocks: int) -> Share:
         """Blocks by speed: the counts with which the slowest device has least to do.
 
         Args:
@@ -107,7 +107,7 @@ class Share:
           blocks: how many to share out.
 
         Example:
-          >>> Share(("x",), (1, 1)).of([197, 459], 16).counts
+          >>> Share(("x",), (1, 1)).from_rates([197, 459], 16).counts
           (5, 11)
         """
         counts = [0] * len(rates)
@@ -116,7 +116,7 @@ class Share:
         return Share(self.axes, tuple(counts))
 
 
-def stored(value: Any, dim: int, share: Share) -> jax.Array:
+def store(value: Any, dim: int, share: Share) -> jax.Array:
     """An array with a dimension as it is stored in blocks.
 
     Args:
@@ -128,43 +128,43 @@ def stored(value: Any, dim: int, share: Share) -> jax.Array:
       Array of shape ``[..., share.room(n), ...]``, of the same dtype.
 
     Example:
-      >>> stored(jnp.array([1, 2, 3]), 0, Share(("x",), (2, 1))).tolist()
+      >>> store(jnp.array([1, 2, 3]), 0, Share(("x",), (2, 1))).tolist()
       [1, 2, 3, 0]
     """
     block, value = value.shape[dim] // share.blocks, jnp.asarray(value)
     pieces = []
     for start, have in zip(share.starts, share.counts, strict=True):
         own = lax.slice_in_dim(value, start * block, (start + have) * block, axis=dim)
-        behind = [(0, (share.most - have) * block if d == dim else 0, 0) for d in range(value.ndim)]
+        behind = [(0, (share.max_blocks - have) * block if d == dim else 0, 0) for d in range(value.ndim)]
         pieces.append(lax.pad(own, jnp.zeros((), value.dtype), behind))
     return lax.concatenate(pieces, dim)
 
 
-def restored(value: Any, dim: int, share: Share) -> jax.Array:
-    """Undoes `stored`.
+def restore(value: Any, dim: int, share: Share) -> jax.Array:
+    """Undoes `store`.
 
     >>> share = Share(("x",), (2, 1))
-    >>> restored(stored(jnp.array([1, 2, 3]), 0, share), 0, share).tolist()
+    >>> restore(store(jnp.array([1, 2, 3]), 0, share), 0, share).tolist()
     [1, 2, 3]
     """
     room = value.shape[dim] // len(share.counts)
-    ends = [i * room + have * (room // share.most) for i, have in enumerate(share.counts)]
+    ends = [i * room + have * (room // share.max_blocks) for i, have in enumerate(share.counts)]
     pieces = [lax.slice_in_dim(value, i * room, end, axis=dim) for i, end in enumerate(ends)]
     return lax.concatenate(pieces, dim)
 
 
 @functools.lru_cache(maxsize=64)
-def restoring(
+def restore_program(
     dims: tuple[int | None, ...], share: Share, sharding: NamedSharding
 ) -> Callable[[Sequence[Any]], list[Any]]:
-    """A program that undoes `stored` for several arrays, each along its dimension, or along none.
+    """A program that undoes `store` for several arrays, each along its dimension, or along none.
 
     It is one for all of them: compilers give the exchanges of a program an order, and those of several programs that
     run at a time none, so that devices may wait for each other in different ones.
     """
 
     def run(values: Sequence[Any]) -> list[Any]:
-        return [x if dim is None else restored(x, dim, share) for x, dim in zip(values, dims, strict=True)]
+        return [x if dim is None else restore(x, dim, share) for x, dim in zip(values, dims, strict=True)]
 
     return jax.jit(run, out_shardings=sharding)
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from vnode.errors import VnodeError, layout_message
-from vnode.placement.donated import arrays_among, check_there, given_away
+from vnode.placement.donated import arrays_among, check_not_donated, donated_leaves
 
 
 def check_signature(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], name: str) -> None:
@@ -134,9 +134,9 @@ def check_arguments(
     Raises:
       VnodeError: there are some.
     """
-    if not given_away((tuple(args.values()), kwargs), ""):
+    if not donated_leaves((tuple(args.values()), kwargs), ""):
         return  # before any names are made: every call asks
-    check_there(
+    check_not_donated(
         by_argument(args, kwargs, names),
         {
             name: f"the step donates {name}: donate_argnums={tuple(donated)}"

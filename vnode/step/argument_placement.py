@@ -21,18 +21,18 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
-from vnode.placement.donated import given_away, is_held
+from vnode.placement.donated import donated_leaves, is_array_class
 from vnode.placement.leaves import is_number
 from vnode.placement.placement import Placement
-from vnode.placement.process_arrays import exchanged
+from vnode.placement.process_arrays import exchange_arrays
 from vnode.placement.sharded import ShardedBatch, is_sharded_batch
 from vnode.placement.transfer import (
-    committed_to,
-    lies_on,
+    commit_to,
+    has_device_order,
     memory_kind,
     partition,
     tracing,
-    transferred,
+    transfer,
     typed_sharding,
 )
 from vnode.placement.world import is_shared, world_of
@@ -92,7 +92,9 @@ class ArgumentPlacer:
         return all(
             leaf.placement == self.placement
             if isinstance(leaf, ShardedBatch)
-            else isinstance(leaf, jax.Array) and leaf.committed and lies_on(leaf.sharding, self.placement.devices)
+            else isinstance(leaf, jax.Array)
+            and leaf.committed
+            and has_device_order(leaf.sharding, self.placement.devices)
             for leaf in leaves
         )
 
@@ -132,7 +134,7 @@ class ArgumentPlacer:
         Args:
           tree: the argument, or all keyword arguments.
           whole: whether nothing of it is split.
-          led: as for `stays`.
+          led: as for `stays_in_place`.
           place: where it is in ``(args, kwargs)``; for messages.
         """
         wrapped = wrap(tree, *place, names=self.spec.positional)
@@ -153,7 +155,7 @@ class ArgumentPlacer:
     def _transferred(self, leaf: Any, whole: bool, led: bool) -> Any:
         """An array that is committed to devices, where the program wants it; any other one as it is."""
         if isinstance(leaf, jax.Array | ShardedBatch) and getattr(leaf, "committed", True):
-            return transferred(leaf, self.placement, batch=not whole, led=led)
+            return transfer(leaf, self.placement, batch=not whole, led=led)
         return leaf
 
     def _replicated(self, leaves: Sequence[Any]) -> list[Any]:
@@ -162,7 +164,7 @@ class ArgumentPlacer:
         target = self.placement.sharding()
         together = [k for k, leaf in enumerate(leaves) if is_loose(leaf, memory_kind(target))]
         for k in set(range(len(placed))).difference(together):
-            placed[k] = committed_to(self._transferred(placed[k], True, False), self.placement)
+            placed[k] = commit_to(self._transferred(placed[k], True, False), self.placement)
         if together:
             brought = jax.device_put([leaves[k] for k in together], target)
             for k, leaf in zip(together, brought, strict=True):
@@ -178,15 +180,15 @@ class ArgumentPlacer:
                 if leaf.placement == self.placement:
                     continue
                 placed[i] = leaf = leaf.whole()
-            there = isinstance(leaf, jax.Array) and leaf.committed and lies_on(leaf.sharding, here)
+            there = isinstance(leaf, jax.Array) and leaf.committed and has_device_order(leaf.sharding, here)
             if not there or typed_sharding(leaf):
                 away.append(i)
             else:
-                placed[i] = transferred(leaf, self.placement, batch=not whole, led=led)
+                placed[i] = transfer(leaf, self.placement, batch=not whole, led=led)
         if away:
             paths = [path for path, _ in jax.tree.leaves_with_path(tree, is_leaf=is_sharded_batch)]
             names = [jax.tree_util.keystr(paths[i]) or "an argument" for i in away]
-            arrived = exchanged([placed[i] for i in away], self.placement, names, batch=not whole)
+            arrived = exchange_arrays([placed[i] for i in away], self.placement, names, batch=not whole)
             for i, leaf in zip(away, arrived, strict=True):
                 placed[i] = leaf
         return placed
@@ -211,7 +213,7 @@ class InPlace:
         array = None if known is None else known()
         if array is None or array.is_deleted():
             return False
-        return not (self._several and given_away(tree, ""))
+        return not (self._several and donated_leaves(tree, ""))
 
     def renew(self, trees: Iterable[Any]) -> None:
         """Forgets all trees but these."""
@@ -247,13 +249,13 @@ class GivenAgain:
         before, sources, placed = self._last.pop(number, (None, [], None))
         same = before is not None and structure == before
         same = same and all(map(operator.is_, (source() for source in sources), leaves))
-        if not same or placed is None or given_away(placed, ""):
+        if not same or placed is None or donated_leaves(placed, ""):
             del placed  # before another one takes memory
             placed = bring(tree)
         if placed is tree:
             return tree
         if not same:
-            if not all(is_held(type(leaf)) or is_number(leaf) for leaf in leaves):  # the others may change
+            if not all(is_array_class(type(leaf)) or is_number(leaf) for leaf in leaves):  # the others may change
                 return placed
             sources = [self._source(leaf, number) for leaf in leaves]
         self._last[number] = structure, sources, placed if same else None
@@ -290,7 +292,7 @@ def first_leaf(tree: Any) -> jax.Array | None:
     levels = [iter((tree,))]
     while levels:
         for child in levels[-1]:
-            if is_held(type(child)):
+            if is_array_class(type(child)):
                 return child
             if child is not None:
                 level = jax.tree_util.default_registry.flatten_one_level(child)

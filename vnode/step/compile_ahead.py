@@ -117,7 +117,7 @@ class Preparation:
         """
         until = None if timeout is None else time.monotonic() + timeout
         for future in self._asked(placement):
-            if until is None and world().several:
+            if until is None and world().has_others:
                 sleep = functools.partial(concurrent.futures.wait, [future], 0.05)
                 wait_until(future.done, sleep, "to compile", world().others, patience=math.inf)
             future.result(None if until is None else max(until - time.monotonic(), 0))

@@ -23,25 +23,25 @@ from vnode.analysis.fingerprint import Fingerprint, fingerprint_of
 from vnode.analysis.program import Program
 from vnode.errors import PlacementError, ProcessError, layout_message
 from vnode.placement.agreement import check_same
-from vnode.placement.donated import given_away
+from vnode.placement.donated import donated_leaves
 from vnode.placement.leaves import is_number, shape_of, shapes_of
-from vnode.placement.patterns import check_found
+from vnode.placement.patterns import check_matched
 from vnode.placement.placement import Placement
-from vnode.placement.process_barrier import check_failed, interruptible, tell_failure, upcoming_meeting, watched
+from vnode.placement.process_barrier import check_failed, interruptible, run_watched, tell_failure, upcoming_meeting
 from vnode.placement.sharded import ShardedBatch, abstract_batch, is_sharded_batch, whole_batches
 from vnode.placement.trace_context import (
     NO_MESH,
     check_context,
     current_mesh,
-    in_mesh,
     typed_mesh,
+    use_mesh,
     with_jit,
     without_mesh,
 )
 from vnode.placement.transfer import (
-    arriving,
+    arrival_sharding,
     partition,
-    stays,
+    stays_in_place,
     target_sharding,
     tracing,
 )
@@ -140,7 +140,7 @@ class Executor:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mesh = current_mesh()
         if mesh is not None:
-            with in_mesh(None):
+            with use_mesh(None):
                 return self._run(mesh, args, kwargs)
         return self._run(None, args, kwargs)
 
@@ -158,7 +158,7 @@ class Executor:
             # What was taken to be in place may be another object with the same number.
             trusted = [i for i, arg in enumerate(args) if given[0][i] is arg]
             self.arguments.clear()
-            if given_away((args, kwargs), ""):
+            if donated_leaves((args, kwargs), ""):
                 if type(error) is RuntimeError:  # so says jax that an array is no more, but of no failed program
                     check_arguments(dict(enumerate(args)), kwargs, self.spec.donate_argnums, self.spec.positional)
                 raise  # given to this very call
@@ -190,7 +190,7 @@ class Executor:
             return self._inside(around, *args, **kwargs)
         if not self.arguments.across:
             return self._jit(around, *args, **kwargs)
-        from vnode.placement.succession import leave, smallest  # a single process needs none
+        from vnode.placement.succession import record_last, smallest  # a single process needs none
 
         leaves, structure = jax.tree.flatten((args, kwargs))
         program = around, structure, tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
@@ -200,7 +200,7 @@ class Executor:
         if program in self._launched:
             waits, waited_for = self._launched[program]
             results, made = self._follow(waits, around, leaves, structure)
-            leave(made, waited_for)
+            record_last(made, waited_for)
             return results
         compiled = self._compile(lambda: self._jit.lower(around, *args, **kwargs))
         what = f"to run {self.spec.name!r} for the first time on {self.placement}"
@@ -212,7 +212,7 @@ class Executor:
         waits = smallest(leaves) if waits is None else waits
         results, made = self._follow(waits, around, leaves, structure)
         self._launched[program] = waits, smallest(made)
-        leave(made, smallest(made))
+        record_last(made, smallest(made))
         del compiled  # until now, or the call would compile it again
         return results
 
@@ -220,10 +220,10 @@ class Executor:
         self, waits: int | None, around: Surroundings, leaves: Sequence[Any], structure: Any
     ) -> tuple[Any, list[Any]]:
         """Runs a program of several processes after the last one of theirs; its results, and their leaves."""
-        from vnode.placement.succession import following
+        from vnode.placement.succession import order_after_last
 
         world().launches[self._processes] += 1
-        args, kwargs = jax.tree.unflatten(structure, following(leaves, waits))
+        args, kwargs = jax.tree.unflatten(structure, order_after_last(leaves, waits))
         results = self._jit(around, *args, **kwargs)
         return results, jax.tree.leaves(results)
 
@@ -232,7 +232,7 @@ class Executor:
         with self._in_its_world(), upcoming_meeting(self._processes) as meeting:
             others, name = self._processes - {world().index}, self.spec.name
             lowered = interruptible(lower, f"to trace {name!r}", others, scopes=(meeting,))
-            return watched(lowered.compile, f"to compile {name!r}", others, scopes=(meeting,), patience=math.inf)
+            return run_watched(lowered.compile, f"to compile {name!r}", others, scopes=(meeting,), patience=math.inf)
 
     @with_jit
     def lower(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -282,9 +282,9 @@ class Executor:
         if tracing() or not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return leaf
         shape = shape_of(leaf, sharding="committed")
-        if shape.sharding is None or stays(shape.sharding, self.placement, batch and led):
+        if shape.sharding is None or stays_in_place(shape.sharding, self.placement, batch and led):
             return leaf
-        return shape.update(sharding=arriving(shape, self.placement, batch))
+        return shape.update(sharding=arrival_sharding(shape, self.placement, batch))
 
     def lower_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """As `lower`, for arguments that live elsewhere and will have been transferred here."""
@@ -302,7 +302,7 @@ class Executor:
             whole = whole or self.arguments.across  # what each process has for itself is put on all devices
             if not isinstance(leaf, jax.ShapeDtypeStruct) or not (whole or leaf.sharding):
                 return leaf
-            if leaf.sharding and stays(leaf.sharding, self.placement, led):
+            if leaf.sharding and stays_in_place(leaf.sharding, self.placement, led):
                 return leaf
             sharding = target_sharding(leaf, self.placement)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type, sharding=sharding)
@@ -419,14 +419,14 @@ class Executor:
         self.traced = True
         spec, output = self.spec, OutputTree()
         call = spec.call(args, kwargs)
-        check_found([args[i] for i in self.arguments.wholes(len(args))], spec.options.patterns)
+        check_matched([args[i] for i in self.arguments.wholes(len(args))], spec.options.patterns)
         typed = typed_mesh(jax.tree.leaves((args, kwargs)))
         wholes = self.arguments.wholes(len(args))
         specs = around.specs if typed is None else types_of(args, wholes)
         seen: list[Program] | None = [] if self.arguments.across else None
         noted = SEEN.set(seen)
         try:
-            with in_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext():
+            with use_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext():
                 arrays = evaluate(spec.flat(call, output, self._batches(call), specs), self.placement)
         finally:
             SEEN.reset(noted)
@@ -476,7 +476,7 @@ class Executor:
         key = (mesh, call.treedef, tuple((shape_of(leaf), getattr(leaf, "placement", None)) for leaf in leaves))
         if key not in self._groups:
             output = OutputTree()
-            with in_mesh(mesh):
+            with use_mesh(mesh):
                 made = program_of_groups(spec.flat(call, output, leaves), self.placement, spec.name)
             self._groups[key] = made, output
         program, output = self._groups[key]

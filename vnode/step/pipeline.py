@@ -37,12 +37,12 @@ from vnode.placement.leaves import shape_of
 from vnode.placement.patterns import Pattern, Patterns
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, whole_batches
-from vnode.placement.trace_context import NO_MESH, typed_mesh, untyped, with_jit
+from vnode.placement.trace_context import NO_MESH, typed_mesh, with_automatic_axes, with_jit
 from vnode.placement.transfer import partition
 from vnode.runtime.device_groups import GroupProgram
 from vnode.runtime.emit import emit
-from vnode.runtime.evaluate_recipe import typed
-from vnode.runtime.mesh_function import Division, Records, Rooms
+from vnode.runtime.evaluate_recipe import restore_weak_types
+from vnode.runtime.mesh_function import Division, Records, UnevenValues
 from vnode.runtime.mode import Mode
 from vnode.runtime.one_pass import once_axes
 from vnode.runtime.tree import Tree
@@ -85,7 +85,7 @@ class Options:
     @property
     def order(self) -> tuple[int, ...]:
         """The branches of the tree in whose order nodes are added, the lowest level first; nothing for any order."""
-        return Tree.over(self.virtual_nodes, self.lane).branches if self.reduction == "invariant" else ()
+        return Tree.from_lanes(self.virtual_nodes, self.lane).branches if self.reduction == "invariant" else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +234,7 @@ def emitted_schedule(made: Schedule, options: Options, together: int) -> Schedul
     decided = options.planned or options.again or options.away or options.far
     if options.reduction != "invariant" or decided:
         return made
-    tree = Tree.over(options.virtual_nodes, options.lane)
+    tree = Tree.from_lanes(options.virtual_nodes, options.lane)
     return separate_sums(made, tree.fold(tree.runs(0, tree.leaves)).depth, in_parts=together == 1)
 
 
@@ -272,7 +272,7 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
         division = dataclasses.replace(division, ends=ends_of(flat.specs_after(types), types, axes))
     if flat.rooms is not None:
         flat.rooms.share.check(inner_axes(placement))
-        rooms = Rooms(flat.rooms.share, flat.rooms.inputs, flat.rooms.outputs(types))
+        rooms = UnevenValues(flat.rooms.share, flat.rooms.inputs, flat.rooms.outputs(types))
         division = dataclasses.replace(division, rooms=rooms)
 
     def step(*values: Any) -> list[Any]:
@@ -281,10 +281,10 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
 
     mesh = typed_mesh(values)
     if mesh is not None:
-        step = untyped(step, mesh)
+        step = with_automatic_axes(step, mesh)
     if not (differentiable or uses_references(made.program)):
         step = with_derivative(step, made, flat, placement)
-    return typed(step(*values), made.program.outputs)
+    return restore_weak_types(step(*values), made.program.outputs)
 
 
 def layouts_of(flat: FlatStep, captured: Sequence[Any], axes: Axes) -> list[Layout | None]:
@@ -299,7 +299,7 @@ def ends_of(specs: Sequence[PartitionSpec | None], types: Sequence[Any], axes: A
     """How results of a step shall lie that are sharded; what all devices shall have is left open."""
     several = zip(specs, types, strict=True)
     found = [None if spec is None else from_spec(spec, each.shape, axes) for spec, each in several]
-    return [None if layout is None or layout.whole else layout for layout in found]
+    return [None if layout is None or layout.is_whole else layout for layout in found]
 
 
 def names(spec: PartitionSpec | None) -> set[str]:

@@ -22,8 +22,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import is_sharded_batch
 from vnode.placement.trace_context import is_typed
-from vnode.placement.transfer import resharding, short, target_sharding
-from vnode.runtime.host_prefetch import is_away
+from vnode.placement.transfer import resharding, target_sharding, trim_spec
+from vnode.runtime.host_prefetch import is_on_host
 
 Specs = tuple[PartitionSpec | None, ...]
 
@@ -58,7 +58,7 @@ def specs_of(args: Sequence[Any], wholes: Sequence[int], placement: Placement) -
     for i, arg in enumerate(args):
         for leaf in jax.tree.leaves(arg, is_leaf=is_sharded_batch):
             says = i in wholes and isinstance(getattr(leaf, "sharding", None), NamedSharding)
-            specs.append(short(target_sharding(leaf, placement).spec) if says else None)
+            specs.append(trim_spec(target_sharding(leaf, placement).spec) if says else None)
     return tuple(specs) if len(placement.devices) > placement.size or any(specs) else ()
 
 
@@ -84,7 +84,7 @@ def laid_out(results: Any, args: Sequence[Any], specs: Specs, mesh: Mesh | Abstr
       The same pytree.
     """
     given = jax.tree.leaves(tuple(args), is_leaf=is_sharded_batch)
-    away = [not is_sharded_batch(leaf) and is_away(leaf) for leaf in given]
+    away = [not is_sharded_batch(leaf) and is_on_host(leaf) for leaf in given]
     if not specs and not any(away):
         return results
     lay: Any = reshard if AxisType.Explicit in mesh.axis_types else lax.with_sharding_constraint

@@ -18,13 +18,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
 from vnode.placement.leaves import shape_of
-from vnode.placement.patterns import Pattern, Patterns, by_name, first_of, name_of, quoted
+from vnode.placement.patterns import Pattern, Patterns, by_name, first_match, name_of, quoted
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import is_sharded_batch
 from vnode.placement.uneven_dimension import UnevenSpec
-from vnode.runtime.host_prefetch import is_away
+from vnode.runtime.host_prefetch import is_on_host
 from vnode.spmd.sharded_program import long_axes
-from vnode.spmd.uneven_blocks import Share, restoring, stored
+from vnode.spmd.uneven_blocks import Share, restore_program, store
 from vnode.step.call import Call, OutputTree
 from vnode.step.result_layouts import successors
 
@@ -44,7 +44,7 @@ def share_of(patterns: Patterns) -> Share | None:
 
 def spec_of(path: tuple[Any, ...], leaf: Any, patterns: Patterns) -> UnevenSpec | None:
     """How a leaf is shared out unevenly; None if it is not."""
-    spec = first_of(patterns, name_of(path), np.shape(leaf))
+    spec = first_match(patterns, name_of(path), np.shape(leaf))
     return spec if isinstance(spec, UnevenSpec) else None
 
 
@@ -78,7 +78,7 @@ def own_shape(leaf: Any, dim: int | None, share: Share | None) -> Any:
         return leaf
     kind = shape_of(leaf)
     shape = list(kind.shape)
-    shape[dim] = shape[dim] // (share.most * len(share.counts)) * share.blocks
+    shape[dim] = shape[dim] // (share.max_blocks * len(share.counts)) * share.blocks
     return jax.ShapeDtypeStruct(tuple(shape), kind.dtype, weak_type=kind.weak_type)
 
 
@@ -108,11 +108,11 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
             shape = list(leaf.shape)
             shape[spec.dim] = spec.room
             return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
-        if is_away(leaf):
+        if is_on_host(leaf):
             raise PlacementError(
                 f"partition: {quoted(name_of(path))} is shared out unevenly, and cannot be on the host"
             )
-        return leaf if is_stored else jax.device_put(stored(leaf, spec.dim, share), sharding)
+        return leaf if is_stored else jax.device_put(store(leaf, spec.dim, share), sharding)
 
     placed = jax.tree_util.tree_map_with_path(place, tree, is_leaf=is_sharded_batch)
     return by_name(placed, patterns, placement, host)
@@ -189,7 +189,7 @@ def taken_back(tree: Any, patterns: Patterns) -> Any:
         else:
             several.setdefault(NamedSharding(leaf.sharding.mesh, PartitionSpec()), {})[i] = spec.dim
     for sharding, dims in several.items():
-        values = restoring(tuple(dims.values()), share, sharding)([leaves[i] for i in dims])
+        values = restore_program(tuple(dims.values()), share, sharding)([leaves[i] for i in dims])
         for i, value in zip(dims, values, strict=True):
             leaves[i] = value
     return jax.tree.unflatten(treedef, leaves)

@@ -17,11 +17,11 @@ import jax
 
 from vnode.errors import BatchError, PlacementError, layout_message
 from vnode.placement.leaves import shapes_of
-from vnode.placement.patterns import Exactly, Patterns, axes_of, check_axes, check_found
+from vnode.placement.patterns import Exactly, Patterns, axes_of, check_axes, check_matched
 from vnode.placement.placement import Placement, even_counts
 from vnode.placement.process_arrays import put
 from vnode.placement.sharded import whole_batches
-from vnode.placement.trace_context import current_mesh, under, with_jit, without_mesh
+from vnode.placement.trace_context import call_in_mesh, current_mesh, with_jit, without_mesh
 from vnode.placement.transfer import tracing
 from vnode.placement.world import world
 from vnode.step.argument_checks import check_placed, check_values
@@ -106,7 +106,7 @@ class VirtualStep(Step[P, R]):
                 raise PlacementError("a Placement has counts of its own: give counts with devices only")
             placement = devices
         else:
-            place = self.placement.over(devices)
+            place = self.placement.arrange_devices(devices)
             size = len(place) if isinstance(place, list) else place.shape.get(self.placement.axis, 1)
             placement = self.placement.resize(place, self._counts(size) if counts is None else counts)
         return self.family.member(placement) or VirtualStep(self.spec, placement, self.family)
@@ -149,7 +149,7 @@ class VirtualStep(Step[P, R]):
         args, kwargs = shapes_of((args, kwargs), sharding="committed")
         mesh = current_mesh()
         return prepared(
-            steps, [functools.partial(under, mesh, step.executor.compile_for, args, kwargs) for step in steps]
+            steps, [functools.partial(call_in_mesh, mesh, step.executor.compile_for, args, kwargs) for step in steps]
         )
 
     @api_boundary
@@ -182,10 +182,10 @@ class VirtualStep(Step[P, R]):
         args, kwargs = self.spec.bound(args, kwargs)
 
         def run(step: VirtualStep, *args: Any, **kwargs: Any) -> Any:
-            return under(mesh, step.executor.run_copy, args, kwargs)
+            return call_in_mesh(mesh, step.executor.run_copy, args, kwargs)
 
         preparation = prepared(steps, warm_ups([functools.partial(run, step) for step in steps], args, kwargs))
-        if world().several:  # what runs beside it in one process would run before it in another
+        if world().has_others:  # what runs beside it in one process would run before it in another
             preparation.wait()
         return preparation
 
@@ -212,7 +212,7 @@ class VirtualStep(Step[P, R]):
         patterns, host = self.options.patterns, self.options.host
         self.family.check(self.placement)
         if self.spec.has_one_state:  # what a plan names is in all arguments, the batch's too
-            check_found([tree], tuple(each for each in patterns if not isinstance(each[0], Exactly)))
+            check_matched([tree], tuple(each for each in patterns if not isinstance(each[0], Exactly)))
         with without_mesh():
             placed = put(leaving(tree, patterns, self.placement), self.placement)
             return put_by_name(placed, patterns, self.placement, host) if patterns or host else placed

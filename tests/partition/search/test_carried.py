@@ -19,7 +19,7 @@ from vnode.partition.machine.known_kinds import kind_named
 from vnode.partition.uneven_shares.accpar import Shared, shared
 from vnode.partition.uneven_shares.carried_shares import CarriedOut, carried_out
 from vnode.partition.uneven_shares.unequal_groups import Group, between
-from vnode.spmd.sharded_program import over_mesh
+from vnode.spmd.sharded_program import flow_over_mesh
 
 pytestmark = pytest.mark.quickly
 
@@ -44,7 +44,7 @@ def check(plan: CarriedOut, name: str) -> None:
     def plain(*flat: Any) -> list[Any]:
         return jax.tree.leaves(step(*jax.tree.unflatten(tree, flat)))
 
-    function = jax.jit(over_mesh(plan.flow(AXES), mesh_of(AXES)))
+    function = jax.jit(flow_over_mesh(plan.flow(AXES), mesh_of(AXES)))
     assert_same(plan.get(function(*plan.put(values))), jax.jit(plain), *values)
 
 

@@ -29,9 +29,9 @@ from vnode.partition.searches.experts import experts
 from vnode.partition.searches.flows import seconds_of
 from vnode.partition.searches.ilp_formulation import Search, as_problem
 from vnode.spmd.layout import Axes, Layout
-from vnode.spmd.op_sharding import Choice, Way
-from vnode.spmd.resharding import route
-from vnode.spmd.sharded_program import over_mesh
+from vnode.spmd.op_sharding import FactorSharding, OpSharding
+from vnode.spmd.resharding import plan_resharding
+from vnode.spmd.sharded_program import flow_over_mesh
 from vnode.spmd.sharding_flow import Flow, Step
 
 pytestmark = pytest.mark.quickly
@@ -50,15 +50,17 @@ class Counted:
     def __init__(self, price: float = 1e-3, axes: Axes = AXES) -> None:
         self.price, self.axes = price, axes
 
-    def compute_time(self, eqn: JaxprEqn, choice: Choice) -> float:
+    def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
         devices = math.prod(self.axes[name] for way in choice.ways for name in way.axes)
         return (choice.description.flops + 1) / devices
 
     def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
-        return self.price * sum(move.sent(self.axes) for move in route(start, end, shape, self.axes, dtype))
+        return self.price * sum(
+            move.elements_sent(self.axes) for move in plan_resharding(start, end, shape, self.axes, dtype)
+        )
 
     def bytes(self, layout: Layout, shape: Sequence[int], dtype: Any) -> float:
-        return 4.0 * math.prod(layout.local(shape, self.axes))
+        return 4.0 * math.prod(layout.local_shape(shape, self.axes))
 
 
 def mlp(params: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
@@ -202,7 +204,7 @@ def searched(name: str, model: Counted | None = None, **options: Any) -> tuple[S
 
 def assert_carried_out(search: Search, strategies: Any, arguments: list[Any], plain: list[np.ndarray]) -> None:
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), tuple(AXES))
-    made = jax.jit(over_mesh(search.flow(strategies), mesh))(*arguments)
+    made = jax.jit(flow_over_mesh(search.flow(strategies), mesh))(*arguments)
     for have, want in zip(made, plain, strict=True):
         np.testing.assert_allclose(np.asarray(have), want, rtol=2e-4, atol=2e-5)
 
@@ -215,7 +217,7 @@ def test_the_best_strategies_give_the_steps_values(name: str) -> None:
     assert_carried_out(search, best.strategies, arguments, plain)
 
 
-def split(flow: Flow) -> list[tuple[str, tuple[Way, ...]]]:
+def split(flow: Flow) -> list[tuple[str, tuple[FactorSharding, ...]]]:
     """The contractions of a flow, loops' too, that axes divide."""
     found = [
         (step.eqn.primitive.name, step.choice.ways)
@@ -310,7 +312,7 @@ def apart(search: Search, flow: Flow, model: Counted) -> float:
         total = 0.0
         for number, step in enumerate(flow.steps):
             path = (*at, number)
-            if step.anyhow:
+            if step.materializable:
                 continue
             reader = cluster.get(path, path)
             total += sum(read(*each, reader) for each in zip(step.eqn.invars, step.operands, strict=True))
@@ -318,7 +320,7 @@ def apart(search: Search, flow: Flow, model: Counted) -> float:
                 total += model.compute_time(step.eqn, step.choice) + moved(step, step.choice.results, step.made)
             if step.region is not None:
                 bodies = sum(priced(body, (*path, k)) for k, body in enumerate(step.bodies))
-                total += step.region.times * bodies
+                total += step.region.run_count * bodies
             total += moved(step, step.made, step.results)
             several = zip(step.eqn.outvars, step.made, step.results, strict=True)
             lies.update((var, (reader, made, result)) for var, made, result in several)
@@ -413,7 +415,7 @@ def test_context_parallelism_divides_all_by_the_sequence_and_gathers_keys_and_va
     ]
     lies = [{str(layout) for layout in step.choice.operands} for step in products if step.choice is not None]
     assert all("y" in " ".join(several) for several in lies), "every product is divided"
-    assert all(layout.whole for layout in flow.inputs[:7]), "weights are everywhere"
+    assert all(layout.is_whole for layout in flow.inputs[:7]), "weights are everywhere"
     assert exchanges(flow)["all_gather"] >= 2, "keys and values are gathered"
 
 
@@ -444,7 +446,7 @@ def test_one_weird_trick_divides_examples_in_convolutions_and_units_in_dense_lay
         if step.eqn.primitive.name == "conv_general_dilated":
             assert cut and all(len(way.axes) == 2 for way in step.choice.ways)
     dense = flow.inputs[2]
-    assert str(dense) == "[-, x*y]" and all(layout.whole for layout in flow.inputs[:2])
+    assert str(dense) == "[-, x*y]" and all(layout.is_whole for layout in flow.inputs[:2])
 
 
 def test_ties_shrink_the_problem_and_keep_its_costs() -> None:
@@ -520,7 +522,7 @@ def test_meshes_of_three_axes(name: str) -> None:
     search, one = (as_problem(program, each, Counted(axes=each), carried=carried) for each in (axes, merged))
     best = exact(search.problem)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), tuple(axes))
-    made = jax.jit(over_mesh(search.flow(best.strategies), mesh))(*jax.tree.leaves(arguments))
+    made = jax.jit(flow_over_mesh(search.flow(best.strategies), mesh))(*jax.tree.leaves(arguments))
     for have, want in zip(made, jax.tree.leaves(jax.jit(step)(*arguments)), strict=True):
         np.testing.assert_allclose(np.asarray(have), np.asarray(want), rtol=2e-4, atol=2e-5)
     assert best.cost <= exact(one.problem).cost * 1.05  # exchanges over three axes follow one another

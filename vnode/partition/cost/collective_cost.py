@@ -60,7 +60,7 @@ class Transfer:
 
     @property
     def sent(self) -> float:
-        """Bytes that each device sends, by the algorithms that move least (`vnode.spmd.resharding.Move.sent`)."""
+        """Bytes that each device sends, by the algorithms that move least (`resharding.Move.elements_sent`)."""
         rest = (self.devices - 1) / self.devices
         return self.bytes * {"all-reduce": 2 * rest, "permute": 1.0}.get(self.kind, rest)
 
@@ -119,7 +119,7 @@ def transfers_of_route(moves: Sequence[Move], itemsize: int, axes: Axes) -> tupl
     """The collectives of a route between two layouts; what is cut where it lies moves nothing.
 
     Args:
-      moves: as `vnode.spmd.resharding.route` gives them.
+      moves: as `vnode.spmd.resharding.plan_resharding` gives them.
       itemsize: bytes of an element.
       axes: of the mesh.
 
@@ -129,9 +129,10 @@ def transfers_of_route(moves: Sequence[Move], itemsize: int, axes: Axes) -> tupl
     Example:
       >>> from jax.sharding import PartitionSpec as P
       >>> from vnode.spmd.layout import from_spec
-      >>> from vnode.spmd.resharding import route
+      >>> from vnode.spmd.resharding import plan_resharding
       >>> axes = {"x": 4}
-      >>> moves = route(from_spec(P("x"), (8, 8), axes), from_spec(P(None, "x"), (8, 8), axes), (8, 8), axes, "float32")
+      >>> start, end = (from_spec(spec, (8, 8), axes) for spec in (P("x"), P(None, "x")))
+      >>> moves = plan_resharding(start, end, (8, 8), axes, "float32")
       >>> [(t.kind, t.bytes) for t in transfers_of_route(moves, 4, axes)]
       [('all-to-all', 64)]
     """

@@ -4,9 +4,9 @@
 
 Knows flows, how they are run, and tracing. Must not know machines, or what anything costs.
 
-The program is traced from what `vnode.spmd.over_mesh` runs on each device, so that what is counted is what is compiled:
-copies of equations, masks, halos and every exchange. Results that nobody reads are left out, and equal equations,
-exchanges too, are evaluated once, as every compiler does.
+The program is traced from what `vnode.spmd.sharded_program.flow_over_mesh` runs on each device, so that what is counted
+is what is compiled: copies of equations, masks, halos and every exchange. Results that nobody reads are left out, and
+equal equations, exchanges too, are evaluated once, as every compiler does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vnode.partition.cost.simplify_loops import invariants_first, without_single
 from vnode.spmd.device_program import run
 from vnode.spmd.layout import Axes
 from vnode.spmd.resharding_collectives import convert
-from vnode.spmd.sharded_program import at_the_border
+from vnode.spmd.sharded_program import as_spec_layout
 from vnode.spmd.sharding_flow import Flow
 
 
@@ -73,8 +73,8 @@ def device_program(
       >>> [(eqn.primitive.name, eqn.invars[0].aval.shape) for eqn in device_program(flow, axes).program.equations]
       [('reduce_sum', (2, 4)), ('psum', ())]
     """
-    given = [at_the_border(layout, axes) for layout in flow.inputs]
-    made = [at_the_border(layout, axes) for layout in flow.outputs]
+    given = [as_spec_layout(layout, axes) for layout in flow.inputs]
+    made = [as_spec_layout(layout, axes) for layout in flow.outputs]
     shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in flow.program.inputs]
     results = [tuple(getattr(atom.aval, "shape", ())) for atom in flow.program.outputs]
 
@@ -84,7 +84,7 @@ def device_program(
         return [convert(*each, axes) for each in zip(outputs, flow.outputs, made, results, strict=True)]
 
     local = [
-        jax.ShapeDtypeStruct(layout.local(shape, axes), var.aval.dtype)
+        jax.ShapeDtypeStruct(layout.local_shape(shape, axes), var.aval.dtype)
         for var, layout, shape in zip(flow.program.inputs, given, shapes, strict=True)
     ]
     with jax.sharding.use_abstract_mesh(NO_MESH):  # whatever mesh the user has set

@@ -20,7 +20,7 @@ from vnode.analysis.program import Program
 from vnode.operators import Algebra, OperatorDescription, Role
 from vnode.operators.control_flow import region_of
 from vnode.operators.cost import nbytes
-from vnode.operators.memory_spaces import crosses
+from vnode.operators.memory_spaces import crosses_memories
 from vnode.operators.splits import Free, LookedUp, Reduced, Shifted
 from vnode.partition.cost.collective_cost import KINDS
 from vnode.partition.cost.timed_pieces import Piece
@@ -126,7 +126,7 @@ def shape_of(eqn: JaxprEqn, description: OperatorDescription | None) -> Shape:
         return Shape.COLLECTIVE
     if region_of(eqn) is not None:
         return Shape.REGION
-    if crosses(eqn):
+    if crosses_memories(eqn):
         return Shape.AWAY
     if description is None or len(eqn.outvars) != 1:
         return Shape.OTHER

@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn, Var
 from vnode.analysis.program import Program, where
 from vnode.operators.control_flow import Region, region_of
 from vnode.operators.cost import all_bytes, nbytes
-from vnode.operators.memory_spaces import on_host
+from vnode.operators.memory_spaces import is_on_host
 from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.fusion import kernels_of
 from vnode.partition.cost.liveness import Moment, Operation, held_in_best_order, peak
@@ -286,6 +286,6 @@ def host_bytes(program: Program) -> int:
     own = inner = 0
     for eqn in program.equations:
         if region_of(eqn) is not None:
-            own += sum(all_bytes(var.aval) for var in eqn.outvars if on_host(var.aval))
+            own += sum(all_bytes(var.aval) for var in eqn.outvars if is_on_host(var.aval))
             inner = max([inner, *map(host_bytes, bodies_of(eqn))])
     return own + inner

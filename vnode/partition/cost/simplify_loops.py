@@ -34,7 +34,7 @@ def without_single_turns(program: Program) -> Program:
     constants = dict(program.constants)
     for eqn in program.equations:
         region = region_of(eqn)
-        if isinstance(region, Loop) and region.times == 1 and not region.tests:
+        if isinstance(region, Loop) and region.run_count == 1 and not region.tests:
             equations += only_turn(eqn, region, constants)
         else:
             equations.append(eqn)

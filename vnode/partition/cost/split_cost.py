@@ -24,7 +24,7 @@ from jax.extend.core import JaxprEqn, Var
 from vnode.analysis.program import Program
 from vnode.operators.control_flow import Region, region_of
 from vnode.operators.cost import all_bytes
-from vnode.operators.memory_spaces import crosses, on_host
+from vnode.operators.memory_spaces import crosses_memories, is_on_host
 from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.collective_cost import KINDS, Transfer, transfer_of
 from vnode.partition.cost.fusion import kernels_of
@@ -306,7 +306,7 @@ class _Taken:
         """A value's way to the host or from there, on the kind of device whose link takes longest."""
         bytes_ = sum(all_bytes(var.aval) for var in eqn.outvars)
         seconds = max(bytes_ / kind.host_bandwidth + kind.host_latency for kind in self.machine.kinds)
-        return Moved(bytes_, runs, not on_host(eqn.outvars[0].aval), seconds)
+        return Moved(bytes_, runs, not is_on_host(eqn.outvars[0].aval), seconds)
 
     def region(self, eqn: JaxprEqn, region: Region, runs: int) -> tuple[float, tuple[int, ...], bool]:
         """A loop by its turns; of branches the one that takes longest."""
@@ -344,7 +344,7 @@ def exchanges(eqn: JaxprEqn) -> bool:
 def moves_within(eqn: JaxprEqn) -> bool:
     """Whether something in the bodies of a loop or branch goes to the host's memory, or comes from there."""
     inner = [each for body in bodies_of(eqn) for each in body.equations]
-    return any(moves_within(each) if region_of(each) is not None else crosses(each) for each in inner)
+    return any(moves_within(each) if region_of(each) is not None else crosses_memories(each) for each in inner)
 
 
 def turns_of(region: Region, bodies: int) -> list[int] | None:
@@ -353,7 +353,7 @@ def turns_of(region: Region, bodies: int) -> list[int] | None:
         return [1] * bodies
     if region.tests and getattr(region, "turns", None) is None:
         return None
-    return [region.times + 1] * region.tests + [region.times] * (bodies - region.tests)
+    return [region.run_count + 1] * region.tests + [region.run_count] * (bodies - region.tests)
 
 
 def graph_of(tasks: Sequence[_Task], overlap: bool) -> tuple[TaskGraph, np.ndarray]:

@@ -19,10 +19,10 @@ from vnode.analysis.program import Program, bind, context_of, inline
 from vnode.operators import Algebra, OperatorDescription, describe, evaluate, kind_to_keep
 from vnode.operators.control_flow import region_of
 from vnode.operators.cost import Cost, described_cost, nbytes
-from vnode.operators.memo import Remembered
-from vnode.operators.memory_spaces import on_host
+from vnode.operators.memo import Memo
+from vnode.operators.memory_spaces import is_on_host
 from vnode.operators.program_cost import equation_cost
-from vnode.spmd.op_sharding import Choice
+from vnode.spmd.op_sharding import OpSharding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -146,7 +146,7 @@ class OfOne:
     moves: bool
 
 
-KNOWN = Remembered[OfOne](20_000)
+KNOWN = Memo[OfOne](20_000)
 """By all that it depends on: layers, and the candidates of a search, have many equations that are alike."""
 
 
@@ -157,8 +157,8 @@ def of_one(eqn: JaxprEqn) -> OfOne:
         return looked_at(eqn)
     own: dict[Any, int] = {}
     operands = tuple(None if isinstance(a, Literal) else own.setdefault(a, len(own)) for a in eqn.invars)
-    there = tuple(on_host(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
-    return KNOWN.found((of, operands, there), lambda: looked_at(eqn))
+    there = tuple(is_on_host(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
+    return KNOWN.get_or_make((of, operands, there), lambda: looked_at(eqn))
 
 
 def looked_at(eqn: JaxprEqn) -> OfOne:
@@ -209,7 +209,7 @@ def program_piece(program: Program) -> Piece:
     return Piece(tuple(program.equations), reads, tuple(outputs), program.constants)
 
 
-def copy_of(eqn: JaxprEqn, choice: Choice, platform: str = "") -> Piece:
+def copy_of(eqn: JaxprEqn, choice: OpSharding, platform: str = "") -> Piece:
     """What one device does of an equation that is cut: its copy at local sizes, without the exchange before and after.
 
     Args:
@@ -222,11 +222,12 @@ def copy_of(eqn: JaxprEqn, choice: Choice, platform: str = "") -> Piece:
 
     Example:
       >>> from jax.sharding import PartitionSpec as P
-      >>> from vnode.spmd.op_sharding import Given, choose
+      >>> from vnode.spmd.op_sharding import OperandSharding, choose
       >>> from vnode.spmd.layout import from_spec
       >>> (eqn,) = jax.make_jaxpr(lambda a, b: a @ b)(jnp.ones((8, 16)), jnp.ones((16, 32))).jaxpr.eqns
       >>> axes = {"x": 4}
-      >>> given = [Given(from_spec(P(None, "x"), (8, 16), axes)), Given(from_spec(P("x"), (16, 32), axes))]
+      >>> layouts = from_spec(P(None, "x"), (8, 16), axes), from_spec(P("x"), (16, 32), axes)
+      >>> given = [OperandSharding(layout) for layout in layouts]
       >>> choice = choose(eqn, describe(eqn), given, axes, [None])
       >>> copy_of(eqn, choice).cost.matrix  # 2 * 8 * 4 * 32
       {'float32': 2048}

@@ -22,7 +22,7 @@ from typing import Any
 
 from vnode.errors import MachineError
 from vnode.partition.machine.description_checks import SLOWEST, devices, inside, real, several, text
-from vnode.show.units import through
+from vnode.show.units import number_range
 
 MOST_IN_PAIRS = 256
 
@@ -251,4 +251,4 @@ def ranges(numbers: Sequence[int]) -> str:
     '0-2, 5, 7-8'
     """
     runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    return ", ".join(through(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs))
+    return ", ".join(number_range(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs))

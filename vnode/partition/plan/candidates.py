@@ -44,7 +44,7 @@ from vnode.partition.uneven_shares.uneven_plans import Shared, Unequal
 from vnode.placement.uneven_dimension import UnevenSpec
 from vnode.spmd.flow_record import RecordedFlow
 from vnode.spmd.layout import replicated
-from vnode.spmd.sharded_program import at_the_border, spec_of
+from vnode.spmd.sharded_program import as_spec_layout, spec_of
 from vnode.spmd.sharding_flow import Flow, follow
 from vnode.step.collector import collector_paused
 
@@ -355,7 +355,7 @@ class OnMesh:
         for i in state if self.rows > 1 else ():
             if leaves[i] in others:
                 continue
-            spec = spec_of(at_the_border(flow.inputs[i], self.axes))
+            spec = spec_of(as_spec_layout(flow.inputs[i], self.axes))
             shape = tuple(self.subject.inputs[i].aval.shape)
             further = over_rows_too(spec, shape, self.rows, self.axes, NODES)
             if math.prod(shape) > 1 and further is not None:

@@ -21,12 +21,12 @@ from vnode.analysis.program import Atom, Program
 from vnode.operators.ordering_barrier import can_be_awaited
 from vnode.partition.plan.other_replicas import OVER_ROWS, passes_among
 from vnode.partition.plan.replica_reduction import Across
-from vnode.runtime.mesh_function import followed, result
+from vnode.runtime.mesh_function import follow_layouts, result_layout
 from vnode.runtime.node_loops import Sum
-from vnode.runtime.output_sharding import Among, Lying, handed_on
+from vnode.runtime.output_sharding import Lying, SummingDevices, choose_output_layouts
 from vnode.spmd.layout import Axes, Layout, from_spec, replicated
 from vnode.spmd.resharding_collectives import grows
-from vnode.spmd.sharding_backprop import read_in
+from vnode.spmd.sharding_backprop import read_layouts
 from vnode.spmd.sharding_flow import Flow, Step
 
 
@@ -50,7 +50,7 @@ def in_pieces(flow: Flow, axes: Axes) -> Flow:
         if step.bodies:
             step = dataclasses.replace(step, bodies=tuple(in_pieces(body, axes) for body in step.bodies))
         totals = {
-            j: result(layout, monoids[var], axes)
+            j: result_layout(layout, monoids[var], axes)
             for j, (var, layout) in enumerate(zip(step.eqn.outvars, step.made, strict=True))
             if var in monoids
         }
@@ -62,7 +62,7 @@ def in_pieces(flow: Flow, axes: Axes) -> Flow:
         elif step.region is not None and kind_of_step(step, passes) == "around":
             step = given_as_asked(step)
         elif step.eqn.primitive is OVER_ROWS and (there := lies.get(step.eqn.invars[0])) is not None:
-            step = dataclasses.replace(step, operands=(there,), made=(there,), results=(there.complete,))
+            step = dataclasses.replace(step, operands=(there,), made=(there,), results=(there.without_partial,))
         steps.append(step)
     return dataclasses.replace(flow, steps=tuple(steps))
 
@@ -84,7 +84,7 @@ def carrying(step: Step, totals: Mapping[int, Layout], split: Sequence[int], axe
     lying = {var: layout for each in steps for var, layout in zip(each.eqn.outvars, each.results, strict=True)}
     for j, atom in enumerate(body.program.outputs[len(step.region.carried) :], len(step.region.carried)):
         if isinstance(atom, Var) and atom in lying:
-            outputs[j] = result(lying[atom], None, axes)
+            outputs[j] = result_layout(lying[atom], None, axes)
             made[j] = results[j] = Layout((None, *outputs[j].dims))
     for j, layout in totals.items():
         i = step.region.carried[j]
@@ -103,7 +103,9 @@ def given_as_asked(step: Step) -> Step:
     assert region is not None
     operands, made, bodies = list(step.operands), list(step.made), []
     for k, (body, numbers) in enumerate(zip(step.bodies, region.inputs, strict=True)):
-        asked = {atom: e.results[0] for e in body.steps if e.asks for atom in (e.eqn.invars[0], e.eqn.outvars[0])}
+        asked = {
+            atom: e.results[0] for e in body.steps if e.is_constraint for atom in (e.eqn.invars[0], e.eqn.outvars[0])
+        }
         inputs = [asked.get(var, layout) for var, layout in zip(body.program.inputs, body.inputs, strict=True)]
         ends = [asked.get(atom) if isinstance(atom, Var) else None for atom in body.program.outputs]
         outputs = [layout if end is None else end for end, layout in zip(ends, body.outputs, strict=True)]
@@ -123,7 +125,7 @@ def given_as_asked(step: Step) -> Step:
 def alike(step: Step, layout: Layout, axes: Axes) -> Step:
     """An equation of arrays of one shape, as it is carried out where all of them lie alike; else as it was."""
     operands = [*dict.fromkeys(atom for atom in step.eqn.invars if isinstance(atom, Var))]
-    flow = followed(Program(operands, {}, [step.eqn], [*step.eqn.outvars]), [layout] * len(operands), axes)
+    flow = follow_layouts(Program(operands, {}, [step.eqn], [*step.eqn.outvars]), [layout] * len(operands), axes)
     return flow.steps[0] if flow.ends[0] == layout else step
 
 
@@ -154,7 +156,7 @@ def once_followed(
         lies[var] = from_spec(spec, var.aval.shape, axes)
     inputs = [lies[var] for var in program.inputs]
     ends = [inputs[state[j]] if j in state else None for j in range(len(program.outputs))]
-    return led(flow, inputs, ends, [None if end is None or end.whole else end for end in ends], axes, across, wait)
+    return led(flow, inputs, ends, [None if end is None or end.is_whole else end for end in ends], axes, across, wait)
 
 
 def led(
@@ -180,7 +182,7 @@ def led(
     program, lies = flow.program, dict(zip(flow.program.inputs, inputs, strict=True))
     exact = frozenset({across.axis} & axes.keys() if across.invariant else ())
     inner = {name: n for name, n in axes.items() if name != across.axis}
-    among = Among(across.axis, axes, across.invariant)
+    among = SummingDevices(across.axis, axes, across.invariant)
     loops = passes_among(step.eqn for step in flow.steps)
     before, after = parted(flow.steps, loops)
     parts = [
@@ -200,7 +202,7 @@ def led(
             later = [step for other, several in parts[k:] if other == "once" for step in several]
             reading = Leading.of(program, [*later, *after], program.outputs, wanted).wanted
             totals = {step.eqn.outvars[0]: step.results[0] for step in steps}
-            handed = handed_on(totals, lying, reading, inner, axes, exact)
+            handed = choose_output_layouts(totals, lying, reading, inner, axes, exact)
             steps = [in_parts(step, handed[step.eqn.outvars[0]], among) for step in steps]
         elif kind == "around":
             steps = [led_inside(step, axes, across, wait) for step in steps]
@@ -258,11 +260,11 @@ class Leading:
 
     def flow(self, lying: Lying, axes: Axes, exact: Collection[str]) -> Flow:
         """Layouts through it, of which those over some axes must not show in bits."""
-        return followed(self.program, list(map(lying, self.program.inputs)), axes, exact, self.ends)
+        return follow_layouts(self.program, list(map(lying, self.program.inputs)), axes, exact, self.ends)
 
     def wanted(self, lying: Lying, axes: Axes, exact: Collection[str]) -> Mapping[Var, Sequence[Layout]]:
         """In which layouts each variable is read, each time."""
-        return read_in(self.flow(lying, axes, exact))
+        return read_layouts(self.flow(lying, axes, exact))
 
 
 def parted(steps: Sequence[Step], loops: Collection[Var]) -> tuple[list[Step], list[Step]]:
@@ -282,11 +284,11 @@ def parted(steps: Sequence[Step], loops: Collection[Var]) -> tuple[list[Step], l
     return found[0][::-1], found[1][::-1]
 
 
-def in_parts(step: Step, end: Layout, among: Among) -> Step:
+def in_parts(step: Step, end: Layout, among: SummingDevices) -> Step:
     """A total over rows of which devices are handed on parts."""
     var, (layout,) = step.eqn.outvars[0], step.made
-    held = Sum(step.eqn.params["monoid"], layout.local(var.aval.shape, among.axes), var.aval.dtype)
-    made = among.divided(layout, among.part(held, layout, end), var.aval.shape)
+    held = Sum(step.eqn.params["monoid"], layout.local_shape(var.aval.shape, among.axes), var.aval.dtype)
+    made = among.divide_dim(layout, among.divided_dim(held, layout, end), var.aval.shape)
     return dataclasses.replace(step, made=(made,), results=(end,), leaves=True)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from vnode.analysis.program import where
 from vnode.operators import Algebra, Free, Reduced, Windowed
 from vnode.partition.plan.replica import NodeFlow
-from vnode.spmd.op_sharding import Choice, Way
+from vnode.spmd.op_sharding import FactorSharding, OpSharding
 from vnode.spmd.sharding_flow import Flow, Step
 
 
@@ -68,7 +68,7 @@ def _collect(flow: Flow, times: int, found: dict[Alike, list[float]], at: Mappin
             inside = at if step.branches is None else {**at, step.branches.axis: f"branch {number}"}
             if step.loop is not None:
                 inside = {**at, **dict.fromkeys(step.loop.share.axes, "blocks")}
-            _collect(body, times * (step.region.times if step.region is not None else 1), found, inside)
+            _collect(body, times * (step.region.run_count if step.region is not None else 1), found, inside)
         description = None if step.region is not None else flow.program.describe(step.eqn)
         if description is None or not description.has(Algebra.CONTRACTS):
             continue
@@ -84,7 +84,7 @@ def parts_of(step: Step) -> dict[str, str]:
     return found
 
 
-def part_of(choice: Choice | None, way: Way) -> str:
+def part_of(choice: OpSharding | None, way: FactorSharding) -> str:
     """What the axes of a way divide."""
     if isinstance(way.split, Reduced):
         return "sum"

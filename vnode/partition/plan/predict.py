@@ -34,10 +34,10 @@ from vnode.partition.plan.replica_reduction import Across, added
 from vnode.partition.searches.search_costs import Estimate
 from vnode.partition.simulator import Timeline
 from vnode.runtime.node_loops import ROOM_EARLY
-from vnode.runtime.offloaded_accumulators import PIECE, can_be_far
+from vnode.runtime.offloaded_accumulators import PIECE, can_offload
 from vnode.show.units import size
 from vnode.spmd.layout import Axes, Layout
-from vnode.spmd.op_sharding import Choice, itemsize
+from vnode.spmd.op_sharding import OpSharding, itemsize
 from vnode.spmd.sharding_flow import Flow
 
 NODES = "vnode"
@@ -150,7 +150,7 @@ class Prediction(Bound):
 class RowCost(Estimate):
     """A cost model for the program of a row, which knows of other rows; its mesh has the axis of the nodes."""
 
-    def compute_time(self, eqn: JaxprEqn, choice: Choice) -> float:
+    def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
         """See `vnode.partition.searches.CostModel`; what is summed over rows, or put together, takes an exchange."""
         kind = EXCHANGES.get(eqn.primitive)
         if kind is None:
@@ -231,7 +231,7 @@ def predicted(
 def nbytes(layout: Layout, var: Any, axes: Axes) -> int:
     """Bytes of one device's array."""
     shape = tuple(getattr(var.aval, "shape", ()))
-    return math.prod(layout.local(shape, axes)) * itemsize(var.aval.dtype)
+    return math.prod(layout.local_shape(shape, axes)) * itemsize(var.aval.dtype)
 
 
 def local_sums(flow: Flow, axes: Axes) -> int:
@@ -247,7 +247,7 @@ def far_sums(flow: Flow, axes: Axes) -> int:
     for step in flow.steps:
         if step.eqn.primitive is OVER_ROWS:
             var, (layout,) = step.eqn.outvars[0], step.made
-            if can_be_far(layout.local(var.aval.shape, axes), var.aval.dtype):
+            if can_offload(layout.local_shape(var.aval.shape, axes), var.aval.dtype):
                 found += nbytes(layout, var, axes)
     return found
 

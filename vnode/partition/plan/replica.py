@@ -33,14 +33,14 @@ from vnode.partition.plan.other_replicas import NUMBERS, OF_ROWS, OVER_ROWS
 from vnode.placement.placement import Placement
 from vnode.runtime import node_loops
 from vnode.runtime.emit import Emission
-from vnode.runtime.mesh_function import Division, Rooms, as_program, traced
+from vnode.runtime.mesh_function import Division, UnevenValues, trace_to_jaxpr, trace_with_captures
 from vnode.runtime.mode import Mode
-from vnode.runtime.node import Once, arrange
+from vnode.runtime.node import WholeEvaluator, restore_batch_order
 from vnode.runtime.one_pass import sums_of
-from vnode.runtime.replicated_region import Together, stands_apart
-from vnode.runtime.values import runs_apart
-from vnode.spmd.branch_groups import Group, grouped
-from vnode.spmd.factor_blocks import gathered, in_blocks
+from vnode.runtime.replicated_region import ReplicatedRegion, is_separate
+from vnode.runtime.values import split_runs
+from vnode.spmd.branch_groups import Group, group_equations
+from vnode.spmd.factor_blocks import gather_blocks, in_blocks
 from vnode.spmd.layout import Axes
 from vnode.spmd.sharding_flow import Flow, Path, Step
 from vnode.spmd.uneven_blocks import Share
@@ -150,11 +150,11 @@ class Row(Emission):
         groups: Sequence[Sequence[Group]],
         invariant: bool,
         in_loop: bool | None = None,
-        rooms: Rooms | None = None,
+        rooms: UnevenValues | None = None,
     ) -> None:
-        super().__init__(schedule, placement, inputs, Mode.FAST, 1, None, Division(automatic=True, rooms=rooms))
+        super().__init__(schedule, placement, inputs, Mode.FAST, 1, None, Division(automatic=True, uneven=rooms))
         self.axes, self.spread, self.mesh_axes = {}, spread, axes
-        self.platform, self.once = platform, Once(platform)
+        self.platform, self.once = platform, WholeEvaluator(platform)
         self.groups = groups
         self.nodes: list[Node] = []
         self.invariant = invariant
@@ -169,7 +169,7 @@ class Row(Emission):
 
     @property
     def one_by_one(self) -> bool:
-        return super().one_by_one and not self.mesh_axes
+        return super().serializes_independent and not self.mesh_axes
 
     def everywhere(self, value: Any) -> Any:
         return value
@@ -178,12 +178,12 @@ class Row(Emission):
         return bind(constraint_equation((*[None] * dim, share.axes, *[None] * (value.ndim - dim - 1))), [value])[0]
 
     def in_one_piece(self, value: Any, dim: int, share: Share) -> Any:
-        return gathered(value, dim, share)
+        return gather_blocks(value, dim, share)
 
     def run_all(self, actions: Sequence[Evaluation]) -> None:
-        if self.division.rooms is None:
+        if self.division.uneven is None:
             return super().run_all(actions)
-        for apart, several in itertools.groupby(actions, stands_apart):
+        for apart, several in itertools.groupby(actions, is_separate):
             for action in several if apart else ():
                 self.run_once(action)
             if not apart:
@@ -192,13 +192,13 @@ class Row(Emission):
     def run_together(self, actions: Sequence[Evaluation]) -> None:
         """Evaluates the replicated region, in blocks where its inputs are in blocks.
 
-        See `vnode.runtime.replicated_region.divided_once`.
+        See `vnode.runtime.replicated_region.divide_region`.
         """
-        together = Together.of(actions, self.readers, self.flow.program, self.once, self.ends)
+        together = ReplicatedRegion.from_actions(actions, self.readers, self.flow.program, self.once, self.ends)
         given = [self.as_stored(var) for var in together.reads]
         shapes = [self.type_of(var, value) for var, value in zip(together.reads, given, strict=True)]
         batched = [i for i, (_, form) in enumerate(together.wanted) if isinstance(form, Slice)]
-        program, captured = as_program(together, shapes, self.mesh_axes)
+        program, captured = trace_with_captures(together, shapes, self.mesh_axes)
         try:
             program, dims = self.blocked(program, together.reads, batched)
         except (PartitionError, UnsupportedPrimitiveError):  # every device computes it whole
@@ -211,7 +211,7 @@ class Row(Emission):
         self, program: Program, reads: Sequence[Var | None], whole: Collection[int] = ()
     ) -> tuple[Program, Sequence[int | None]]:
         """A program in blocks, as far as what it reads is; with the dimension of each output that is."""
-        rooms = self.rooms_of(reads)
+        rooms = self.uneven_of(reads)
         if rooms is None:
             return program, [None] * len(program.outputs)
         seeds = {i: dim for i, dim in enumerate(rooms.inputs) if dim is not None}
@@ -248,7 +248,7 @@ class Row(Emission):
         return self.arranged(self.in_turns(form, value, dim, there), form, units)
 
     def arranged(self, value: Any, form: Slice, units: int) -> Any:
-        """What consecutive nodes have, in the order of the batch; see `arrange`.
+        """What consecutive nodes have, in the order of the batch; see `restore_batch_order`.
 
         Raises:
           PartitionError: blocks of a factor, of which a room may hold more, are one dimension with examples.
@@ -257,11 +257,11 @@ class Row(Emission):
             raise PartitionError(
                 "a dimension of examples has another factor in it, which cannot be shared out in blocks"
             )
-        return arrange(value, form, self.flow.local(form), units)
+        return restore_batch_order(value, form, self.flow.local(form), units)
 
     def taken_as(self, form: Form | None, atom: Atom) -> Any:
         in_part = self.in_parts_inside and isinstance(form, Slice)  # others are read whole, batched ones too
-        return self.as_taken(form, atom) if in_part else super().taken_as(form, atom)
+        return self.as_taken(form, atom) if in_part else super().as_region_operand(form, atom)
 
     def as_taken(self, form: Form | None, atom: Atom) -> Any:
         """A value in the form in which it is taken where batched values are in parts: a whole one may be cut for that,
@@ -270,7 +270,7 @@ class Row(Emission):
             return self.read(atom)
         if self.flow.state(atom).form == form:
             return self.own_part(atom)
-        return self.in_part(form, *self.laid_out(as_array(self.read(atom), atom), form), False)
+        return self.in_part(form, *self.shard_ordered(as_array(self.read(atom), atom), form), False)
 
     def shard(self, var: Var) -> tuple[Any, int]:
         if var not in self.own:
@@ -278,7 +278,7 @@ class Row(Emission):
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
         value = self.batched[var]
-        return (value, form.dim) if form.outer == 1 else (runs_apart(value, form), form.dim + 1)
+        return (value, form.dim) if form.outer == 1 else (split_runs(value, form), form.dim + 1)
 
     def in_turns(self, form: Slice, value: Any, dim: int, there: bool) -> Any:
         """A batched value, or the row's part of it, as the parts of the row's nodes, ``[turns, ...]``."""
@@ -339,11 +339,13 @@ class Row(Emission):
         kept = [var in self.collected for var, _ in nodes.sliced]
         shards = [self.shard(var) for var, _ in nodes.sliced]
         whole = [self.as_stored(var) for var in nodes.wholes]
-        made = traced(functools.partial(self.as_node, nodes), self.given_shapes(nodes), self.mesh_axes)
+        made = trace_to_jaxpr(
+            functools.partial(self.node_function, nodes), self.node_input_shapes(nodes), self.mesh_axes
+        )
         plain = without_mesh(made)
         written = inline(plain.jaxpr, plain.consts)
         groups = tuple(self.groups[len(self.nodes)]) if len(self.nodes) < len(self.groups) else ()
-        program = grouped(written, groups) if groups else written
+        program = group_equations(written, groups) if groups else written
         program, dims = self.blocked(program, [None, *(var for var, _ in nodes.sliced), *nodes.wholes])
         made_so = [*(a.var for a in nodes.accumulators), *(var for var, _ in nodes.collected)]
         self.dims.update((var, dim) for var, dim in zip(made_so, dims, strict=True) if dim is not None)
@@ -384,7 +386,7 @@ def row_program(
     platform: str,
     invariant: bool,
     groups: Sequence[Sequence[Group]] = (),
-    rooms: Rooms | None = None,
+    rooms: UnevenValues | None = None,
 ) -> RowProgram:
     """Traces what a row computes.
 
@@ -420,15 +422,15 @@ def row_program(
         return jax.ShapeDtypeStruct(shape, var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False))
 
     shapes = list(map(type_of, flow.program.inputs, dims))
-    closed = without_mesh(traced(lambda values: whole(*values), shapes, axes))
+    closed = without_mesh(trace_to_jaxpr(lambda values: whole(*values), shapes, axes))
     return RowProgram(inline(closed.jaxpr, closed.consts), tuple(nodes))
 
 
-def in_room(shape: Sequence[int], dim: int | None, rooms: Rooms | None) -> tuple[int, ...]:
+def in_room(shape: Sequence[int], dim: int | None, rooms: UnevenValues | None) -> tuple[int, ...]:
     """The shape in which a value is given."""
     sizes = list(shape)
     if dim is not None and rooms is not None:
-        sizes[dim] = rooms.share.room(sizes[dim])
+        sizes[dim] = rooms.share.stored_size(sizes[dim])
     return tuple(sizes)
 
 

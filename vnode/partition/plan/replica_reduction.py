@@ -20,8 +20,8 @@ from vnode.partition.cost.op_kinds import BESIDE
 from vnode.partition.plan.other_replicas import NUMBERS, OF_ROWS, OVER_ROWS
 from vnode.runtime import device_reductions, node_loops
 from vnode.runtime.device_reductions import Parts, ReductionPlan
-from vnode.runtime.offloaded_accumulators import can_be_far
-from vnode.spmd.resharding_collectives import extended
+from vnode.runtime.offloaded_accumulators import can_offload
+from vnode.spmd.resharding_collectives import extend_dim
 from vnode.spmd.sharding_flow import Flow, Step
 
 
@@ -46,26 +46,26 @@ class Across:
     @functools.cached_property
     def plan(self) -> ReductionPlan:
         """The order of a tree."""
-        return ReductionPlan.of(self.counts, self.lane, True)
+        return ReductionPlan.from_counts(self.counts, self.lane, True)
 
     @property
     def waiting(self) -> int:
         """Sums of each kind that wait for others on a device, besides the one that nodes are added to."""
-        return self.plan.depth if self.invariant else 0
+        return self.plan.max_depth if self.invariant else 0
 
     @property
     def farthest(self) -> int:
         """How many of them may be on the host: what remains in the end would have to come back for its exchange."""
-        return self.waiting if self.plan.left == 1 else 0
+        return self.waiting if self.plan.max_remaining == 1 else 0
 
     @property
     def crossings(self) -> int:
         """How often a sum goes to the host or comes back in a pass, on the device that has most to do."""
-        return max(sum(fold.crossings(self.far)) for fold in self.plan.own) if self.far else 0
+        return max(sum(fold.count_crossings(self.far)) for fold in self.plan.device_folds) if self.far else 0
 
     def near(self, s: node_loops.Sum) -> int:
         """How many of those that wait of a sum are on the device."""
-        return self.waiting - (min(self.far, self.waiting) if can_be_far(s.shape, s.dtype) else 0)
+        return self.waiting - (min(self.far, self.waiting) if can_offload(s.shape, s.dtype) else 0)
 
     def totals(self, values: Sequence[Any], monoids: Sequence[Any], parts: Parts) -> list[Any]:
         """Totals of what a row's devices have, by collectives; where there is one row, the values.
@@ -83,15 +83,15 @@ class Across:
         inexact = [s for s in sums if not s.exact]
         left = self.left(inexact, [v for s, v, _ in several if not s.exact])
         if len(self.counts) == 1:
-            return device_reductions.merged(sums, left.first, [v for _, v, _ in exact])
+            return device_reductions.merge_sums(sums, left.first, [v for _, v, _ in exact])
         cut = [dim for s, _, dim in several if not s.exact]
-        blocks = device_reductions.in_tree_order(inexact, left, self.plan, self.axis, cut)
+        blocks = device_reductions.reduce_in_tree_order(inexact, left, self.plan, self.axis, cut)
         found = self.in_any_order([s for s, _, _ in exact], [v for _, v, _ in exact], [dim for _, _, dim in exact])
-        return device_reductions.merged(sums, [block for (block,) in blocks], found)
+        return device_reductions.merge_sums(sums, [block for (block,) in blocks], found)
 
     def left(self, sums: Sequence[node_loops.Sum], last: Sequence[Any]) -> node_loops.PartialBlocks:
         """What the loop over a row's nodes leaves, given the sums that it formed last: these, and those that waited."""
-        height = jnp.int32(len(self.plan.own[0].rest))
+        height = jnp.int32(len(self.plan.device_folds[0].rest))
         if not self.waiting or not sums:
             return node_loops.PartialBlocks(list(last), [], list(last), height)
         first, others = list(last), []
@@ -112,7 +112,7 @@ class Across:
     def in_any_order(self, sums: Sequence[node_loops.Sum], values: Sequence[Any], parts: Parts) -> list[Any]:
         """Totals by one collective for each: compilers send them together where they can."""
         several = zip(sums, values, parts, strict=True)
-        return [device_reductions.combined([s], [value], self.axis, [dim])[0] for s, value, dim in several]
+        return [device_reductions.combine_in_any_order([s], [value], self.axis, [dim])[0] for s, value, dim in several]
 
 
 class Totals(Primitive):
@@ -132,7 +132,7 @@ class PutTogether(Primitive):
 
     def bind(self, value: Any, /, *, across: Across, dim: int, size: int) -> Any:
         most = max(across.counts) * -(-size // sum(across.counts))  # of any row: all send as much
-        value = extended(value, dim, 0, most - value.shape[dim])
+        value = extend_dim(value, dim, 0, most - value.shape[dim])
         found = jax.lax.all_gather(value, across.axis, axis=dim, tiled=True)
         return found if found.shape[dim] == size else jax.lax.slice_in_dim(found, 0, size, axis=dim)
 

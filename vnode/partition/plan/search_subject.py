@@ -19,7 +19,7 @@ from vnode.analysis.passes import Schedule
 from vnode.analysis.program import Made
 from vnode.errors import PartitionError, layout_message
 from vnode.placement.leaves import is_number, shape_of, shapes_of
-from vnode.placement.patterns import in_full, name_of
+from vnode.placement.patterns import full_name, name_of
 from vnode.placement.placement import node_count
 from vnode.remat.recompute import Late
 from vnode.remat.residual_remat import Kept, kept_for_later
@@ -75,7 +75,9 @@ class Subject:
         shapes: dict[str | None, set[tuple[int, ...]]] = {}
         for name, shape in named:
             shapes.setdefault(name, set()).add(shape)
-        return tuple(name if name is None or len(shapes[name]) == 1 else in_full(name, shape) for name, shape in named)
+        return tuple(
+            name if name is None or len(shapes[name]) == 1 else full_name(name, shape) for name, shape in named
+        )
 
     @functools.cached_property
     def parameters(self) -> frozenset[str]:

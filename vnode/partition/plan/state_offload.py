@@ -22,7 +22,7 @@ from jax.extend.core import Var
 from vnode.partition.machine import Machine
 from vnode.partition.plan.other_replicas import OVER_ROWS
 from vnode.partition.plan.predict import Figures, local_sums, nbytes
-from vnode.runtime.host_prefetch import Work, by_output, needed_by
+from vnode.runtime.host_prefetch import Task, offloaded_needs, order_by_output
 from vnode.spmd.layout import Axes
 from vnode.spmd.sharding_flow import Flow
 
@@ -65,7 +65,7 @@ class Slots:
         inputs, works = flow.program.inputs, works_of(flow)
         bits = {inputs[i]: 1 << n for n, i in enumerate(state)}
         pinned = {atom for atom in flow.program.outputs if isinstance(atom, Var)}
-        for step, needs in zip(flow.steps, needed_by(works, [*bits]), strict=True):
+        for step, needs in zip(flow.steps, offloaded_needs(works, [*bits]), strict=True):
             if step.region is not None or step.eqn.primitive is OVER_ROWS:
                 pinned.update(var for var, bit in bits.items() if bit & needs)
         read = {var for work in works for var in work.reads} - pinned
@@ -81,7 +81,7 @@ class Slots:
         return Slots(flow, {name: found[name] for name in order}, sums, donated)
 
     @functools.cached_property
-    def works(self) -> list[Work]:
+    def works(self) -> list[Task]:
         """What the program computes."""
         return works_of(self.flow)
 
@@ -93,7 +93,7 @@ class Slots:
         """The most bytes of leaves that a device has fetched at a time, and of the leaves it had before these."""
         inputs = self.flow.program.inputs
         sizes = {inputs[i]: n for i, n in away.items()}
-        order = by_output(self.works, self.flow.program.outputs, [*sizes])
+        order = order_by_output(self.works, self.flow.program.outputs, [*sizes])
         reads = [[var for var in self.works[k].reads if var in sizes] for k in order]
         last = {var: place for place, several in enumerate(reads) for var in several}
         now, most, there = 0, 0, set[Var]()
@@ -149,6 +149,6 @@ class Slots:
         return tuple([*self.held][: counts[at]]), self.figures(without, machine, counts[at])
 
 
-def works_of(flow: Flow) -> list[Work]:
+def works_of(flow: Flow) -> list[Task]:
     """What a program computes."""
-    return [Work([atom for atom in step.eqn.invars if isinstance(atom, Var)], step.eqn.outvars) for step in flow.steps]
+    return [Task([atom for atom in step.eqn.invars if isinstance(atom, Var)], step.eqn.outvars) for step in flow.steps]

@@ -17,10 +17,10 @@ from vnode.partition.plan.replica import NodeFlow, RowProgram
 from vnode.partition.plan.search_subject import Subject
 from vnode.placement.patterns import Exactly, Patterns
 from vnode.placement.uneven_dimension import UnevenSpec
-from vnode.runtime.mesh_function import result
-from vnode.spmd.flow_record import RecordedFlow, digest_of, recorded
+from vnode.runtime.mesh_function import result_layout
+from vnode.spmd.flow_record import RecordedFlow, digest_of, record_step
 from vnode.spmd.layout import Axes, Layout, replicated
-from vnode.spmd.sharded_program import at_the_border, spec_of
+from vnode.spmd.sharded_program import as_spec_layout, spec_of
 from vnode.spmd.sharding_flow import Flow
 from vnode.spmd.uneven_blocks import Share
 
@@ -53,7 +53,7 @@ def record_of(flow: NodeFlow, axes: Axes) -> RecordedFlow:
     for i, var in enumerate(program.inputs):
         none = replicated(len(getattr(var.aval, "shape", ())))
         apart = i == 0 or i - 1 in node.given  # its number, and what each device is given whole
-        inputs.append(none if apart else at_the_border(there.get(var, none), axes))
+        inputs.append(none if apart else as_spec_layout(there.get(var, none), axes))
     there.update(zip(program.inputs, inputs, strict=True))
     for var, k, i in flow.readers():
         if not set(steps[k].operands[i].partial) <= set(there[var].partial):
@@ -62,7 +62,7 @@ def record_of(flow: NodeFlow, axes: Axes) -> RecordedFlow:
         body.outputs[j] if j < len(node.sums) or isinstance(atom, Literal) else there[atom]
         for j, atom in enumerate(program.outputs)
     )
-    written = tuple(map(recorded, steps))
+    written = tuple(map(record_step, steps))
     return RecordedFlow(
         digest_of(node.written), tuple(axes.items()), tuple(inputs), written, ends, ends, groups=node.groups
     )
@@ -80,7 +80,7 @@ def parts_of_sums(row: RowProgram, records: Mapping[str, RecordedFlow], axes: Ax
     for node in row.nodes:
         record = records.get(digest_of(node.written))
         for a, end in zip(node.sums, () if record is None else record.ends, strict=False):
-            found[a.var] = result(end, a.monoid, axes).local(a.var.aval.shape, axes)
+            found[a.var] = result_layout(end, a.monoid, axes).local_shape(a.var.aval.shape, axes)
     return found
 
 
@@ -101,7 +101,7 @@ def parts_in_blocks(row: RowProgram, share: Share) -> dict[Var, tuple[int, ...]]
         for a, dim in zip(node.sums, node.dims, strict=True):
             if dim is not None:
                 shape = list(a.var.aval.shape)
-                shape[dim] = shape[dim] // share.blocks * share.most
+                shape[dim] = shape[dim] // share.blocks * share.max_blocks
                 found[a.var] = tuple(shape)
     return found
 
@@ -123,7 +123,7 @@ def specs_of(
     found: dict[str, PartitionSpec] = {}
     for i, (name, layout) in enumerate(zip(subject.leaves, flow.inputs, strict=False)):
         if name is not None:
-            found[name] = sharded[i] if i in sharded else spec_of(at_the_border(layout, axes))
+            found[name] = sharded[i] if i in sharded else spec_of(as_spec_layout(layout, axes))
     return found
 
 

@@ -248,7 +248,7 @@ class _Experts:
         if kept == "open":
             return None
         if kept == "whole":
-            return next(k for k, layout in enumerate(of.layouts) if layout.whole)
+            return next(k for k, layout in enumerate(of.layouts) if layout.is_whole)
 
         def most(k: int) -> tuple[int, int]:
             layout: Layout = of.layouts[k]

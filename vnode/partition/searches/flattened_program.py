@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from vnode.analysis.program import Atom, Program
 from vnode.operators import Algebra, LookedUp, Monoid, OperatorDescription, Prefix, Windowed
 from vnode.operators.control_flow import Region, region_of
-from vnode.spmd.branch_groups import Branches, made_at
+from vnode.spmd.branch_groups import Branches, branch_locations
 from vnode.spmd.layout import Axes, replicated
 from vnode.spmd.op_sharding import itemsize
 from vnode.spmd.sharding_flow import Flow, Path, Step, follow, monoid_of_one
@@ -220,14 +220,14 @@ class _Walk:
     def all(self, flow: Flow, at: Path, times: float) -> None:
         self.free |= flow.program.constants.keys()
         self.apart.update(dict.fromkeys(flow.program.inputs, self.without))
-        made = made_at(flow.program)
+        made = branch_locations(flow.program)
         for number, step in enumerate(flow.steps):
             path, eqn = (*at, number), step.eqn
             if step.region is not None:
                 self.region(step, step.region, path, times)
             elif step.branches is not None:
                 self.side_by_side(step, step.branches, path, times, made)
-            elif step.anyhow and all(self.is_free(atom) for atom in eqn.invars):
+            elif step.materializable and all(self.is_free(atom) for atom in eqn.invars):
                 self.free.update(eqn.outvars)
                 description = flow.program.describe(eqn)
                 moves = description is not None and description.has(Algebra.MOVES)
@@ -280,7 +280,7 @@ class _Walk:
             self.links.append(Link(source, target, times, dropped, back))
 
     def region(self, step: Step, region: Region, path: Path, times: float) -> None:
-        eqn, turns, first, begins = step.eqn, times * region.times, dict[int, Var](), len(self.nodes)
+        eqn, turns, first, begins = step.eqn, times * region.run_count, dict[int, Var](), len(self.nodes)
         choosers = [] if region.chooser is None else [eqn.invars[region.chooser]]
         self.whole += [(a, times) for a in choosers if not isinstance(a, Literal) and a not in self.free]
         tested = [atom for body in step.bodies[: region.tests] for atom in body.program.outputs]

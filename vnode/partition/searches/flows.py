@@ -33,14 +33,14 @@ def seconds_of(flow: Flow, model: CostModel) -> float:
             return 0.0
         shape, dtype = atom.aval.shape, atom.aval.dtype
         if not any(set(want.partial) <= set(start.partial) for start in held[atom]):
-            want = want.complete
+            want = want.without_partial
         starts = [start for start in held[atom] if set(want.partial) <= set(start.partial)]
         seconds = min(model.move_time(start, want, shape, dtype) for start in starts)
         held[atom][want] = None
         return seconds
 
     for step in flow.steps:
-        if step.anyhow:
+        if step.materializable:
             continue
         for atom, want in zip(step.eqn.invars, step.operands, strict=True):
             total += read(atom, want)
@@ -48,7 +48,7 @@ def seconds_of(flow: Flow, model: CostModel) -> float:
             total += model.compute_time(step.eqn, step.choice)
             total += moved(step, step.choice.results, step.made, model)
         if step.region is not None:
-            total += step.region.times * sum(seconds_of(body, model) for body in step.bodies)
+            total += step.region.run_count * sum(seconds_of(body, model) for body in step.bodies)
         total += moved(step, step.made, step.results, model)
         for var, several in zip(step.eqn.outvars, zip(step.made, step.results, strict=True), strict=True):
             held[var] = dict.fromkeys(several)

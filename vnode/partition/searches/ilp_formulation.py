@@ -26,8 +26,8 @@ from vnode.partition.searches.problem_memory import By, points_of, spans_of
 from vnode.partition.searches.search_costs import CostModel
 from vnode.partition.searches.strategies import Cluster, Strategies, asked_by_path, picked
 from vnode.spmd.layout import Axes, Layout, cut_of, replicated
-from vnode.spmd.resharding import even
-from vnode.spmd.sharding_flow import Flow, follow, monoid_of_one, on_one
+from vnode.spmd.resharding import is_even
+from vnode.spmd.sharding_flow import Flow, follow, monoid_of_one, present_at_one
 
 ROUNDS = 2
 """How far operators are told apart by their neighbours, before those that are alike are tied."""
@@ -116,7 +116,7 @@ class Search:
         return found
 
     def flow(self, strategies: Array) -> Flow:
-        """Layouts through the program as an assignment says, for `vnode.spmd.sharded_program.over_mesh`.
+        """Layouts through the program as an assignment says, for `vnode.spmd.sharded_program.flow_over_mesh`.
 
         Args:
           strategies: int64 ``[operators]`` of the problem.
@@ -284,7 +284,7 @@ class _Builder:
             if not isinstance(atom, Literal) and j not in self.carried and atom in self.makers:
                 m, p, r = self.makers[atom]
                 made = self.made(m, p, r)
-                leave = np.array([self.strategies.move(x, x.complete, atom) for x in made])
+                leave = np.array([self.strategies.move(x, x.without_partial, atom) for x in made])
                 seconds[m] = seconds[m] + leave
                 handed.append(Handed(m, None, leave[:, None], p))
         for var, times in self.flat.whole:
@@ -375,7 +375,7 @@ class _Builder:
     def by_branches(self, starts: Sequence[Layout], link: Link) -> Sequence[Layout]:
         """How a value lies that leaves a branch, or that is read by one where it is."""
         if link.stays is not None:
-            return [on_one(layout, link.stays) for layout in starts]
+            return [present_at_one(layout, link.stays) for layout in starts]
         if link.leaves is None:
             return starts
         order, one = list(self.axes), (link.leaves, monoid_of_one(link.source.aval.dtype))
@@ -401,7 +401,7 @@ class _Builder:
             else:
                 layouts[replicated(len(var.aval.shape))] = None
                 if var in self.makers:
-                    layouts.update(dict.fromkeys(x.complete for x in self.made(*self.makers[var])))
+                    layouts.update(dict.fromkeys(x.without_partial for x in self.made(*self.makers[var])))
                 for k, several in self.reads.get(var, {}).items():
                     layouts.update(dict.fromkeys(x for want in self.wanted(k, several) for x in want))
             found.append(Value(var, tuple(layouts)))
@@ -423,7 +423,7 @@ class _Builder:
             for d, n in enumerate(shape):
                 names = tuple(a for a, w in zip(self.axes, where, strict=True) if w == d)
                 dims.append(cut_of(names, 1, n, n, self.axes) if names else None)
-            if all(cut is None or (shape[d] > 1 and even(cut, self.axes)) for d, cut in enumerate(dims)):
+            if all(cut is None or (shape[d] > 1 and is_even(cut, self.axes)) for d, cut in enumerate(dims)):
                 found.append(Layout(tuple(dims), pieces))
         if beside is not None:
             found += [Layout(x.dims, ((beside, Monoid.SUM),)) for x in found if beside not in x.cut_axes]

@@ -21,15 +21,15 @@ from vnode.partition.cost import Roofline, Times, Transfer, copy_of, transfers_o
 from vnode.partition.machine import Machine, MachineMesh
 from vnode.partition.searches.flattened_program import decides
 from vnode.spmd.layout import Axes, Cut, Layout, count
-from vnode.spmd.op_sharding import Choice, itemsize
-from vnode.spmd.resharding import route
-from vnode.spmd.resharding_collectives import neighbours
+from vnode.spmd.op_sharding import OpSharding, itemsize
+from vnode.spmd.resharding import plan_resharding
+from vnode.spmd.resharding_collectives import needed_neighbours
 
 
 class CostModel(Protocol):
     """What equations and moves take on one device of a mesh."""
 
-    def compute_time(self, eqn: JaxprEqn, choice: Choice) -> float:
+    def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
         """Seconds of a device's copy of an equation, with what it fetches of its neighbours' operands."""
         ...
 
@@ -82,11 +82,11 @@ class Estimate:
         """Bytes that each device has."""
         return min(kind.memory for kind in self.machine.kinds)
 
-    def compute_time(self, eqn: JaxprEqn, choice: Choice) -> float:
+    def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
         """See `CostModel`."""
         return self._kernel(eqn, choice) + sum(self._seconds(each) for each in fetched(eqn, choice, self.axes))
 
-    def _kernel(self, eqn: JaxprEqn, choice: Choice) -> float:
+    def _kernel(self, eqn: JaxprEqn, choice: OpSharding) -> float:
         cost = copy_cost(eqn, choice)
         if not decides(choice.description):
             fused = dataclasses.replace(cost, read=0)
@@ -107,7 +107,7 @@ class Estimate:
 
     def transfers(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> tuple[Transfer, ...]:
         """The collectives of bringing a value from one layout to another."""
-        return transfers_of_route(route(start, end, shape, self.axes, dtype), _size(dtype), self.axes)
+        return transfers_of_route(plan_resharding(start, end, shape, self.axes, dtype), _size(dtype), self.axes)
 
     def _seconds(self, transfer: Transfer) -> float:
         cost = self._transfers(transfer.kind, transfer.axes, transfer.devices, transfer.pairs, transfer.among)
@@ -118,7 +118,7 @@ class Estimate:
 
     def bytes(self, layout: Layout, shape: Sequence[int], dtype: Any) -> float:
         """The elements of a device's array, times their size."""
-        return float(math.prod(layout.local(shape, self.axes)) * _size(dtype))
+        return float(math.prod(layout.local_shape(shape, self.axes)) * _size(dtype))
 
 
 def of_machine(
@@ -134,7 +134,7 @@ def of_machine(
     return Estimate(machine, mesh, times, platform)
 
 
-def copy_cost(eqn: JaxprEqn, choice: Choice) -> Cost:
+def copy_cost(eqn: JaxprEqn, choice: OpSharding) -> Cost:
     """What one device's copy of an equation costs: its share of the operations, padding included, and its bytes.
 
     Args:
@@ -158,7 +158,7 @@ def copy_cost(eqn: JaxprEqn, choice: Choice) -> Cost:
     )
 
 
-def fetched(eqn: JaxprEqn, choice: Choice, axes: Axes) -> list[Transfer]:
+def fetched(eqn: JaxprEqn, choice: OpSharding, axes: Axes) -> list[Transfer]:
     """What a device's copy of an equation gets of its neighbours: rows at the borders of windows, running sums.
 
     Args:
@@ -170,7 +170,7 @@ def fetched(eqn: JaxprEqn, choice: Choice, axes: Axes) -> list[Transfer]:
     for atom, dims, lies in zip(eqn.invars, d.operands, choice.operands, strict=True):
         if not isinstance(atom, Var):
             continue
-        shape = list(lies.local(atom.aval.shape, axes))
+        shape = list(lies.local_shape(atom.aval.shape, axes))
         for k, dim in enumerate(dims):
             for f in dim:
                 if f not in choice.parts or lies.dims[k] is None or f in choice.parts[f][1].lead:
@@ -180,7 +180,7 @@ def fetched(eqn: JaxprEqn, choice: Choice, axes: Axes) -> list[Transfer]:
                 row = math.prod(shape) // max(shape[k], 1) * (shape[k] // max(cut.block(axes), 1))
                 for interval in intervals:
                     index = np.stack([interval.indices(p, cut.size) for p in range(len(interval.starts))])
-                    needed, pairs = neighbours(index, cut.block(axes))
+                    needed, pairs = needed_neighbours(index, cut.block(axes))
                     for distance, who in pairs.items():
                         if distance:
                             low = needed[distance][0] if distance == min(needed) else 0
@@ -193,7 +193,7 @@ def fetched(eqn: JaxprEqn, choice: Choice, axes: Axes) -> list[Transfer]:
         if isinstance(way.split, Prefix):
             for var, dims, lies in zip(eqn.outvars, d.results, choice.results, strict=True):
                 k = next(k for k, dim in enumerate(dims) if way.lead[0] in dim)
-                shape = lies.local(var.aval.shape, axes)
+                shape = lies.local_shape(var.aval.shape, axes)
                 ends = math.prod(shape) // max(shape[k], 1) * itemsize(var.aval.dtype)
                 devices = count(way.axes, axes)
                 sent.append(Transfer("all-gather", way.axes, ends * devices, devices))

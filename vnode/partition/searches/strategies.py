@@ -22,8 +22,8 @@ from vnode.operators.splits import Lead, Split
 from vnode.partition.searches.flattened_program import Flat, Node, size_of, variables
 from vnode.partition.searches.search_costs import CostModel
 from vnode.spmd.layout import Axes, Cut, Layout, cut_along, replicated
-from vnode.spmd.op_sharding import Choice, Given, Way, chosen, reached
-from vnode.spmd.sharding_flow import Asked, Path
+from vnode.spmd.op_sharding import FactorSharding, OperandSharding, OpSharding, apply_shardings, reached_layouts
+from vnode.spmd.sharding_flow import Path, RequestedSharding
 
 MOST = 130
 """Strategies of one cluster at most: beyond it fewer dimensions are looked at."""
@@ -53,7 +53,7 @@ class Strategy:
     seconds: float
     made: Mapping[tuple[int, int], Layout] = dataclasses.field(default_factory=dict)
     wanted: Mapping[tuple[int, int], Layout] = dataclasses.field(default_factory=dict)
-    asked: tuple[Asked | None, ...] = ()
+    asked: tuple[RequestedSharding | None, ...] = ()
     times: tuple[float, ...] = ()
     inner: Mapping[tuple[int, int], float] = dataclasses.field(default_factory=dict)
 
@@ -89,7 +89,7 @@ class Done:
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     seconds: float
-    asked: Asked
+    asked: RequestedSharding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,7 +130,7 @@ class Strategies:
         self._strategies: dict[Hashable, tuple[Strategy, ...]] = {}
         self._choices: dict[Hashable, Done | None] = {}
         self._leads: dict[Hashable, int] = {}
-        self._grouped: dict[Hashable, tuple[int, tuple[Way, ...]]] = {}
+        self._grouped: dict[Hashable, tuple[int, tuple[FactorSharding, ...]]] = {}
         self._layouts: dict[Layout, int] = {}
         self._numbered: list[Layout] = []
         self._kinds: dict[Hashable, int] = {}
@@ -254,7 +254,7 @@ class Strategies:
         inner: dict[tuple[int, int], float] = {}
         made: dict[tuple[int, int], Layout] = {}
         wanted: dict[tuple[int, int], Layout] = {}
-        taken: list[Asked | None] = []
+        taken: list[RequestedSharding | None] = []
         held: set[tuple[int, int]] = set()
         several = list(zip(self.axes, picks, strict=True))
         if any(p is not None and axis in nodes[0].node.apart for axis, p in several):
@@ -302,7 +302,7 @@ class Strategies:
             self._numbered.append(layout)
         return self._layouts[layout]
 
-    def ways(self, node: Prepared, divided: Sequence[tuple[str, int]]) -> tuple[int, tuple[Way, ...]]:
+    def ways(self, node: Prepared, divided: Sequence[tuple[str, int]]) -> tuple[int, tuple[FactorSharding, ...]]:
         """The ways of an equation that divide what axes shall divide, as far as it has it; with a number for them."""
         key = node.kind, tuple([(axis, node.numbers[p]) for axis, p in divided])
         if key not in self._grouped:
@@ -329,7 +329,7 @@ class Strategies:
     def choice(
         self,
         prepared: Prepared,
-        numbered: tuple[int, tuple[Way, ...]],
+        numbered: tuple[int, tuple[FactorSharding, ...]],
         states: Sequence[int],
         pieces: tuple[tuple[str, Monoid], ...],
     ) -> Done | None:
@@ -343,21 +343,21 @@ class Strategies:
             for i, (atom, place) in enumerate(zip(node.eqn.invars, prepared.operands, strict=True)):
                 if place in (LITERAL, ZERO):
                     ndim = len(getattr(atom.aval, "shape", ()))
-                    given.append(Given(replicated(ndim), anyhow=True, zero=place == ZERO))
+                    given.append(OperandSharding(replicated(ndim), materializable=True, zero=place == ZERO))
                 elif place >= 0:
-                    given.append(Given(self._numbered[states[place]]))
+                    given.append(OperandSharding(self._numbered[states[place]]))
                 else:
-                    given.append(Given(dataclasses.replace(self.expected(node, i, ways), partial=pieces)))
-            choice = chosen(node.eqn, d, given, self.axes, ways)
+                    given.append(OperandSharding(dataclasses.replace(self.expected(node, i, ways), partial=pieces)))
+            choice = apply_shardings(node.eqn, d, given, self.axes, ways)
             if choice is None:
                 self._choices[key] = None
             else:
                 seconds = self.model.compute_time(node.eqn, choice) + self.rounding(node, choice)
-                asked = Asked(ways, tuple(each.layout for each in given), choice.passed)
-                self._choices[key] = Done(choice.operands, reached(node.eqn, choice), seconds, asked)
+                asked = RequestedSharding(ways, tuple(each.layout for each in given), choice.passed)
+                self._choices[key] = Done(choice.operands, reached_layouts(node.eqn, choice), seconds, asked)
         return self._choices[key]
 
-    def expected(self, node: Node, operand: int, ways: tuple[Way, ...]) -> Layout:
+    def expected(self, node: Node, operand: int, ways: tuple[FactorSharding, ...]) -> Layout:
         """How an operand that somebody else makes would best lie: what is cut, in blocks."""
         d = node.description
         assert d is not None
@@ -371,11 +371,13 @@ class Strategies:
             cuts.append(cut)
         return Layout(tuple(cuts))
 
-    def rounding(self, node: Node, choice: Choice) -> float:
+    def rounding(self, node: Node, choice: OpSharding) -> float:
         """Seconds in which pieces of narrow sums are combined at once."""
         return sum(
             self.move(before, after, var)
-            for var, before, after in zip(node.eqn.outvars, choice.results, reached(node.eqn, choice), strict=True)
+            for var, before, after in zip(
+                node.eqn.outvars, choice.results, reached_layouts(node.eqn, choice), strict=True
+            )
             if before != after
         )
 
@@ -408,15 +410,15 @@ def picked(things: int, axes: int) -> tuple[tuple[Pick, ...], ...]:
     return tuple(dict.fromkeys(found))
 
 
-def grouped(several: Sequence[tuple[str, tuple[Lead, Split]]]) -> tuple[Way, ...]:
+def grouped(several: Sequence[tuple[str, tuple[Lead, Split]]]) -> tuple[FactorSharding, ...]:
     """Ways, from what each axis divides: axes that divide the same are one way."""
     found: dict[tuple[Lead, Split], list[str]] = {}
     for axis, each in several:
         found.setdefault(each, []).append(axis)
-    return tuple(Way(lead, split, tuple(axes)) for (lead, split), axes in found.items())
+    return tuple(FactorSharding(lead, split, tuple(axes)) for (lead, split), axes in found.items())
 
 
-def asked_by_path(program: Flat, cluster: Cluster, strategy: int) -> dict[Path, Asked]:
+def asked_by_path(program: Flat, cluster: Cluster, strategy: int) -> dict[Path, RequestedSharding]:
     """What `vnode.spmd.sharding_flow.follow` is asked for of a cluster."""
     asked = cluster.strategies[strategy].asked
     return {program.nodes[n].path: each for n, each in zip(cluster.nodes, asked, strict=True) if each is not None}

@@ -23,9 +23,9 @@ from vnode.placement.patterns import check_axes, name_of, patterns_of
 from vnode.placement.trace_context import with_jit, without_mesh
 from vnode.spmd.factor_blocks import InBlocks, in_blocks
 from vnode.spmd.layout import from_spec
-from vnode.spmd.sharded_program import at_the_border, long_axes, over_mesh, spec_of
-from vnode.spmd.sharding_flow import Flow, along, follow
-from vnode.spmd.uneven_blocks import Share, restoring, stored
+from vnode.spmd.sharded_program import as_spec_layout, flow_over_mesh, long_axes, spec_of
+from vnode.spmd.sharding_flow import Flow, follow, with_cut
+from vnode.spmd.uneven_blocks import Share, restore_program, store
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class Blocked:
     @functools.cached_property
     def _run(self) -> Callable[..., list[Any]]:
         leaves = tuple(number for argument in self.donated for number in self._leaves(self.arguments, argument))
-        return jax.jit(over_mesh(self.flow, self.mesh), donate_argnums=leaves)
+        return jax.jit(flow_over_mesh(self.flow, self.mesh), donate_argnums=leaves)
 
     @with_jit
     def __call__(self, *arguments: Any) -> Any:
@@ -101,14 +101,14 @@ class Blocked:
             dim, layout = self.split.inputs[number], self.flow.inputs[number]
             expected = list(self.split.program.inputs[number].aval.shape)
             if dim is not None:
-                expected[dim] = expected[dim] // (self.share.most * len(self.share.counts)) * self.share.blocks
+                expected[dim] = expected[dim] // (self.share.max_blocks * len(self.share.counts)) * self.share.blocks
             if np.shape(leaf) != tuple(expected):
                 raise PartitionError(
                     f"{self.names[number]} has shape {np.shape(leaf)}, where {tuple(expected)} is expected"
                 )
-            spec = spec_of(at_the_border(layout, long_axes(self.mesh)))
+            spec = spec_of(as_spec_layout(layout, long_axes(self.mesh)))
             with without_mesh():
-                kept = leaf if dim is None else stored(leaf, dim, self.share)
+                kept = leaf if dim is None else store(leaf, dim, self.share)
                 placed.append(jax.device_put(kept, NamedSharding(self.mesh, spec)))
         return jax.tree.unflatten(tree, placed)
 
@@ -124,7 +124,7 @@ class Blocked:
         tree = jax.tree.structure(value)
         dims = tuple(self.split.outputs[number] for number in numbers)
         with without_mesh():
-            program = restoring(dims, self.share, NamedSharding(self.mesh, PartitionSpec()))
+            program = restore_program(dims, self.share, NamedSharding(self.mesh, PartitionSpec()))
             return jax.tree.unflatten(tree, program(leaves))
 
     def _child(self, whole: Any, child: int, value: Any, what: str) -> tuple[list[Any], range]:
@@ -159,7 +159,7 @@ class Blocked:
         for name, dim, var in zip(self.names, self.split.inputs, self.split.program.inputs, strict=True):
             if dim is not None:
                 shape = list(var.aval.shape)
-                room, shape[dim] = shape[dim], shape[dim] // (share.most * len(share.counts)) * share.blocks
+                room, shape[dim] = shape[dim], shape[dim] // (share.max_blocks * len(share.counts)) * share.blocks
                 lines.append(f"  {name} {tuple(shape)}: dimension {dim}, stored as {room}")
         if self.split.gathered:
             lines.append(f"  gathered: {', '.join(var.aval.str_short() for var in self.split.gathered)}")
@@ -245,7 +245,7 @@ def blocked(
     inputs = []
     for number, (var, dim) in enumerate(zip(split.program.inputs, split.inputs, strict=True)):
         layout = from_spec(asked.get(number, PartitionSpec()), var.aval.shape, axes)
-        inputs.append(layout if dim is None else along(dim, share.cut(var.aval.shape[dim], axes), layout))
+        inputs.append(layout if dim is None else with_cut(dim, share.cut(var.aval.shape[dim], axes), layout))
     flow = follow(split.program, inputs, axes)
     return Blocked(mesh, split, flow, jax.tree.structure(tuple(arguments)), names, results[0], tuple(donate))
 

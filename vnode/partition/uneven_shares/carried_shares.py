@@ -20,9 +20,9 @@ from vnode.errors import PartitionError, SearchError
 from vnode.partition.searches.ilp_formulation import Search
 from vnode.partition.searches.strategies import PIECES
 from vnode.partition.uneven_shares.accpar import Shared
-from vnode.spmd.factor_blocks import InBlocks, some_in_blocks
+from vnode.spmd.factor_blocks import InBlocks, equations_in_blocks
 from vnode.spmd.layout import Axes, replicated
-from vnode.spmd.sharding_flow import Flow, along, follow
+from vnode.spmd.sharding_flow import Flow, follow, with_cut
 from vnode.spmd.uneven_blocks import Share
 
 MOST = 32
@@ -84,7 +84,7 @@ class CarriedOut:
             for number, dim in enumerate(split.inputs):
                 if dim is not None:
                     room = self.program.inputs[number].aval.shape[dim]
-                    layouts[number] = along(dim, split.share.cut(room, axes), layouts[number])
+                    layouts[number] = with_cut(dim, split.share.cut(room, axes), layouts[number])
         return follow(self.program, layouts, axes)
 
     def put(self, values: Sequence[Any]) -> list[Any]:
@@ -162,7 +162,7 @@ def carried_out(
             try:
                 wanted = round(shared.share * parts)
                 share = Share((axis,), (wanted, parts - wanted))
-                split = some_in_blocks(program, share, {numbers[key]: factor for key, factor in factors.items()})
+                split = equations_in_blocks(program, share, {numbers[key]: factor for key, factor in factors.items()})
                 program = split.program
                 splits.append(split)
             except PartitionError as error:

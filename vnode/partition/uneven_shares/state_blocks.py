@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec
 from vnode.errors import PartitionError
 from vnode.partition.plan.search_subject import Subject
 from vnode.placement.uneven_dimension import UnevenSpec
-from vnode.runtime.mesh_function import Rooms
-from vnode.spmd.dimension_propagation import tied
+from vnode.runtime.mesh_function import UnevenValues
+from vnode.spmd.dimension_propagation import propagate_dimension
 from vnode.spmd.op_sharding import itemsize
-from vnode.spmd.sharded_program import at_the_border
+from vnode.spmd.sharded_program import as_spec_layout
 from vnode.spmd.sharding_flow import Flow
 from vnode.spmd.uneven_blocks import Share
 
@@ -29,7 +29,7 @@ def divided_over(flow: Flow, subject: Subject, axis: str) -> dict[int, int]:
     """The dimensions of a state that a flow divides over an axis, by the number of the input."""
     found = {}
     for i in subject.state:
-        for dim, cut in enumerate(at_the_border(flow.inputs[i], {axis: 2}).dims):
+        for dim, cut in enumerate(as_spec_layout(flow.inputs[i], {axis: 2}).dims):
             if cut is not None and axis in cut.axes:
                 found[i] = dim
     return found
@@ -58,7 +58,7 @@ def tied_to(subject: Subject, seeds: Mapping[int, int], blocks: int) -> dict[int
             continue
         begun = {program.inputs[k]: dim for k, dim in {**found, i: seeds[i]}.items()}
         try:
-            several = tied(program, begun, blocks).dims
+            several = propagate_dimension(program, begun, blocks).dims
         except PartitionError:
             continue
         pairs = zip(program.inputs, subject.names, strict=False)
@@ -86,7 +86,7 @@ def specs_in_blocks(subject: Subject, dims: Mapping[int, int], share: Share) -> 
     return {name: spec for name, spec in specs.items() if spec is not None}
 
 
-def rooms_of(subject: Subject, dims: Mapping[int, int], share: Share) -> Rooms:
+def rooms_of(subject: Subject, dims: Mapping[int, int], share: Share) -> UnevenValues:
     """Which inputs of a step are given in blocks, and the outputs that take their places.
 
     Args:
@@ -96,7 +96,7 @@ def rooms_of(subject: Subject, dims: Mapping[int, int], share: Share) -> Rooms:
     """
     inputs, outputs = range(len(subject.inputs)), range(len(subject.schedule.flow.program.outputs))
     ends = [dims.get(subject.carried[j]) if j in subject.carried else None for j in outputs]
-    return Rooms(share, [dims.get(i) for i in inputs], ends)
+    return UnevenValues(share, [dims.get(i) for i in inputs], ends)
 
 
 def dims_of(subject: Subject, specs: Mapping[str, PartitionSpec | UnevenSpec]) -> dict[int, int]:

@@ -30,8 +30,8 @@ from vnode.partition.searches.ilp_formulation import Search, as_problem
 from vnode.partition.searches.problem import Array
 from vnode.partition.uneven_shares.accpar import Cut, SharedEdge
 from vnode.spmd.layout import Layout
-from vnode.spmd.op_sharding import Choice, itemsize
-from vnode.spmd.resharding import route
+from vnode.spmd.op_sharding import OpSharding, itemsize
+from vnode.spmd.resharding import plan_resharding
 
 AXES = {"groups": 2}
 
@@ -106,7 +106,7 @@ def between(
     return search, Cut(tuple(compute), tuple(fixed), tuple(edges))
 
 
-Timer = Callable[[JaxprEqn, Choice], float]
+Timer = Callable[[JaxprEqn, OpSharding], float]
 
 
 class _Counted:
@@ -115,25 +115,25 @@ class _Counted:
     def __init__(self, compute: Timer, parts: tuple[float, float, float]) -> None:
         self.compute, self.parts = compute, parts
 
-    def compute_time(self, eqn: JaxprEqn, choice: Choice) -> float:
+    def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
         return self.compute(eqn, choice)
 
     def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
-        kinds = [RECEIVED[move.kind] for move in route(start, end, shape, AXES, dtype) if move.kind != "cut"]
+        kinds = [RECEIVED[move.kind] for move in plan_resharding(start, end, shape, AXES, dtype) if move.kind != "cut"]
         return float(math.prod(shape) * itemsize(dtype) * sum(self.parts[kind] for kind in kinds))
 
     def bytes(self, layout: Layout, shape: Sequence[int], dtype: Any) -> float:
-        return float(math.prod(layout.local(shape, AXES)) * itemsize(dtype))
+        return float(math.prod(layout.local_shape(shape, AXES)) * itemsize(dtype))
 
 
-def _nothing(eqn: JaxprEqn, choice: Choice) -> float:
+def _nothing(eqn: JaxprEqn, choice: OpSharding) -> float:
     return 0.0
 
 
 def _timed(group: Group, divided: float, whole: float) -> Timer:
     """Seconds that a group takes for shares of an equation, one if it is divided between groups, another if not."""
 
-    def seconds(eqn: JaxprEqn, choice: Choice) -> float:
+    def seconds(eqn: JaxprEqn, choice: OpSharding) -> float:
         share = divided if choice.ways else whole
         if not share:
             return 0.0

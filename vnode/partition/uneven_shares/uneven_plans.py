@@ -31,9 +31,9 @@ from vnode.partition.plan.replica_shares import of_one_kind
 from vnode.partition.plan.search_subject import Subject
 from vnode.partition.uneven_shares.state_blocks import rooms_of, specs_in_blocks
 from vnode.placement.placement import even_counts
-from vnode.runtime.mesh_function import followed
+from vnode.runtime.mesh_function import follow_layouts
 from vnode.spmd.layout import replicated
-from vnode.spmd.sharding_flow import Flow, along
+from vnode.spmd.sharding_flow import Flow, with_cut
 from vnode.spmd.uneven_blocks import Share
 
 TURNS = 4
@@ -155,8 +155,8 @@ class Unequal:
             given = [replicated(len(getattr(var.aval, "shape", ()))) for var in row.program.inputs]
             for i, dim in dims.items():
                 room = row.program.inputs[i].aval.shape[dim]
-                given[i] = along(dim, share.cut(room, self.axes), given[i])
-            flow = in_pieces(followed(row.program, given, self.axes), self.axes)
+                given[i] = with_cut(dim, share.cut(room, self.axes), given[i])
+            flow = in_pieces(follow_layouts(row.program, given, self.axes), self.axes)
         except (PartitionError, UnsupportedPrimitiveError):
             return None
         alike = dict.fromkeys(zip((kind.name for kind in self.kinds), share.counts, strict=True))

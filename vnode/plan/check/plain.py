@@ -18,10 +18,10 @@ from jax.sharding import SingleDeviceSharding
 
 from vnode.analysis.tracing import outside_of_meshes
 from vnode.placement.sharded import is_sharded_batch
-from vnode.placement.trace_context import current_mesh, in_mesh, under
+from vnode.placement.trace_context import call_in_mesh, current_mesh, use_mesh
 from vnode.plan.check.arrays import distance, host
 from vnode.plan.nodes.device_memory import planned, program_memory, refusal, reported
-from vnode.runtime.rounding_noise import rounded_otherwise
+from vnode.runtime.rounding_noise import with_rounding_noise
 from vnode.show.units import size
 from vnode.step.call import OutputTree
 from vnode.step.protocol import Resolved
@@ -54,19 +54,21 @@ class Reference:
         self._spreads: list[Any] = []
         leaves = [leaf.whole() if is_sharded_batch(leaf) else leaf for leaf in leaves]
         mesh, there = current_mesh(), SingleDeviceSharding(device)  # a device alone would leave the mesh in the type
-        outside = in_mesh(None) if mesh is not None else contextlib.nullcontext()
+        outside = use_mesh(None) if mesh is not None else contextlib.nullcontext()
         with jax.default_device(device), outside:
             try:
                 placed = [jax.device_put(leaf, there) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
                 if mesh is not None:
-                    fun = under(mesh, outside_of_meshes, fun, *placed)
+                    fun = call_in_mesh(mesh, outside_of_meshes, fun, *placed)
                 compiled = fitting(jax.jit(fun), device, *placed)
                 self._wants = list(map(host, compiled(*placed)))
             except TooLarge as error:
                 self.absent = f"{error}; a smaller batch would fit, with as many nodes"
                 return
             try:
-                other = jax.jit(rounded_otherwise(fun), compiler_options=QUICKLY if device.platform == "cpu" else None)
+                other = jax.jit(
+                    with_rounding_noise(fun), compiler_options=QUICKLY if device.platform == "cpu" else None
+                )
                 compiled = fitting(other, device, np.uint32(0), *placed)
                 for seed in range(1, SAMPLES + 1):
                     others = map(host, compiled(np.uint32(seed), *placed))

@@ -16,7 +16,7 @@ import jax
 from vnode.errors import MemoryLimitError, PlacementError, layout_message
 from vnode.placement.leaves import shape_of
 from vnode.placement.placement import Placement
-from vnode.placement.process_arrays import everywhere
+from vnode.placement.process_arrays import gather_from_all
 from vnode.placement.process_barrier import tell_failure
 from vnode.placement.world import in_world, is_local, is_shared, world, world_of
 from vnode.plan.nodes.device_memory import device_memory, planned, reported
@@ -124,7 +124,7 @@ class AutoStep(Step[P, R]):
                 raise PlacementError("a Placement has counts of its own: give counts with devices only")
             template = devices
         else:
-            axis, place = self.template.axis, self.template.over(devices)
+            axis, place = self.template.axis, self.template.arrange_devices(devices)
             if isinstance(place, jax.sharding.Mesh):
                 size = sum(counts) if counts is not None else place.shape.get(axis, 1)
                 template = Placement(size, mesh=place, counts=counts, axis=axis)
@@ -273,7 +273,7 @@ def common_limit(memory: int | None, devices: Sequence[Any]) -> int:
     """
     own = [device for device in devices if is_local(device)]
     mine = min((reported(device) or planned(device) for device in own), default=MOST) if memory is None else memory
-    limits = [join(*words) for words in everywhere(split(mine), "to agree about the memory of a device").tolist()]
+    limits = [join(*words) for words in gather_from_all(split(mine), "to agree about the memory of a device").tolist()]
     if 0 in limits:
         raise MemoryLimitError(
             layout_message(
@@ -296,7 +296,7 @@ def settled(need: Need) -> Need:
     """
     refused, needed = need
     mine = (int(refused), int(needed is not None), *split(needed or 0))
-    everyones = everywhere(mine, "to agree about the number of virtual nodes").tolist()
+    everyones = gather_from_all(mine, "to agree about the number of virtual nodes").tolist()
     known = [join(high, low) for _, there, high, low in everyones if there]
     return any(words[0] for words in everyones), max(known, default=None)
 
