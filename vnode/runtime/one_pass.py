@@ -85,14 +85,15 @@ class PassEmission(Values):
           The totals; or, if other programs hold other nodes, what `collectives.partial_blocks` gives.
         """
         placement, axis = self.placement, self.placement.axis
-        shards = [self.shard(var) for var, _ in nodes.sliced]
-        slots = [var in self.collected for var, _ in nodes.sliced]
+        shards = [self.shard(var) for var, _ in nodes.sliced_inputs]
+        slots = [var in self.collected for var, _ in nodes.sliced_inputs]
         divided = self.divided_pass(nodes)
         lying = divided.inputs if divided else self.lying(nodes)
         # What is known to lie in some way is moved explicitly, before the loop.
-        mesh_axes, wanted = long_axes(placement.mesh), lying[1 + len(nodes.sliced) :]
+        mesh_axes, wanted = long_axes(placement.mesh), lying[1 + len(nodes.sliced_inputs) :]
         given = [
-            self.layout(var) if var in self.layouts else end for var, end in zip(nodes.wholes, wanted, strict=True)
+            self.layout(var) if var in self.layouts else end
+            for var, end in zip(nodes.whole_inputs, wanted, strict=True)
         ]
         if divided:
             made_so = [*(a.var for a in nodes.accumulators), *(var for var, _ in nodes.collected)]
@@ -109,7 +110,7 @@ class PassEmission(Values):
         parts = [among.part(*each) for each in zip(sums, made, ends, strict=True)]
         barriers = self.mode is Mode.INVARIANT and self.platform in node_loops.KEEP_BARRIERS
         awaited = self.awaited(nodes, given, wanted)
-        if nodes.follows:
+        if nodes.waits_for_previous:
             awaited += self.unawaited[-1:]
         packing = self.packing(nodes, barriers and divided is None)
 
@@ -122,15 +123,17 @@ class PassEmission(Values):
             latest: list[Any],
         ) -> tuple[Any, list[Any]]:
             origin = node_loops.opaque(first[0])  # or one device, that knows it, would take a node's number for a count
-            packed = packing.packed(lambda i: self.by_node(shard[i], nodes.sliced[i], shards[i], slots[i]))
+            packed = packing.packed(lambda i: self.by_node(shard[i], nodes.sliced_inputs[i], shards[i], slots[i]))
             whole = [
                 convert_after(value, start, end, self.shape(var), mesh_axes, latest)
-                for var, value, start, end in zip(nodes.wholes, whole, given, wanted, strict=True)
+                for var, value, start, end in zip(nodes.whole_inputs, whole, given, wanted, strict=True)
             ]
 
             def take(index: jax.Array) -> list[Any]:
                 number = origin + index
-                alone = [self.of_node(shard[i], nodes.sliced[i], shards[i], slots[i], index) for i in packing.alone]
+                alone = [
+                    self.of_node(shard[i], nodes.sliced_inputs[i], shards[i], slots[i], index) for i in packing.alone
+                ]
                 return [number, *alone, *packing.taken(packed, index)]
 
             def compute(taken: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -144,7 +147,7 @@ class PassEmission(Values):
             late = self.late(nodes, whole)
             buffers = [] if self.scans else self.buffers(nodes, divided, [value for _, value in late])
             after = [value for level, value in late if level] if self.platform in node_loops.ROOM_EARLY else []
-            after = [*after, *(latest if nodes.follows else [])]
+            after = [*after, *(latest if nodes.waits_for_previous else [])]
             totals, kept = self.summed(program, sums, parts, plan, count, runs, buffers, after)
             if not self.divides or not self.alone:
                 return totals, kept
@@ -163,7 +166,9 @@ class PassEmission(Values):
             [spec_of(layout) if self.divides else spec() for layout in given],
             [
                 sharded(layout, dim, axis) if slot else self.spec_of_batched(layout, form, dim)
-                for layout, (_, form), (_, dim), slot in zip(lying[1:], nodes.sliced, shards, slots, strict=False)
+                for layout, (_, form), (_, dim), slot in zip(
+                    lying[1:], nodes.sliced_inputs, shards, slots, strict=False
+                )
             ],
             [spec_of(self.layout(var)) for var in awaited],
         )
@@ -184,7 +189,7 @@ class PassEmission(Values):
             jnp.asarray(placement.starts, jnp.int32),
             jnp.asarray(placement.counts, jnp.int32),
             [jnp.asarray(table) for table in plan.tables],
-            [self.as_stored(var) for var in nodes.wholes],
+            [self.as_stored(var) for var in nodes.whole_inputs],
             [value for value, _ in shards],
             [self.as_stored(var) for var in awaited],
         )
@@ -213,7 +218,7 @@ class PassEmission(Values):
 
     def packing(self, nodes: Pass, asked: bool) -> Packing:
         """Which of the batched values that a pass reads are packed: none, if it is not asked for."""
-        own = [jax.ShapeDtypeStruct(self.shape_in_node(*each), each[0].aval.dtype) for each in nodes.sliced]
+        own = [jax.ShapeDtypeStruct(self.shape_in_node(*each), each[0].aval.dtype) for each in nodes.sliced_inputs]
         several = asked and self.one_axis and self.placement.virtual_nodes > 1
         return Packing.of(own, self.placement.virtual_nodes) if several else Packing((), len(own))
 
@@ -288,7 +293,7 @@ class PassEmission(Values):
         (_, form), (_, dim) = of, lies
         if in_slots:
             return lax.dynamic_index_in_dim(value, index, dim, keepdims=False)
-        n = self.flow.local(form)
+        n = self.flow.node_elements(form)
         part = lax.dynamic_slice_in_dim(value, index * n, n, dim)
         return part.reshape(*part.shape[: form.dim], form.outer * n, *part.shape[dim + 1 :])
 
@@ -296,7 +301,7 @@ class PassEmission(Values):
         """A device's part of a batched value with the parts of its nodes one after another, ``[nodes, *part]``."""
         (var, form), (_, dim), waves = of, lies, self.placement.waves
         if not in_slots:
-            n = self.flow.local(form)
+            n = self.flow.node_elements(form)
             value = value.reshape(*value.shape[:dim], waves, n, *value.shape[dim + 1 :])
         return jnp.moveaxis(value, dim, 0).reshape(waves, *self.shape_in_node(var, form))
 
@@ -304,7 +309,7 @@ class PassEmission(Values):
         """The whole values that a pass reads, latest first, with the level at which each can be there."""
         if self.mode is Mode.DIFFERENTIABLE or not self.one_axis:  # an element of a sharded one is dear
             return []
-        late = [(self.there_at(var), value) for var, value in zip(nodes.wholes, whole, strict=True)]
+        late = [(self.there_at(var), value) for var, value in zip(nodes.whole_inputs, whole, strict=True)]
         return sorted(late, key=lambda pair: pair[0], reverse=True)
 
     def buffers(self, nodes: Pass, divided: Divided | None, after: Sequence[Any]) -> list[Any]:
@@ -323,7 +328,7 @@ class PassEmission(Values):
     def there_at(self, var: Var) -> int:
         """The level at which a whole value can be there: one later than its pieces if it is completed or gathered."""
         state = self.flow.states[var]
-        return state.level if isinstance(state.form, Whole) else state.level + (not state.given)
+        return state.level if isinstance(state.form, Whole) else state.level + (not state.materialized)
 
     def handed_on(self, nodes: Pass, lies: Sequence[Layout]) -> list[Layout]:
         """How a pass hands on its totals, of which it could hand on all that `lies` says: as who reads them wants them.
@@ -332,9 +337,12 @@ class PassEmission(Values):
         """
         if not self.once_axes or not self.divides or self.division.rooms is not None:
             return list(lies)
-        stages = itertools.dropwhile(lambda stage: stage.nodes is not nodes, self.schedule.stages)
+        stages = itertools.dropwhile(lambda stage: stage.node_pass is not nodes, self.schedule.stages)
         after = [
-            action for stage in itertools.islice(stages, 1, None) for action in stage.once if not stands_apart(action)
+            action
+            for stage in itertools.islice(stages, 1, None)
+            for action in stage.once_actions
+            if not stands_apart(action)
         ]
         together = Together.of(after, self.readers, self.flow.program, self.once, self.ends)
         ends = {a.var: layout for a, layout in zip(nodes.accumulators, lies, strict=True)}
@@ -347,7 +355,7 @@ class PassEmission(Values):
         """
         number, *values = given
         placement = self.placement
-        env: Env = dict(zip([*nodes.sliced, *((var, WHOLE) for var in nodes.wholes)], values, strict=True))
+        env: Env = dict(zip([*nodes.sliced_inputs, *((var, WHOLE) for var in nodes.whole_inputs)], values, strict=True))
         flow, platform = self.flow, platform or self.platform
         node = Node(number[0], placement.virtual_nodes, flow.node_sizes, flow.batch, platform)
         return evaluate_recipe(nodes.recipe, env, node, self.one_by_one)
@@ -365,14 +373,14 @@ class PassEmission(Values):
         """What a node is given in a pass: its number, its parts of batched values, and whole values."""
         return [
             jax.ShapeDtypeStruct((1,), jnp.int32),
-            *(jax.ShapeDtypeStruct(self.shape_in_node(var, form), var.aval.dtype) for var, form in nodes.sliced),
-            *(self.type_of(var, self.as_stored(var)) for var in nodes.wholes),
+            *(jax.ShapeDtypeStruct(self.shape_in_node(var, form), var.aval.dtype) for var, form in nodes.sliced_inputs),
+            *(self.type_of(var, self.as_stored(var)) for var in nodes.whole_inputs),
         ]
 
     def lying(self, nodes: Pass) -> list[Layout]:
         """How it lies."""
-        parts = (self.layout_in_node(var, form) for var, form in nodes.sliced)
-        return [replicated(1), *parts, *map(self.layout_in_pass, nodes.wholes)]
+        parts = (self.layout_in_node(var, form) for var, form in nodes.sliced_inputs)
+        return [replicated(1), *parts, *map(self.layout_in_pass, nodes.whole_inputs)]
 
     def divided_pass(self, nodes: Pass) -> Divided | None:
         """What a node computes in a pass, divided over the axes that nodes are not spread over; None if XLA does so."""
@@ -383,7 +391,9 @@ class PassEmission(Values):
         run, *others = (functools.partial(self.as_node, nodes, platform=platform) for platform in on)
         pieces = [a.monoid for a in nodes.accumulators]
         records = self.division.records
-        rooms = self.rooms_of([None, *(var for var, _ in nodes.sliced), *nodes.wholes])  # None for the node's number
+        rooms = self.rooms_of(
+            [None, *(var for var, _ in nodes.sliced_inputs), *nodes.whole_inputs]
+        )  # None for the node's number
         try:
             divided = Divided(
                 run, shapes, layouts, self.axes, self.platform, pieces, records, others=others, rooms=rooms
@@ -420,7 +430,7 @@ class PassEmission(Values):
           wanted: how nodes read them.
         """
         axes = long_axes(self.placement.mesh)
-        several = zip(nodes.wholes, given, wanted, strict=True)
+        several = zip(nodes.whole_inputs, given, wanted, strict=True)
         gathers = any(grows(start, end, self.shape(var), axes, var.aval.dtype) for var, start, end in several)
         if not gathers or not self.divides or not self.waits:
             return []

@@ -117,10 +117,10 @@ class Values:
         """For each value who reads it: actions by their number as objects, and passes and the caller as 0."""
         found: dict[Var, set[int]] = {}
         for stage in self.schedule.stages:
-            for action in stage.once:
+            for action in stage.once_actions:
                 for var in read_by(action):
                     found.setdefault(var, set()).add(id(action))
-            for var, _ in stage.nodes.recipe.leaves if stage.nodes is not None else ():
+            for var, _ in stage.node_pass.recipe.leaves if stage.node_pass is not None else ():
                 found.setdefault(var, set()).add(0)
         for atom in self.flow.program.outputs:
             if isinstance(atom, Var):
@@ -177,7 +177,7 @@ class Values:
 
     def shape_in_node(self, var: Var, form: Slice) -> tuple[int, ...]:
         """The shape of one node's part of a batched value."""
-        n = form.outer * self.flow.local(form)
+        n = form.outer * self.flow.node_elements(form)
         return (*var.aval.shape[: form.dim], n, *var.aval.shape[form.dim + 1 :])
 
     def read(self, atom: Atom) -> Any:
@@ -212,7 +212,9 @@ class Values:
             held = lax.all_gather(own, placement.axis, tiled=True)
             held = held if placement.even else held[np.array(placement.slots)]
             shape = (placement.nodes, *self.shape_in_node(var, form))
-            return arrange(convert(held, start, end, shape, mesh_axes), form, self.flow.local(form), self.units(form))
+            return arrange(
+                convert(held, start, end, shape, mesh_axes), form, self.flow.node_elements(form), self.units(form)
+            )
 
         return jax.shard_map(
             placed(mesh_axes)(on_one),
@@ -248,7 +250,7 @@ class Values:
         if self.is_in_slots(atom, form):
             value, now = self.of_slots(atom), int(atom in self.stacked)
         else:
-            d, n, now = form.dim, self.flow.local(form), 0
+            d, n, now = form.dim, self.flow.node_elements(form), 0
             value = self.divided(as_array(self.output(atom), atom), form)
             value = value.reshape(*value.shape[: d + 1], value.shape[d + 1] // n, n, *value.shape[d + 2 :])
             value = jnp.moveaxis(value, d + 1, 0)
@@ -264,7 +266,7 @@ class Values:
         """A collected value in the order of the batch."""
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
-        return arrange(self.of_nodes(var), form, self.flow.local(form), self.units(form))
+        return arrange(self.of_nodes(var), form, self.flow.node_elements(form), self.units(form))
 
     def of_nodes(self, var: Var) -> Any:
         """A collected value, ``[nodes, ...]``."""
@@ -304,13 +306,13 @@ class Values:
 
     def units(self, form: Slice) -> int:
         """How many elements of a run of the batch the placement's nodes hold, padding not included."""
-        start, stop = (min(n * self.flow.local(form), form.units) for n in self.range)
+        start, stop = (min(n * self.flow.node_elements(form), form.units) for n in self.range)
         return stop - start
 
     @property
     def fits(self) -> bool:
         """Whether devices hold equal parts of the batch, without padding."""
-        return self.placement.even and self.flow.filled_by(self.placement.nodes)
+        return self.placement.even and self.flow.needs_no_padding(self.placement.nodes)
 
     @property
     def range(self) -> tuple[int, int]:
@@ -327,7 +329,7 @@ class Values:
 
     def laid_out(self, value: Any, form: Slice) -> tuple[Any, int]:
         """The same of a value in the order of the batch."""
-        n = self.flow.local(form)
+        n = self.flow.node_elements(form)
         if self.placement.even and self.placement.nodes * form.outer * n == value.shape[form.dim]:
             return (value, form.dim) if form.outer == 1 else (runs_apart(value, form), form.dim + 1)
         return self.divided(value, form), form.dim + 1
@@ -339,7 +341,7 @@ class Values:
           The value with its dimension `form.dim` as two: the runs of the batch, and ``slots * elements``. Slots without
           a node hold what their device's last real one does.
         """
-        placement, n = self.placement, self.flow.local(form)
+        placement, n = self.placement, self.flow.node_elements(form)
         first, last = placement.first, placement.first + placement.nodes - 1
         nodes = [min(start + k, last) for start in placement.starts for k in range(placement.waves)]
         rows = (np.array(nodes)[:, None] * n + np.arange(n)).reshape(-1)
