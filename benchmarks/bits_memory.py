@@ -214,7 +214,7 @@ def hosted(name: str, step: Any) -> Any:
     """A step whose sums wait on the host, as a plan may have them, if that is the way."""
     if name != HOSTED:
         return step
-    options = dataclasses.replace(step.options, far=step.options.virtual_nodes)
+    options = dataclasses.replace(step.options, host_accumulators=step.options.virtual_nodes)
     return VirtualStep(dataclasses.replace(step.spec, options=options), step.placement)
 
 

@@ -108,18 +108,18 @@ def test_one_wrong_element_is_counted(change: float, wrong: int) -> None:
     got = want.copy()
     got[7] += np.float32(change)
     spread = np.full(100, 1e-7)
-    leaf = arrays.compared("w", got, want, spread, (True,), True)
+    leaf = arrays.compare_leaf("w", got, want, spread, (True,), True)
     assert leaf.wrong == wrong and (leaf.verdict == "DIFFERENT") == bool(wrong)
     assert (leaf.verdict == "same bits") == (got.tobytes() == want.tobytes())
 
 
 def test_other_types_and_integers_are_different() -> None:
     ints = np.arange(4)
-    assert arrays.compared("n", ints, ints, np.zeros(4), (True,), True).verdict == "same bits"
-    assert arrays.compared("n", ints + (ints == 2), ints, np.zeros(4), (True,), True).wrong == 1
-    narrower = arrays.compared("n", ints.astype(np.int32), ints, np.zeros(4), (True,), True)
+    assert arrays.compare_leaf("n", ints, ints, np.zeros(4), (True,), True).verdict == "same bits"
+    assert arrays.compare_leaf("n", ints + (ints == 2), ints, np.zeros(4), (True,), True).wrong == 1
+    narrower = arrays.compare_leaf("n", ints.astype(np.int32), ints, np.zeros(4), (True,), True)
     assert narrower.verdict == "DIFFERENT" and "int64[4]" in narrower.note
-    assert not arrays.same(np.float32([0.0]), np.float32([-0.0]))
+    assert not arrays.same_bits(np.float32([0.0]), np.float32([-0.0]))
 
 
 def test_keys_statics_and_keywords() -> None:
@@ -158,7 +158,7 @@ def test_nnx_objects_stay_as_they_are() -> None:
 def test_a_plain_step_that_does_not_fit_is_said(monkeypatch: Any) -> None:
     step = vnode.virtualize(batch_norm, virtual_nodes=4, recompute_budget=9.0)
     args = normal(6, 4), normal(16, 6)
-    monkeypatch.setattr(plain, "reported", lambda device: 100)
+    monkeypatch.setattr(plain, "reported_bytes", lambda device: 100)
     answer = vnode.check(step, args, devices=[1, 2])
     assert not answer.ok and answer.same_bits and not answer.wrong
     assert "there are 100 B" in answer.plain and "not compared with the plain step" in answer.summary

@@ -19,7 +19,7 @@ import optax
 import pytest
 
 import vnode
-from vnode.report.sources import near
+from vnode.report.sources import display_path
 from vnode.show.units import size
 
 pytestmark = pytest.mark.quickly
@@ -401,16 +401,16 @@ def test_source_lines_are_seen_from_the_working_directory(monkeypatch: Any, tmp_
     """Or from the folder of the package, where they are not in it."""
     report = explain(repeated_layers, [{"kernel": normal(IN, IN), "bias": normal(IN)}], normal(B, IN))
     assert re.search(r" tests/test_explain\.py:\d+", str(report))
-    near.cache_clear()
+    display_path.cache_clear()
     monkeypatch.chdir(tmp_path)
     assert re.search(r" tests/test_explain\.py:\d+", str(report))
-    near.cache_clear()
+    display_path.cache_clear()
     monkeypatch.chdir(Path(__file__).parent)
     assert re.search(r" test_explain\.py:\d+", str(report))
-    near.cache_clear()
+    display_path.cache_clear()
     environment = tmp_path / ".venv/lib/python3.11/site-packages"
     monkeypatch.chdir(tmp_path)
-    assert near(str(environment / "diffrax/_integrate.py")) == "diffrax/_integrate.py"
+    assert display_path(str(environment / "diffrax/_integrate.py")) == "diffrax/_integrate.py"
 
 
 def test_columns_of_a_comparison_are_not_repeated() -> None:

@@ -28,7 +28,7 @@ from tests.ahead import program
 from tests.rounding import assert_same
 from tests.test_virtual_step import compilations
 from vnode.plan.nodes.device_memory import byte_count, device_memory, program_memory
-from vnode.plan.nodes.node_search import Trial, candidates, search, smallest
+from vnode.plan.nodes.node_search import Trial, candidates, search, smallest_fitting
 from vnode.step.executor import Executor
 from vnode.step.virtual import with_nodes
 
@@ -102,14 +102,14 @@ def test_finds_the_first_that_fits_where_memory_falls_and_then_rises(down, up, l
     lowest = sizes.index(min(sizes))
     hypothesis.assume(sizes[lowest:] == sorted(sizes[lowest:]))
     measure, asked = trials(sizes, limit)
-    assert smallest(len(sizes), measure) == next((i for i, size in enumerate(sizes) if size <= limit), None)
+    assert smallest_fitting(len(sizes), measure) == next((i for i, size in enumerate(sizes) if size <= limit), None)
     assert len(asked) == len(set(asked)) <= 4 * math.log2(len(sizes)) + 4
 
 
 @hypothesis.given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=40), limit=st.integers(0, 9))
 def test_what_is_found_fits_and_the_two_before_it_do_not(sizes, limit) -> None:
     measure, asked = trials(sizes, limit)
-    found = smallest(len(sizes), measure)
+    found = smallest_fitting(len(sizes), measure)
     assert len(asked) == len(set(asked))
     if found is None:
         assert all(sizes[i] > limit for i in (0, len(sizes) - 1))

@@ -22,9 +22,9 @@ from tests.zoo import kit
 from vnode.analysis.ancestry import Ancestry
 from vnode.analysis.batch_flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Partial, Slice
-from vnode.analysis.min_cut import cheapest
-from vnode.analysis.pass_cut import KEEPING, Choice, known_values
-from vnode.analysis.recipe import evaluated, recipe
+from vnode.analysis.min_cut import cheapest_cut
+from vnode.analysis.pass_cut import KEEP_POLICIES, PassCut, cheap_constants
+from vnode.analysis.recipe import build_recipe, evaluated_steps
 from vnode.analysis.states import State
 from vnode.analysis.tracing import trace
 
@@ -219,7 +219,7 @@ def test_no_choice_costs_less(seed: int) -> None:
 
     may_be = [var for var, bytes_of in memory.items() if bytes_of is not None]
     choices = itertools.chain.from_iterable(itertools.combinations(may_be, k) for k in range(len(may_be) + 1))
-    found = cheapest(flow, wanted, lambda var: False, memory.__getitem__, work.__getitem__)
+    found = cheapest_cut(flow, wanted, lambda var: False, memory.__getitem__, work.__getitem__)
     assert price(found) == min(price(set(kept)) for kept in choices)
 
 
@@ -262,14 +262,16 @@ def test_sets_of_steps_are_those_of_a_walk(seed: int) -> None:
         return jnp.mean(values[-1] ** 3)
 
     traced = trace(lambda w, x: jax.tree.leaves(jax.value_and_grad(loss)(w, x)), jnp.ones((4, 4)), jnp.ones((8, 4)))
-    states = [State(WHOLE, model=True), State(Slice(Batch(8), 0, 1, Fraction(1)), given=True)]
+    states = [State(WHOLE, model=True), State(Slice(Batch(8), 0, 1, Fraction(1)), materialized=True)]
     flow = Follower(Batch(8), 4, lambda eqn: "exact").follow(traced.program, states)
-    choice = Choice(flow, KEEPING[0], {}, known_values(flow))
+    choice = PassCut(flow, KEEP_POLICIES[0], {}, cheap_constants(flow))
     choice.level = 99
     ancestry = Ancestry(flow, choice.is_whole)
-    makes, _ = ancestry.given(choice.is_leaf)
+    makes, _ = ancestry.pass_ancestry(choice.is_leaf)
     for var in flow.position:
         if isinstance(flow.states[var].form, Slice | Partial):
-            made = recipe(flow, [(var, flow.states[var].form)], flow.node_sizes, is_leaf=choice.is_leaf)
-            divided = {step for step in evaluated(made) if step.location is not None}  # no clones of what is whole
-            assert divided == {s for s in flow.steps if s.location is not None and ancestry.has(makes[var], s)}
+            made = build_recipe(flow, [(var, flow.states[var].form)], flow.node_sizes, is_leaf=choice.is_leaf)
+            divided = {
+                step for step in evaluated_steps(made) if step.location is not None
+            }  # no clones of what is whole
+            assert divided == {s for s in flow.steps if s.location is not None and ancestry.contains(makes[var], s)}

@@ -28,7 +28,7 @@ from vnode.operators.ordering_barrier import postponed_p
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.memory_plan import Keeping, Programme, Value
 from vnode.partition.plan.search_subject import Subject, computing_again, subject_of
-from vnode.remat.recompute import Late, computed_late
+from vnode.remat.recompute import TurningPoint, recompute_late
 from vnode.step.virtual import VirtualStep
 
 P = PartitionSpec
@@ -75,25 +75,25 @@ def evaluated(program: Program, values: Any) -> list[Any]:
 
 
 @functools.cache
-def written() -> tuple[Late, list[Any], list[Any]]:
+def written() -> tuple[TurningPoint, list[Any], list[Any]]:
     leaves, tree = jax.tree.flatten(arguments(2, 4, 6))
     traced = jax.make_jaxpr(lambda *leaves: jax.tree.leaves(train(*jax.tree.unflatten(tree, leaves))))(*leaves)
     program = inline(traced.jaxpr, traced.consts)
-    return Late.of(program, range(len(leaves) - 2, len(leaves))), leaves, evaluated(program, leaves)
+    return TurningPoint.from_program(program, range(len(leaves) - 2, len(leaves))), leaves, evaluated(program, leaves)
 
 
 @settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_a_program_computes_what_it_did(data: st.DataObject) -> None:
     late, leaves, plain = written()
-    several = sorted(late.repeatable)
+    several = sorted(late.recomputable)
     chosen = {made for made in several if data.draw(st.booleans())} if data.draw(st.booleans()) else {*several}
-    less = computed_late(late, chosen)
+    less = recompute_late(late, chosen)
     for got, expected in zip(evaluated(less, leaves), plain, strict=True):
         np.testing.assert_array_equal(got, expected)
 
     number = {var: k for k, eqn in enumerate(late.program.equations) for var in eqn.outvars}
-    gone = {late.repeatable[made] for made in chosen}
+    gone = {late.recomputable[made] for made in chosen}
     for eqn in less.equations:
         k = number.get(eqn.outvars[0], 0)
         if k > late.turn and late.trigger(k) is not None:
@@ -104,8 +104,8 @@ def test_what_cannot_be_computed_again_is_refused() -> None:
     late, *_ = written()
     returned = next(k for k, eqn in enumerate(late.program.equations) if late.program.outputs[0] in eqn.outvars)
     with pytest.raises(vnode.PartitionError, match=rf"\[\({returned}, 0\)\] cannot be computed again"):
-        computed_late(late, [(returned, 0)])
-    assert all(late.program.equations[k].primitive.name != "sub" or k <= late.turn for k, _ in late.repeatable)
+        recompute_late(late, [(returned, 0)])
+    assert all(late.program.equations[k].primitive.name != "sub" or k <= late.turn for k, _ in late.recomputable)
 
 
 @pytest.mark.sampled(1, thorough=4)
@@ -120,7 +120,7 @@ def test_the_bits_are_those_of_a_step_that_keeps_all(
     options = {"partition": {"up$": P(None, "model"), "down$": P("model")}} if split else {}
     placement = vnode.Placement(4, mesh=mesh)
     step = vnode.virtualize(train, virtual_nodes=4, reduction=reduction, placement=placement, **options)
-    several = sorted(subject_of(step, (params, batch)).late.repeatable)
+    several = sorted(subject_of(step, (params, batch)).late.recomputable)
     chosen = [each for each in several if np.random.default_rng(seed).random() < share]
     less = VirtualStep(computing_again(step, chosen).spec, step.placement)
     got = less(less.put(params), batch)

@@ -111,7 +111,7 @@ def arguments(examples: int) -> tuple[Any, jax.Array]:
 
 def with_far(step: Any, far: int) -> Any:
     """A step with so many waiting sums on the host."""
-    options = dataclasses.replace(step.options, far=far)
+    options = dataclasses.replace(step.options, host_accumulators=far)
     return VirtualStep(dataclasses.replace(step.spec, options=options), step.placement)
 
 

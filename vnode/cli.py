@@ -111,7 +111,7 @@ def page() -> Any:
     """Versions, devices and extras."""
     import jax
 
-    from vnode.plan.nodes.device_memory import planned, reported
+    from vnode.plan.nodes.device_memory import compiler_planned_bytes, reported_bytes
     from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
     from vnode.show.units import several, size
 
@@ -119,7 +119,7 @@ def page() -> Any:
     python = Fact("Python", platform.python_version(), platform.platform(terse=True))
     kinds: dict[tuple[str, str, str], int] = {}
     for device in jax.devices():
-        memory = reported(device) or planned(device)
+        memory = reported_bytes(device) or compiler_planned_bytes(device)
         kind = device.platform, device.device_kind, size(memory) if memory else "reports none"
         kinds[kind] = kinds.get(kind, 0) + 1
     processes = len({device.process_index for device in jax.devices()})

@@ -144,11 +144,11 @@ class Bound:
             layout_message(
                 f"a {type(self).__name__} cannot be pickled.",
                 facts=["it holds functions, programs or devices of this process, that are not there in another"],
-                remedies=[self.instead()],
+                remedies=[self.pickle_remedy()],
             )
         )
 
-    def instead(self) -> str:
+    def pickle_remedy(self) -> str:
         """What to do in place of pickling it."""
         return "make it where it is needed, as it was made here"
 

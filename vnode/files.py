@@ -14,7 +14,7 @@ from pathlib import Path
 from vnode.errors import VnodeError, layout_message
 
 
-def write(path: str | os.PathLike[str], text: str, error: type[VnodeError]) -> None:
+def write_text(path: str | os.PathLike[str], text: str, error: type[VnodeError]) -> None:
     """Writes a file; what was there before stays until the whole is written.
 
     Args:
@@ -44,13 +44,13 @@ def write(path: str | os.PathLike[str], text: str, error: type[VnodeError]) -> N
         raise error(
             layout_message(
                 f"{os.fspath(path)!r} cannot be written.",
-                facts=[reason(why)],
+                facts=[failure_reason(why)],
                 remedies=remedies or ["name a file in a folder that is there and may be written to"],
             )
         ) from why
 
 
-def read(path: str | os.PathLike[str], error: type[VnodeError], remedies: Sequence[str]) -> str:
+def read_text(path: str | os.PathLike[str], error: type[VnodeError], remedies: Sequence[str]) -> str:
     """Reads a file of text.
 
     Args:
@@ -65,7 +65,7 @@ def read(path: str | os.PathLike[str], error: type[VnodeError], remedies: Sequen
         return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, ValueError) as why:
         said = f"{os.fspath(path)!r} cannot be read."
-        raise error(layout_message(said, facts=[reason(why)], remedies=remedies)) from why
+        raise error(layout_message(said, facts=[failure_reason(why)], remedies=remedies)) from why
 
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO}
@@ -103,7 +103,7 @@ def is_locked(path: Path) -> bool:
         os.close(descriptor)
 
 
-def reason(why: OSError | ValueError) -> str:
+def failure_reason(why: OSError | ValueError) -> str:
     """Why a file cannot be read or written, without its name.
 
     >>> reason(FileNotFoundError(2, "No such file or directory", "plan.json"))

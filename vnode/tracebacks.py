@@ -33,7 +33,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
-BETWEEN = contextlib.__file__
+CONTEXTLIB_FILE = contextlib.__file__
 """A file whose frames are between vnode's: those of context managers that are decorators."""
 
 NOTE = (
@@ -63,10 +63,10 @@ def remove_frames(error: BaseException) -> None:
     Args:
       error: that is being handled, and is raised again.
     """
-    mode = filtering()
-    for each in (error, *causes(error)) if mode else ():
+    mode = filtering_mode()
+    for each in (error, *error_causes(error)) if mode else ():
         frames = list(traceback.walk_tb(each.__traceback__))
-        hidden = [is_own(frame) for frame, _ in frames]
+        hidden = [is_vnode_frame(frame) for frame, _ in frames]
         if not any(hidden):
             continue
         if mode == "tracebackhide":
@@ -76,7 +76,7 @@ def remove_frames(error: BaseException) -> None:
             continue
         kept = None
         for (frame, line), own in zip(reversed(frames), reversed(hidden), strict=True):
-            if not own and frame.f_code.co_filename != BETWEEN:
+            if not own and frame.f_code.co_filename != CONTEXTLIB_FILE:
                 kept = types.TracebackType(kept, frame, frame.f_lasti, line)
         each.__traceback__ = kept
         noted = any("JAX_TRACEBACK_FILTERING" in note for note in getattr(each, "__notes__", ()))
@@ -84,7 +84,7 @@ def remove_frames(error: BaseException) -> None:
             error.add_note(NOTE)
 
 
-def filtering() -> str:
+def filtering_mode() -> str:
     """What jax does to tracebacks: ``"tracebackhide"``, ``"remove"`` or nothing."""
     mode = jax.config.jax_traceback_filtering
     if mode == "auto" or mode is None:
@@ -92,7 +92,7 @@ def filtering() -> str:
     return {"tracebackhide": "tracebackhide", "quiet_remove_frames": "remove"}.get(mode, "")
 
 
-def causes(error: BaseException) -> Iterator[BaseException]:
+def error_causes(error: BaseException) -> Iterator[BaseException]:
     """What an error was raised from, and while handling what."""
     seen, left = {id(error)}, [error.__cause__, error.__context__]
     while left:
@@ -106,11 +106,11 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 def level_of_caller() -> int:
     """How many frames above the caller of this function the user's code is: a ``stacklevel`` for `warnings.warn`."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and (is_own(frame) or frame.f_code.co_filename == BETWEEN):
+    while frame.f_back is not None and (is_vnode_frame(frame) or frame.f_code.co_filename == CONTEXTLIB_FILE):
         frame, level = frame.f_back, level + 1
     return level
 
 
-def is_own(frame: types.FrameType) -> bool:
+def is_vnode_frame(frame: types.FrameType) -> bool:
     """Whether a frame is of a function of vnode."""
     return frame.f_code.co_filename.startswith(PACKAGE)

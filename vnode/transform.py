@@ -24,7 +24,7 @@ from vnode.step.pipeline import Options
 from vnode.step.protocol import P, R
 from vnode.step.spec import StepSpec
 from vnode.step.uneven_state import share_of
-from vnode.step.virtual import Family, VirtualStep
+from vnode.step.virtual import StepFamily, VirtualStep
 from vnode.tracebacks import api_boundary
 
 if TYPE_CHECKING:
@@ -233,12 +233,12 @@ def virtualize(
         from vnode.plan.nodes.device_memory import byte_count
 
         return AutoStep(
-            VirtualStep(spec, None, Family(patterns)),
+            VirtualStep(spec, None, StepFamily(patterns)),
             placement,
             None if memory is None else byte_count(memory),
             fewer_lanes=lanes == "auto" and reduction == "invariant",
         )
-    return VirtualStep(spec, placement, Family(patterns))
+    return VirtualStep(spec, placement, StepFamily(patterns))
 
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -354,7 +354,7 @@ def test_how_a_job_ended_is_known_though_the_disk_was_full(tmp_path: Path, monke
     def full(*_: object) -> None:
         raise WorkerError("no space left on device")
 
-    monkeypatch.setattr(job_registry.files, "write", full)
+    monkeypatch.setattr(job_registry.files, "write_text", full)
     entry.close(3, "why " * 5000, 7)
     found = job_registry.load(tmp_path / "job")
     assert found is not None and not found.runs

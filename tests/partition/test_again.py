@@ -20,7 +20,7 @@ from tests.rounding import assert_same
 from vnode.analysis.program import inline
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.search_subject import computing_again, subject_of
-from vnode.remat.residual_remat import computed_again, kept_for_later
+from vnode.remat.residual_remat import loop_residuals, recompute_residuals
 from vnode.step.virtual import VirtualStep
 
 ALL = os.environ.get("VNODE_TEST_ALL") == "1"
@@ -135,7 +135,7 @@ def test_what_others_read_is_kept() -> None:
     program = inline(traced.jaxpr, traced.consts)
     (scan, *_) = [k for k, eqn in enumerate(program.equations) if eqn.primitive.name == "scan"]
     returned = program.equations[scan].outvars.index(program.outputs[1])
-    found = kept_for_later(program)
+    found = loop_residuals(program)
     assert found and (scan, returned) not in found
     with pytest.raises(vnode.PartitionError, match="no loop keeps"):
-        computed_again(program, [(scan, returned)])
+        recompute_residuals(program, [(scan, returned)])

@@ -35,9 +35,9 @@ from vnode.partition.plan.candidates import OnMesh
 from vnode.partition.plan.memory_plan import Keeping, Place, Programme, Stacked, stacked_of
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import computing_again, on_nodes, subject_of
-from vnode.remat.apply_memory_plan import keeping_less
-from vnode.remat.offload import movable, moved
-from vnode.remat.residual_remat import kept_for_later
+from vnode.remat.apply_memory_plan import apply_memory_plan
+from vnode.remat.offload import offload_residuals, offloadable_residuals
+from vnode.remat.residual_remat import loop_residuals
 from vnode.step.virtual import VirtualStep
 
 ALL = os.environ.get("VNODE_TEST_ALL") == "1"
@@ -90,10 +90,10 @@ def written() -> tuple[Program, list[Any], list[Any]]:
 def test_a_program_computes_what_it_did(data: st.DataObject) -> None:
     """Whatever is on the host, and whatever else is computed again; nothing that is chosen is kept on the device."""
     program, leaves, plain = written()
-    where = {made: data.draw(st.sampled_from(["device", "host", "again"])) for made in sorted(kept_for_later(program))}
-    away = {made for made, place in where.items() if place == "host"} & movable(program)
+    where = {made: data.draw(st.sampled_from(["device", "host", "again"])) for made in sorted(loop_residuals(program))}
+    away = {made for made, place in where.items() if place == "host"} & offloadable_residuals(program)
     again = {made for made, place in where.items() if place == "again"}
-    less = keeping_less(program, again, [len(leaves) - 1], away)
+    less = apply_memory_plan(program, again, [len(leaves) - 1], away)
     for got, expected in zip(evaluated(less, leaves), plain, strict=True):
         np.testing.assert_array_equal(got, expected)
     there = [var for eqn in less.equations for var in eqn.outvars if is_on_host(var.aval)]
@@ -104,20 +104,20 @@ def test_a_program_computes_what_it_did(data: st.DataObject) -> None:
 
 def test_what_cannot_be_there_is_refused() -> None:
     program, *_ = written()
-    kept = kept_for_later(program)
+    kept = loop_residuals(program)
     rows = {made for made in kept if len(program.equations[made[0]].outvars[made[1]].aval.shape) == 3}
-    assert movable(program) == {(k, j) for k, j in rows if program.equations[k].outvars[j].aval.shape[-1] > 1}, (
-        "arrays of several rows go there, and nothing else"
-    )
+    assert offloadable_residuals(program) == {
+        (k, j) for k, j in rows if program.equations[k].outvars[j].aval.shape[-1] > 1
+    }, "arrays of several rows go there, and nothing else"
     (scan, _), *_ = sorted(kept)
     with pytest.raises(vnode.PartitionError, match=rf"no loop keeps \[\({scan}, 0\)\] for later ones alone"):
-        moved(program, [(scan, 0)])
+        offload_residuals(program, [(scan, 0)])
     with pytest.raises(vnode.PartitionError, match=rf"no loop keeps \({scan}, 99\) for later ones, so"):
-        keeping_less(program, [], [], [(scan, 99)])
+        apply_memory_plan(program, [], [], [(scan, 99)])
     with pytest.raises(vnode.PartitionError, match="both computed again and on the host"):
-        keeping_less(program, [min(kept)], [], [min(kept)])
+        apply_memory_plan(program, [min(kept)], [], [min(kept)])
     with pytest.raises(vnode.PartitionError, match=r"are of none of the program's"):
-        keeping_less(program, [], [], [(len(program.equations), 0)])
+        apply_memory_plan(program, [], [], [(len(program.equations), 0)])
 
 
 # Steps
@@ -139,7 +139,7 @@ def test_the_bits_are_those_of_a_step_that_keeps_all(shape: tuple[int, ...], par
     step = vnode.virtualize(train, virtual_nodes=4, reduction=reduction, placement=placement, **options)
     plain = step(step.put(state), batch)
     subject = subject_of(step, (state, batch))
-    can = sorted(movable(subject.schedule.flow.program))
+    can = sorted(offloadable_residuals(subject.schedule.flow.program))
     assert len(can) > 6
     for again, away in (((), can), (can[::2], can[1::2]), (subject.kept, [(can[0][0], 0)])):
         less = VirtualStep(computing_again(step, again, away).spec, step.placement)
@@ -161,8 +161,8 @@ def test_the_bits_are_the_same_whichever_are_chosen(on_two: Any, seed: int) -> N
     state, batch = arguments()
     step = on_two
     program = subject_of(step, (state, batch)).schedule.flow.program
-    draws = np.random.default_rng(seed).integers(0, 3, len(movable(program)))
-    places = dict(zip(sorted(movable(program)), draws, strict=True))
+    draws = np.random.default_rng(seed).integers(0, 3, len(offloadable_residuals(program)))
+    places = dict(zip(sorted(offloadable_residuals(program)), draws, strict=True))
     again, away = ([made for made, place in places.items() if place == wanted] for wanted in (1, 2))
     less = VirtualStep(computing_again(step, again, away).spec, step.placement)
     jax.tree.map(np.testing.assert_array_equal, less(less.put(state), batch), step(step.put(state), batch))

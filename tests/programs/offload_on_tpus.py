@@ -8,14 +8,19 @@ from tests.partition.test_away import ONE, shapes, train
 from vnode.partition.plan.candidates import OnMesh
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import computing_again, on_nodes, subject_of
-from vnode.remat.offload import movable
+from vnode.remat.offload import offloadable_residuals
 
 args = shapes(8, 512, 16384)
 step = on_nodes(train, 2, {"reduction": sys.argv[1], "donate_argnums": (0,)})
 plain = subject_of(step, args)
 begin = [(k, n) for k, _ in [min(plain.kept)] for n in (0,)]
 found = []
-choices = [((), ()), (tuple(plain.kept), ()), (tuple(plain.kept), begin), ((), movable(plain.schedule.flow.program))]
+choices = [
+    ((), ()),
+    (tuple(plain.kept), ()),
+    (tuple(plain.kept), begin),
+    ((), offloadable_residuals(plain.schedule.flow.program)),
+]
 for again, away in choices if sys.argv[1] == "fast" else choices[1:3]:
     subject = subject_of(computing_again(step, again, away), args)
     on = OnMesh(subject, ONE, {"vnode": 1}, "tpu", None)

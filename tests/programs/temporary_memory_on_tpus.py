@@ -12,7 +12,7 @@ from benchmarks import tpu
 from benchmarks.partition import plans
 from benchmarks.partition_cost import mlp
 from vnode.placement.temporary import temporary_of
-from vnode.plan.nodes.device_memory import planned
+from vnode.plan.nodes.device_memory import compiler_planned_bytes
 from vnode.spmd.sharded_program import as_spec_layout, flow_over_mesh, spec_of
 
 devices = tpu.topology("v5e:2x4")
@@ -27,4 +27,6 @@ given = [
 compiled = jax.jit(flow_over_mesh(plan.flow, mesh)).lower(*given).compile()
 memory, temporary = compiled.memory_analysis(), temporary_of(compiled)
 borders = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-print(json.dumps([planned(devices[0]), borders, memory.temp_size_in_bytes, temporary.held, temporary.gaps]))
+print(
+    json.dumps([compiler_planned_bytes(devices[0]), borders, memory.temp_size_in_bytes, temporary.held, temporary.gaps])
+)

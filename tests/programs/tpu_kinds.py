@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import vnode
-from vnode.plan.nodes.device_memory import planned
+from vnode.plan.nodes.device_memory import compiler_planned_bytes
 from vnode.plan.nodes.fit import TOPOLOGIES, described_devices
 
 limits = {}
@@ -16,7 +16,7 @@ for name in ("v2:2x2", *TOPOLOGIES):
     try:
         jax.jit(lambda x: x + 1).lower(huge).compile()
     except jax.errors.JaxRuntimeError as error:
-        limits[name] = planned(devices[0]), str(error), len(devices)
+        limits[name] = compiler_planned_bytes(devices[0]), str(error), len(devices)
 
 from tests.test_fit import wide
 

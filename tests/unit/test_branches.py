@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vnode.analysis.parallel_branches import COMPARABLE, parallel_branches
+from vnode.analysis.parallel_branches import MIN_BRANCH_SHARE, parallel_branches
 
 pytestmark = pytest.mark.quickly
 
@@ -44,7 +44,7 @@ def test_no_path_leads_from_branch_to_branch(case: tuple[list[list[int]], list[f
     for stage in found:
         assert len(stage) > 1 and list(stage) == sorted(stage, key=min)
         takes = [sum(weights[node] for node in branch) for branch in stage]
-        assert min(takes) >= COMPARABLE * max(takes) > 0
+        assert min(takes) >= MIN_BRANCH_SHARE * max(takes) > 0
         for one, other in itertools.permutations(stage, 2):
             assert not any(networkx.has_path(graph, a, b) for a in one for b in other)
         for branch in stage:  # nor out of one and back

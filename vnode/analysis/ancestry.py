@@ -35,7 +35,7 @@ class Ancestry:
         self.is_whole = is_whole
 
     @functools.cached_property
-    def behind(self) -> dict[Var, Steps]:
+    def ancestors(self) -> dict[Var, Steps]:
         """For every value that nodes hold, the steps that they evaluate for it, in whichever passes.
 
         For every whole one, those that they evaluate for all that it is made of.
@@ -51,7 +51,7 @@ class Ancestry:
                 found[var] = whole if self.is_whole(var) else held | 1 << i
         return found
 
-    def given(self, is_leaf: Callable[[Var, Form], bool]) -> tuple[dict[Var, Steps], dict[Var, Steps]]:
+    def pass_ancestry(self, is_leaf: Callable[[Var, Form], bool]) -> tuple[dict[Var, Steps], dict[Var, Steps]]:
         """For a pass that is given the values of which `is_leaf` says so.
 
         Returns:
@@ -69,21 +69,21 @@ class Ancestry:
                 if isinstance(form, Varying):
                     return own[atom]
                 if is_leaf(atom, WHOLE):
-                    return 0, self.behind[atom]
+                    return 0, self.ancestors[atom]
             return found[atom]
 
         for i, step in enumerate(self.flow.steps):
             pairs = list(zip(step.eqn.invars, step.operands, strict=True))
-            both = combined(i, [read(atom, form) for atom, form in pairs])
+            both = merge_operand_sets(i, [read(atom, form) for atom, form in pairs])
             for var in step.eqn.outvars:
                 state = states[var]
-                found[var] = (0, self.behind[var]) if is_leaf(var, state.form) else both
+                found[var] = (0, self.ancestors[var]) if is_leaf(var, state.form) else both
                 own[var] = found[var]
                 if isinstance(state.form, Whole) and state.estimable:
                     estimates = [
                         read(atom, VARYING if self.flow.state(atom).estimable else form) for atom, form in pairs
                     ]
-                    own[var] = combined(i, estimates)
+                    own[var] = merge_operand_sets(i, estimates)
         return {var: makes for var, (makes, _) in found.items()}, {var: reads for var, (_, reads) in found.items()}
 
     @functools.cached_property
@@ -91,7 +91,7 @@ class Ancestry:
         """Scalar operations of nodes for every step, float64 ``[steps]``."""
         return np.array([step.flops if step.per_node else 0 for step in self.flow.steps], np.float64)
 
-    def work(self, steps: Steps) -> float:
+    def per_node_flops(self, steps: Steps) -> float:
         """Scalar operations of nodes for a set of steps."""
         if not steps:
             return 0.0
@@ -105,12 +105,12 @@ class Ancestry:
             found |= sets.get(var, 0)
         return found
 
-    def has(self, steps: Steps, step: Step) -> bool:
+    def contains(self, steps: Steps, step: Step) -> bool:
         """Whether a step with a result is in a set."""
         return bool(steps >> self.flow.position[step.eqn.outvars[0]] & 1)
 
 
-def combined(position: int, read: Iterable[tuple[Steps, Steps]]) -> tuple[Steps, Steps]:
+def merge_operand_sets(position: int, read: Iterable[tuple[Steps, Steps]]) -> tuple[Steps, Steps]:
     """The sets of a step from those of its operands."""
     makes, reads = 1 << position, 0
     for evaluated, behind in read:

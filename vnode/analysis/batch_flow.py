@@ -16,8 +16,8 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.control_flow_passes import nested_step
-from vnode.analysis.dispatch_sums import picked_sums
-from vnode.analysis.equation_view import View
+from vnode.analysis.dispatch_sums import find_dispatch_sums
+from vnode.analysis.equation_view import EquationView
 from vnode.analysis.forms import (
     VARYING,
     WHOLE,
@@ -28,14 +28,14 @@ from vnode.analysis.forms import (
     Slice,
     Varying,
     Whole,
+    contains_factor,
     locate,
     project,
-    stands_in,
 )
 from vnode.analysis.low_precision_sums import is_narrow
 from vnode.analysis.node_control_flow import region_step
 from vnode.analysis.program import Program, message_about
-from vnode.analysis.states import NONZERO, Coupled, Coupling, Flow, Mode, State, Step, Why
+from vnode.analysis.states import NONZERO, CoupledInBody, Coupling, CouplingMode, CouplingReason, Flow, State, Step
 from vnode.errors import CouplingError, UnsupportedPrimitiveError
 from vnode.operators import Algebra, Monoid, OperatorDescription, advice
 from vnode.operators.control_flow import Region, region_of
@@ -61,7 +61,7 @@ class Precedent:
     results: list[State]
 
     @staticmethod
-    def fits(step: Step) -> bool:
+    def is_precedent(step: Step) -> bool:
         """Whether a step that met no coupling is a precedent."""
         return step.description is not None and all(isinstance(form, Slice) for form in step.results)
 
@@ -87,13 +87,13 @@ class Follower:
 
     batch: Batch
     nodes: int
-    mode: Mode
+    mode: CouplingMode
     couplings: list[Coupling] = dataclasses.field(default_factory=list)
     grains: dict[Batch, int] = dataclasses.field(default_factory=dict)
     sums: set[Var] = dataclasses.field(default_factory=set)
-    picked: set[Var] = dataclasses.field(default_factory=set)
+    dispatch_sums: set[Var] = dataclasses.field(default_factory=set)
 
-    def anew(self, batch: Batch | None) -> Follower:
+    def for_nested_program(self, batch: Batch | None) -> Follower:
         """Another follower, for a program with passes of its own; with `batch` if that has examples of its own."""
         if batch is not None:
             return Follower(batch, self.nodes, self.mode, self.couplings)
@@ -130,19 +130,19 @@ class Follower:
         """
         met = len(self.couplings)
         while True:
-            flow = self.followed(program, inputs, body)
+            flow = self.follow_once(program, inputs, body)
             if body or not any(coupling.mode == "local" for coupling in self.couplings[met:]):
                 return flow
-            found = picked_sums(flow) - self.picked
+            found = find_dispatch_sums(flow) - self.dispatch_sums
             if not found:
                 return flow
-            self.picked |= found
+            self.dispatch_sums |= found
             del self.couplings[met:]
 
-    def followed(self, program: Program, inputs: Sequence[State], body: bool) -> Flow:
+    def follow_once(self, program: Program, inputs: Sequence[State], body: bool) -> Flow:
         """One run over `program`."""
         flow = Flow(program, {}, [])
-        flow.states.update(zip(program.inputs, map(flow.one, inputs), strict=True))
+        flow.states.update(zip(program.inputs, map(flow.interned, inputs), strict=True))
         flow.states.update((var, NONZERO) for var in program.constants)
         for state in inputs:
             if isinstance(state.form, Slice):
@@ -152,15 +152,15 @@ class Follower:
         for eqn in program.equations:
             step = None
             if not eqn.effects and self.sums.isdisjoint(eqn.outvars):
-                step = self.plain(flow, eqn, reducers) or self.alike(flow, eqn, precedents)
+                step = self.whole_value_step(flow, eqn, reducers) or self.step_from_precedent(flow, eqn, precedents)
             if step is None:
-                view = View(self, flow, eqn, body, reducers)
+                view = EquationView(self, flow, eqn, body, reducers)
                 met = len(self.couplings)
                 step = self.step(view)
                 view.record(step)
                 if eqn.effects:
                     keep_order(flow, step)
-                elif len(self.couplings) == met and Precedent.fits(step):
+                elif len(self.couplings) == met and Precedent.is_precedent(step):
                     precedent = Precedent(step, view.states, [flow.states[var] for var in eqn.outvars])
                     precedents[precedent.key] = precedent
             flow.steps.append(step)
@@ -174,28 +174,28 @@ class Follower:
         return flow
 
     @staticmethod
-    def plain(flow: Flow, eqn: JaxprEqn, reducers: dict[Var, JaxprEqn]) -> Step | None:
+    def whole_value_step(flow: Flow, eqn: JaxprEqn, reducers: dict[Var, JaxprEqn]) -> Step | None:
         """The quick way for what most equations of an optimizer are: whole values that nodes have no part in."""
         level = local = 0
         ghost = model = False
         source = None
         for atom in eqn.invars:
             state = flow.state(atom)
-            if state.form is not WHOLE or state.zero or state.examples or state.crosses:
+            if state.form is not WHOLE or state.zero or state.examples or state.crosses_region:
                 return None
-            level, local = max(level, state.level), max(local, state.local)
+            level, local = max(level, state.level), max(local, state.local_level)
             ghost, model = ghost or state.ghost, model or state.model
             if source is None and isinstance(atom, Var):
                 source = reducers.get(atom)
-        state = flow.whole(level, local, ghost, model)
+        state = flow.whole_state(level, local, ghost, model)
         for var in eqn.outvars:
             flow.states[var] = state
             if source is not None:
                 reducers[var] = source
-        return Step(eqn, False, level, wholes(len(eqn.invars)), wholes(len(eqn.outvars)))
+        return Step(eqn, False, level, whole_forms(len(eqn.invars)), whole_forms(len(eqn.outvars)))
 
     @staticmethod
-    def alike(flow: Flow, eqn: JaxprEqn, precedents: Mapping[Any, Precedent]) -> Step | None:
+    def step_from_precedent(flow: Flow, eqn: JaxprEqn, precedents: Mapping[Any, Precedent]) -> Step | None:
         """The quick way for what most equations of a deep model are: as in an earlier layer."""
         description = flow.program.describe(eqn)
         precedent = precedents.get((id(description), *[id(flow.state(atom)) for atom in eqn.invars]))
@@ -205,20 +205,20 @@ class Follower:
         step = precedent.step
         return Step(eqn, True, step.level, step.operands, step.results, description, step.location)
 
-    def step(self, view: View) -> Step:
+    def step(self, view: EquationView) -> Step:
         """Decides how one equation is evaluated."""
         eqn = view.eqn
         forms = view.forms
         if not self.sums.isdisjoint(eqn.outvars):
-            return view.per_node((Partial(Monoid.SUM),), None)
+            return view.evaluate_per_node((Partial(Monoid.SUM),), None)
         region = region_of(eqn)
         if all(isinstance(form, Whole) for form in forms):
             if not any(state.examples for state in view.states):
-                return view.once()
+                return view.evaluate_once()
             if region is not None:
                 return nested_step(self, view, region)
             description = view.flow.program.describe(eqn)
-            return view.once() if description is None else self.described_step(view, description)
+            return view.evaluate_once() if description is None else self.described_step(view, description)
         if region is not None:
             return self.region_step(view, region)
         if eqn.effects and not eqn.outvars:
@@ -226,7 +226,7 @@ class Follower:
         description = view.flow.program.describe(eqn)
         return self.undescribed_step(view) if description is None else self.described_step(view, description)
 
-    def undescribed_step(self, view: View) -> Step:
+    def undescribed_step(self, view: EquationView) -> Step:
         """An equation of which no description says how it splits: evaluated once, on the whole batch.
 
         Raises:
@@ -235,7 +235,9 @@ class Follower:
         eqn, forms = view.eqn, view.forms
         whole = all(isinstance(form, Whole | Partial) for form in forms)
         if not whole and not is_ordered(eqn) and not any(isinstance(form, Slice | Partial) for form in forms):
-            return view.per_node((VARYING,) * len(eqn.outvars), None)  # of a single example, or a node's estimate
+            return view.evaluate_per_node(
+                (VARYING,) * len(eqn.outvars), None
+            )  # of a single example, or a node's estimate
         if eqn.effects and not whole:
             raise UnsupportedPrimitiveError(
                 message_about(
@@ -247,23 +249,25 @@ class Follower:
                 )
             )
         view.complete([i for i, form in enumerate(forms) if isinstance(form, Partial)])
-        view.materialize([i for i, form in enumerate(forms) if isinstance(form, Slice | Varying)], Why.UNDESCRIBED)
-        return view.once()
+        view.materialize(
+            [i for i, form in enumerate(forms) if isinstance(form, Slice | Varying)], CouplingReason.UNDESCRIBED
+        )
+        return view.evaluate_once()
 
-    def described_step(self, view: View, description: OperatorDescription) -> Step:
+    def described_step(self, view: EquationView, description: OperatorDescription) -> Step:
         partial = [i for i, form in enumerate(view.forms) if isinstance(form, Partial)]
         if partial:
             monoid = self.stays_partial(view, description, partial)
             if monoid is not None:
-                return view.per_node((Partial(monoid),) * len(view.eqn.outvars), description)
+                return view.evaluate_per_node((Partial(monoid),) * len(view.eqn.outvars), description)
             view.complete(partial)
-        location = self.agree(view, description) or self.divide_again(view, description)
+        location = self.find_batch_factor(view, description) or self.resplit_whole_value(view, description)
         if location is None:
             if any(isinstance(form, Varying) for form in view.forms):
-                return view.per_node((VARYING,) * len(view.eqn.outvars), description)
-            return view.once()
+                return view.evaluate_per_node((VARYING,) * len(view.eqn.outvars), description)
+            return view.evaluate_once()
         for i, dims in enumerate(description.operands):
-            if isinstance(view.forms[i], Whole) and stands_in(location.factor, dims):
+            if isinstance(view.forms[i], Whole) and contains_factor(location.factor, dims):
                 view.forms[i] = project(location, dims, description.sizes) or WHOLE
         results: list[Form] = []
         for k, dims in enumerate(description.results):
@@ -274,10 +278,10 @@ class Follower:
                 results.append(Partial(description.reduced[location.factor]))
             else:
                 results.append(SUM if k in description.summed else VARYING)  # which nobody reads
-        return view.per_node(tuple(results), description, location)
+        return view.evaluate_per_node(tuple(results), description, location)
 
     @staticmethod
-    def stays_partial(view: View, description: OperatorDescription, partial: Sequence[int]) -> Monoid | None:
+    def stays_partial(view: EquationView, description: OperatorDescription, partial: Sequence[int]) -> Monoid | None:
         """The monoid under which an equation of partial operands gives a partial result, or None."""
         monoids = {form.monoid for form in view.forms if isinstance(form, Partial)}
         if len(monoids) != 1:
@@ -287,7 +291,7 @@ class Follower:
             return None
         made = max(view.states[i].level for i in partial)
         wholes = [state for state, form in zip(view.states, view.forms, strict=True) if isinstance(form, Whole)]
-        if any(state.ready > made for state in wholes):
+        if any(state.ready_level > made for state in wholes):
             return None  # it would be computed in a later pass for the sake of one whole operand (gradient clipping)
         if any(view.states[i].ghost for i in partial) and (
             any(state.estimable and not state.ghost for state in wholes)
@@ -312,7 +316,7 @@ class Follower:
                 return monoid
         return None
 
-    def agree(self, view: View, description: OperatorDescription) -> Location | None:
+    def find_batch_factor(self, view: EquationView, description: OperatorDescription) -> Location | None:
         """Finds the one factor that holds the batch, materializing operands that stand in the way."""
         locations: dict[int, Location] = {}
         for i, form in enumerate(view.forms):
@@ -320,16 +324,18 @@ class Follower:
                 continue
             location = locate(form, description.operands[i], description.sizes)
             if location is None or location.factor in description.whole or not self.accept(location):
-                view.materialize([i], Why.WHOLE)
-            elif location.factor not in description.reduced and not self.keeps(view, description, location.factor):
-                view.materialize([i], Why.RESULTS)
+                view.materialize([i], CouplingReason.WHOLE)
+            elif location.factor not in description.reduced and not self.keeps_batch_in_results(
+                view, description, location.factor
+            ):
+                view.materialize([i], CouplingReason.RESULTS)
             else:
                 locations[i] = location
         if not locations:
             return None
         free = {loc.factor for loc in locations.values() if loc.factor not in description.reduced}
         if len(free) > 1:
-            view.materialize(locations, Why.PAIRS)
+            view.materialize(locations, CouplingReason.PAIRS)
             return None
 
         def weight(i: int) -> tuple[bool, int]:
@@ -337,9 +343,9 @@ class Follower:
 
         location = locations[max(locations, key=weight)]
         if self.contracts_gathered(view, description, locations, location):
-            view.materialize(locations, Why.GATHERED)
+            view.materialize(locations, CouplingReason.GATHERED)
             return None
-        view.materialize([i for i, other in locations.items() if other != location], Why.REORDERS)
+        view.materialize([i for i, other in locations.items() if other != location], CouplingReason.REORDERS)
         for dims in description.results:
             form = project(location, dims, description.sizes)
             if form is not None:
@@ -351,20 +357,20 @@ class Follower:
         return location
 
     @staticmethod
-    def keeps(view: View, description: OperatorDescription, factor: int) -> bool:
+    def keeps_batch_in_results(view: EquationView, description: OperatorDescription, factor: int) -> bool:
         """Whether nodes' copies on parts of a free factor give all results that somebody reads, or terms of them."""
         program = view.flow.program
         for k, var in enumerate(view.eqn.outvars):
             if k in description.summed and not is_narrow(var, SUM):
                 continue
-            stands = stands_in(factor, description.results[k])
+            stands = contains_factor(factor, description.results[k])
             if not stands and (var in program.readers or any(var is atom for atom in program.outputs)):
                 return False
         return True
 
     @staticmethod
     def contracts_gathered(
-        view: View, description: OperatorDescription, locations: Iterable[int], location: Location
+        view: EquationView, description: OperatorDescription, locations: Iterable[int], location: Location
     ) -> bool:
         """Whether gathered values meet, over the batch, a whole value that was made from gathered values.
 
@@ -375,11 +381,13 @@ class Follower:
             return False
         gathered = all(view.eqn.invars[i] in view.flow.gathered for i in locations)
         return gathered and any(
-            isinstance(form, Whole) and view.states[i].examples and stands_in(location.factor, description.operands[i])
+            isinstance(form, Whole)
+            and view.states[i].examples
+            and contains_factor(location.factor, description.operands[i])
             for i, form in enumerate(view.forms)
         )
 
-    def divide_again(self, view: View, description: OperatorDescription) -> Location | None:
+    def resplit_whole_value(self, view: EquationView, description: OperatorDescription) -> Location | None:
         """Divides the examples of a whole value among the nodes again, where the model is applied to them.
 
         After a shuffle of the batch, say: the shuffle needs the whole batch, the network behind it does not.
@@ -407,11 +415,11 @@ class Follower:
                     return location
         return None
 
-    def effect_step(self, view: View) -> Step:
+    def effect_step(self, view: EquationView) -> Step:
         """An equation that is run for its effect: once per node if a node's examples reach it, else once."""
         view.complete([i for i, form in enumerate(view.forms) if isinstance(form, Partial)])
         if all(isinstance(form, Whole) for form in view.forms):
-            return view.once()
+            return view.evaluate_once()
         if is_ordered(view.eqn):
             raise CouplingError(
                 message_about(
@@ -420,13 +428,13 @@ class Follower:
                     remedies=["use ordered=False", "or pass values that are reduced over the batch"],
                 )
             )
-        return view.per_node((), None)
+        return view.evaluate_per_node((), None)
 
-    def region_step(self, view: View, region: Region) -> Step:
+    def region_step(self, view: EquationView, region: Region) -> Step:
         kept = list(view.forms), view.level
         try:
             return region_step(self, view, region)
-        except Coupled as coupled:
+        except CoupledInBody as coupled:
             if view.body:
                 raise
             view.forms[:], view.level = kept
@@ -440,7 +448,7 @@ def is_ordered(eqn: JaxprEqn) -> bool:
 
 
 @functools.cache
-def wholes(count: int) -> tuple[Whole, ...]:
+def whole_forms(count: int) -> tuple[Whole, ...]:
     return (WHOLE,) * count
 
 
@@ -463,4 +471,6 @@ def keep_order(flow: Flow, step: Step) -> None:
             )
         )
     for var in references:
-        flow.states[var] = flow.one(dataclasses.replace(flow.states[var], level=step.level, local=step.level))
+        flow.states[var] = flow.interned(
+            dataclasses.replace(flow.states[var], level=step.level, local_level=step.level)
+        )

@@ -17,7 +17,7 @@ from vnode.analysis.rewriting import Rewriter
 from vnode.operators.clamped_slices import with_starts_in_bounds
 
 
-def sliced_in_bounds(jaxpr: Jaxpr) -> Jaxpr:
+def clamp_slice_starts(jaxpr: Jaxpr) -> Jaxpr:
     """A program that computes the same, in which every slice begins where it is in bounds.
 
     Args:
@@ -26,18 +26,18 @@ def sliced_in_bounds(jaxpr: Jaxpr) -> Jaxpr:
     Returns:
       An open jaxpr with the same variables; `jaxpr` itself if there is nothing to do.
     """
-    return Bounds().jaxpr(jaxpr)
+    return SliceStartClamper().rewrite(jaxpr)
 
 
-class Bounds(Rewriter):
+class SliceStartClamper(Rewriter):
     """Puts equations that move starts into bounds before slices."""
 
-    def made(self, jaxpr: Jaxpr) -> Jaxpr:
+    def rewrite_jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
         equations = [new for eqn in jaxpr.eqns for new in self._equations(eqn)]
         same = len(equations) == len(jaxpr.eqns) and all(map(operator.is_, equations, jaxpr.eqns))
         return jaxpr if same else jaxpr.replace(eqns=equations)
 
     def _equations(self, eqn: JaxprEqn) -> list[JaxprEqn]:
-        params = self.params(eqn.params)
+        params = self.rewrite_params(eqn.params)
         eqn = eqn if params is eqn.params else eqn.replace(params=params)
         return with_starts_in_bounds(eqn) or [eqn]

@@ -12,52 +12,52 @@ from collections.abc import Sequence
 
 from jax.extend.core import Var
 
-from vnode.analysis.dispatch_sums import NONE, places_of
-from vnode.analysis.equation_view import View
+from vnode.analysis.dispatch_sums import NO_DIMENSIONS, places_of
+from vnode.analysis.equation_view import EquationView
 from vnode.analysis.forms import WHOLE, Batch, Form, Partial, Slice, Varying, Whole
 from vnode.analysis.program import Atom, Program, inline
-from vnode.analysis.states import Flow, Follows, State, Step, Why
+from vnode.analysis.states import BatchFollower, CouplingReason, Flow, State, Step
 from vnode.operators.control_flow import Body, Region
 
 
-def nested_step(follower: Follows, view: View, region: Region) -> Step:
+def nested_step(follower: BatchFollower, view: EquationView, region: Region) -> Step:
     """A loop or branch in which examples meet: evaluated once, with passes of its own in its bodies."""
     if view.body:
-        return view.once()
+        return view.evaluate_once()
     sums = all(isinstance(form, Whole | Partial) for form in view.forms)
     view.complete([i for i, form in enumerate(view.forms) if isinstance(form, Partial | Varying)])
     if sums and not any(state.examples for state in view.states):
-        return view.once()  # no example is inside once these are complete, and so there are no passes
+        return view.evaluate_once()  # no example is inside once these are complete, and so there are no passes
     if region.chooser is not None:
-        view.materialize([region.chooser], Why.BRANCH)
+        view.materialize([region.chooser], CouplingReason.BRANCH)
     for i in region.scanned:
         form = view.forms[i]
         if isinstance(form, Slice) and form.dim == 0:
-            view.materialize([i], Why.IN_ORDER)
+            view.materialize([i], CouplingReason.IN_ORDER)
             view.states[i] = dataclasses.replace(
-                view.states[i], examples=beside(form, view.eqn.invars[i].aval.shape, follower.nodes)
+                view.states[i], examples=example_dims_beside(form, view.eqn.invars[i].aval.shape, follower.nodes)
             )
-    given = [outside(form, state) for form, state in zip(view.forms, view.states, strict=True)]
+    given = [body_input_state(form, state) for form, state in zip(view.forms, view.states, strict=True)]
     places = places_of(view.flow)
     for i, atom in enumerate(view.eqn.invars):
         if isinstance(given[i].form, Slice) and isinstance(atom, Var):
-            given[i] = dataclasses.replace(given[i], places=places.get(atom, NONE))
+            given[i] = dataclasses.replace(given[i], places=places.get(atom, NO_DIMENSIONS))
     for i in region.scanned:
-        given[i] = inside(given[i])
+        given[i] = scanned_element_state(given[i])
     carried = list(region.carried)
     while True:
         flows = body_flows(follower, view, region.bodies, [[given[i] for i in inputs] for inputs in region.inputs])
         after = [
-            functools.reduce(either, states)
+            functools.reduce(either_state, states)
             for states in zip(
                 *(
-                    [meet(f, atom, k in range(len(carried))) for k, atom in enumerate(f.program.outputs)]
+                    [body_output_state(f, atom, k in range(len(carried))) for k, atom in enumerate(f.program.outputs)]
                     for f in flows[region.tests :]
                 ),
                 strict=True,
             )
         ]
-        joined = [either(given[i], state) for i, state in zip(carried, after[: len(carried)], strict=True)]
+        joined = [either_state(given[i], state) for i, state in zip(carried, after[: len(carried)], strict=True)]
         if joined == [given[i] for i in carried]:
             break
         for i, state in zip(carried, joined, strict=True):
@@ -68,11 +68,11 @@ def nested_step(follower: Follows, view: View, region: Region) -> Step:
     for flow in flows[region.tests :]:
         flow.output_forms = [state.form for state in after]
     if region.stacks:
-        after[len(carried) :] = [behind(state) for state in after[len(carried) :]]
-    return view.nested(region, tuple(flows), after)
+        after[len(carried) :] = [stacked_result_state(state) for state in after[len(carried) :]]
+    return view.evaluate_nested(region, tuple(flows), after)
 
 
-def beside(form: Slice, shape: Sequence[int], nodes: int) -> frozenset[int]:
+def example_dims_beside(form: Slice, shape: Sequence[int], nodes: int) -> frozenset[int]:
     """Dimensions that may hold the examples of each element along the batched one, as of ``[microbatches, size]``.
 
     None if there are fewer such examples than nodes.
@@ -80,65 +80,69 @@ def beside(form: Slice, shape: Sequence[int], nodes: int) -> frozenset[int]:
     return frozenset(d for d, n in enumerate(shape) if d != form.dim and n == form.grain >= max(nodes, 2))
 
 
-def body_flows(follower: Follows, view: View, bodies: Sequence[Body], inputs: Sequence[Sequence[State]]) -> list[Flow]:
+def body_flows(
+    follower: BatchFollower, view: EquationView, bodies: Sequence[Body], inputs: Sequence[Sequence[State]]
+) -> list[Flow]:
     """Batch flow of bodies that have passes of their own; levels start again at 0."""
     flows = []
     for body, states in zip(bodies, inputs, strict=True):
         program = inline(body.jaxpr, body.constants, view.eqn)
-        flows.append(inner(follower, states, program).follow(program, states))
+        flows.append(body_follower(follower, states, program).follow(program, states))
     return flows
 
 
-def inner(follower: Follows, states: Sequence[State], program: Program) -> Follows:
+def body_follower(follower: BatchFollower, states: Sequence[State], program: Program) -> BatchFollower:
     """Who follows a body with passes of its own: with a batch of its own if it is not given this one."""
     given = {state.form.batch for state in states if isinstance(state.form, Slice)}
     if given <= follower.batches and given:
-        return follower.anew(None)
+        return follower.for_nested_program(None)
     if given:
         (batch,) = given
-        return follower.anew(batch)
+        return follower.for_nested_program(batch)
     sizes = [var.aval.shape[d] for var, state in zip(program.inputs, states, strict=True) for d in state.examples]
-    return follower.anew(Batch(max(sizes, default=1)))
+    return follower.for_nested_program(Batch(max(sizes, default=1)))
 
 
-def outside(form: Form, state: State) -> State:
+def body_input_state(form: Form, state: State) -> State:
     """The state of an input of a body with passes of its own."""
     if isinstance(form, Slice):
-        return State(form, given=True, model=state.model, places=state.places)
+        return State(form, materialized=True, model=state.model, places=state.places)
     return State(
         WHOLE,
         zero=state.zero,
         model=state.model,
         examples=state.examples,
-        handed_on=state.handed_on,
-        counted=state.counted or (state.estimable and not state.ghost),
+        estimated_inside=state.estimated_inside,
+        counted_outside=state.counted_outside or (state.estimable and not state.ghost),
     )
 
 
-def meet(flow: Flow, atom: Atom, carried: bool) -> State:
+def body_output_state(flow: Flow, atom: Atom, carried: bool) -> State:
     """The state in which a body with passes of its own returns a value; what is carried is for the next turn."""
     state = flow.state(atom)
-    handed_on = state.handed_on or (state.estimated and not carried)
-    return dataclasses.replace(outside(state.form, state), handed_on=handed_on, counted=False)
+    estimated_inside = state.estimated_inside or (state.estimated and not carried)
+    return dataclasses.replace(
+        body_input_state(state.form, state), estimated_inside=estimated_inside, counted_outside=False
+    )
 
 
-def either(a: State, b: State) -> State:
+def either_state(a: State, b: State) -> State:
     """The state of a value around passes that is sometimes `a` and sometimes `b`: batched if either is."""
     model, zero = a.model or b.model, a.zero and b.zero
     forms = {state.form for state in (a, b) if isinstance(state.form, Slice)}
     if len(forms) == 1:
-        return State(forms.pop(), given=True, model=model, places=a.places | b.places)
+        return State(forms.pop(), materialized=True, model=model, places=a.places | b.places)
     return State(
         WHOLE,
         zero=zero,
         model=model,
         examples=a.examples | b.examples,
-        handed_on=a.handed_on or b.handed_on,
-        counted=a.counted or b.counted,
+        estimated_inside=a.estimated_inside or b.estimated_inside,
+        counted_outside=a.counted_outside or b.counted_outside,
     )
 
 
-def inside(state: State) -> State:
+def scanned_element_state(state: State) -> State:
     """The state of a scanned array inside the loop's body."""
     if isinstance(state.form, Slice):
         places = frozenset(d - 1 for d in state.places if d > 0)
@@ -146,7 +150,7 @@ def inside(state: State) -> State:
     return dataclasses.replace(state, examples=frozenset(d - 1 for d in state.examples if d > 0))
 
 
-def behind(state: State) -> State:
+def stacked_result_state(state: State) -> State:
     """The state of a stacked result of a loop whose body returns `state`."""
     if isinstance(state.form, Slice):
         return dataclasses.replace(state, form=state.form.move(state.form.dim + 1))

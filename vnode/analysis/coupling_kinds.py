@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.forms import Partial, Slice, Whole
-from vnode.analysis.states import Coupling, Flow, Step, Why
+from vnode.analysis.states import Coupling, CouplingReason, Flow, Step
 from vnode.operators import Algebra, Monoid, Role
 from vnode.operators import advice as registry_advice
 
 
-class Kind(enum.Enum):
+class CouplingKind(enum.Enum):
     """What an example has of the others, in words that finish "for"."""
 
     COUNT = "a sum of the batch alone"
@@ -39,53 +39,53 @@ class Kind(enum.Enum):
 
 GROUPS = "reshape to [groups, size, ...] with groups a multiple of virtual_nodes, and jax.vmap over the groups"
 
-REMEDIES: dict[Kind, tuple[str, ...]] = {
-    Kind.COUNT: ("compute it from the data beforehand, and pass it as an argument that is not batched",),
-    Kind.NORMALIZATION: ("normalize within examples (GroupNorm, LayerNorm), if it is a layer of the model",),
-    Kind.STATISTIC: ("use that of the step before: return it, and pass it as an argument that is not batched",),
-    Kind.EVALUATION: (
+REMEDIES: dict[CouplingKind, tuple[str, ...]] = {
+    CouplingKind.COUNT: ("compute it from the data beforehand, and pass it as an argument that is not batched",),
+    CouplingKind.NORMALIZATION: ("normalize within examples (GroupNorm, LayerNorm), if it is a layer of the model",),
+    CouplingKind.STATISTIC: ("use that of the step before: return it, and pass it as an argument that is not batched",),
+    CouplingKind.EVALUATION: (
         "evaluate the model once per step: with a step length from a schedule, or at what the step before has found "
         "(return it, and pass it as an argument that is not batched)",
     ),
-    Kind.SHARED: (f"form them within groups: {GROUPS}",),
-    Kind.PAIRS: (
+    CouplingKind.SHARED: (f"form them within groups: {GROUPS}",),
+    CouplingKind.PAIRS: (
         f"compare within groups: {GROUPS}",
         "compare with a queue of earlier embeddings, passed as an argument that is not batched",
     ),
-    Kind.MOVE: (
+    CouplingKind.MOVE: (
         "move or pick examples before the model is applied, where nothing is computed again",
         f"move or pick within groups: {GROUPS}",
     ),
-    Kind.WHOLE: (
+    CouplingKind.WHOLE: (
         f"do it within groups: {GROUPS}",
         "use the result of the step before: return it, and pass it as an argument that is not batched",
     ),
-    Kind.UNDESCRIBED: (),
-    Kind.CONDITION: (
+    CouplingKind.UNDESCRIBED: (),
+    CouplingKind.CONDITION: (
         "jax.vmap the loop over the examples, so that each stops by itself",
         "let the loop run a fixed number of times (lax.fori_loop)",
     ),
-    Kind.CARRY: (
+    CouplingKind.CARRY: (
         "carry nothing but sums from one example to the next, none of them in float16, or jax.vmap over the examples",
     ),
-    Kind.BRANCH: ("jax.vmap over the examples, or jnp.where in place of the branch",),
-    Kind.OVERFLOW: (
+    CouplingKind.BRANCH: ("jax.vmap over the examples, or jnp.where in place of the branch",),
+    CouplingKind.OVERFLOW: (
         "form the sums in bfloat16, whose range is that of float32, or in float32 (jnp.sum(..., dtype=jnp.float32))",
         "return them from the loop as they are, stacked, and compute with them after it",
     ),
-    Kind.INSIDE: (),
+    CouplingKind.INSIDE: (),
 }
 """What helps against the cost of a kind, besides paying for it and estimating sums locally; the best first."""
 
 
-def remedies_of(coupling: Coupling, kind: Kind) -> tuple[str, ...]:
+def remedies_of(coupling: Coupling, kind: CouplingKind) -> tuple[str, ...]:
     """What helps against the cost of a coupling of a kind; for a primitive without a description, what gives it one."""
-    if kind is not Kind.UNDESCRIBED:
+    if kind is not CouplingKind.UNDESCRIBED:
         return REMEDIES[kind]
     return registry_advice(coupling.source or coupling.eqn)
 
 
-def kinds_of(couplings: Sequence[Coupling]) -> list[Kind | None]:
+def kinds_of(couplings: Sequence[Coupling]) -> list[CouplingKind | None]:
     """The kind of each coupling; None if it follows from another one, of which it reads the result.
 
     What a reduction is for is seen where it meets what it was made from. Others read it too: the backward pass.
@@ -94,7 +94,7 @@ def kinds_of(couplings: Sequence[Coupling]) -> list[Kind | None]:
     known = {
         (coupling.flow, coupling.source.outvars[0]): kind
         for coupling, kind in zip(couplings, kinds, strict=True)
-        if kind in (Kind.NORMALIZATION, Kind.STATISTIC) and coupling.source is not None
+        if kind in (CouplingKind.NORMALIZATION, CouplingKind.STATISTIC) and coupling.source is not None
     }
     return [
         known.get((coupling.flow, coupling.source.outvars[0]), kind)
@@ -104,47 +104,47 @@ def kinds_of(couplings: Sequence[Coupling]) -> list[Kind | None]:
     ]
 
 
-def kind_of(coupling: Coupling) -> Kind | None:
+def kind_of(coupling: Coupling) -> CouplingKind | None:
     """The kind of a coupling, by itself."""
     flow, why = coupling.flow, coupling.why
-    step = step_of(flow, coupling.eqn)
-    if why is Why.UNDESCRIBED:
-        return Kind.UNDESCRIBED
+    step = defining_step(flow, coupling.eqn)
+    if why is CouplingReason.UNDESCRIBED:
+        return CouplingKind.UNDESCRIBED
     if coupling.kind == "loop":
-        if why is Why.BRANCH:
-            return Kind.BRANCH
-        if why in (Why.CARRIES, Why.READS, Why.SEVERAL):
-            return Kind.CARRY
-        if why is Why.OVERFLOW:
-            return Kind.OVERFLOW
-        return Kind.CONDITION if step is not None and ends_together(step) else Kind.INSIDE
+        if why is CouplingReason.BRANCH:
+            return CouplingKind.BRANCH
+        if why in (CouplingReason.CARRIES, CouplingReason.READS, CouplingReason.SEVERAL):
+            return CouplingKind.CARRY
+        if why is CouplingReason.OVERFLOW:
+            return CouplingKind.OVERFLOW
+        return CouplingKind.CONDITION if step is not None and condition_is_reduced(step) else CouplingKind.INSIDE
     if coupling.kind == "materialize":
-        if why in (Why.PAIRS, Why.GATHERED):
-            return Kind.PAIRS
+        if why in (CouplingReason.PAIRS, CouplingReason.GATHERED):
+            return CouplingKind.PAIRS
         description = flow.program.describe(coupling.eqn)
         moves = description is not None and (description.has(Algebra.MOVES) or bool(description.role(Role.INDEX)))
-        return Kind.MOVE if moves or why is Why.REORDERS else Kind.WHOLE
-    reduced = step_of(flow, coupling.source) if coupling.source is not None else None
+        return CouplingKind.MOVE if moves or why is CouplingReason.REORDERS else CouplingKind.WHOLE
+    reduced = defining_step(flow, coupling.source) if coupling.source is not None else None
     if reduced is None or not any(isinstance(form, Partial) for form in reduced.results):
         return None
     if not any(flow.states[var].model for var in reduced.eqn.outvars):
-        return Kind.COUNT
+        return CouplingKind.COUNT
     description = reduced.description
     if description is not None and description.role(Role.INDEX):
-        return Kind.MOVE
-    if step is not None and not set(origins(flow, step)).isdisjoint(origins(flow, reduced)):
+        return CouplingKind.MOVE
+    if step is not None and not set(batched_sources(flow, step)).isdisjoint(batched_sources(flow, reduced)):
         per_feature = any(math.prod(getattr(var.aval, "shape", ())) > 1 for var in reduced.eqn.outvars)
         plain = description is not None and not description.has(Algebra.CONTRACTS) and set(reduced.results) == {SUM}
-        return Kind.NORMALIZATION if per_feature and plain else Kind.STATISTIC
+        return CouplingKind.NORMALIZATION if per_feature and plain else CouplingKind.STATISTIC
     if step is not None and reads_parameters(flow, step):
-        return Kind.EVALUATION
-    return Kind.SHARED
+        return CouplingKind.EVALUATION
+    return CouplingKind.SHARED
 
 
 SUM = Partial(Monoid.SUM)
 
 
-def ends_together(step: Step) -> bool:
+def condition_is_reduced(step: Step) -> bool:
     """Whether the condition of a loop around passes depends on a reduction over the examples."""
     region = step.region
     if region is None or not region.tests:
@@ -158,11 +158,11 @@ def ends_together(step: Step) -> bool:
     )
 
 
-def step_of(flow: Flow, eqn: JaxprEqn) -> Step | None:
+def defining_step(flow: Flow, eqn: JaxprEqn) -> Step | None:
     return flow.steps[flow.position[eqn.outvars[0]]] if eqn.outvars and eqn.outvars[0] in flow.position else None
 
 
-def origins(flow: Flow, step: Step) -> Iterator[Var]:
+def batched_sources(flow: Flow, step: Step) -> Iterator[Var]:
     """The batched values that what a step reads of single examples was made from, element by element."""
     seen: set[Var] = set()
     stack = list(step.eqn.invars)

@@ -27,10 +27,10 @@ class Reference:
     """An array that is mutated in place, while a program is evaluated."""
 
     def __init__(self, held: Any) -> None:
-        self.held = held
+        self.value = held
 
 
-def without_references(closed: ClosedJaxpr) -> ClosedJaxpr:
+def discharge_references(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A program that does the same with values only.
 
     Args:
@@ -80,7 +80,7 @@ def evaluate(body: Body, values: Sequence[Any]) -> list[Any]:
         operands = [a.val if isinstance(a, Literal) else env[a] for a in eqn.invars]
         for atom, value in zip(eqn.invars, operands, strict=True):
             if is_reference(atom) and not isinstance(value, Reference):
-                raise refused(eqn, "it was made outside of the step")
+                raise reference_error(eqn, "it was made outside of the step")
         with context_of(eqn):
             results = evaluate_equation(eqn, operands)
         env.update(zip(eqn.outvars, results, strict=True))
@@ -97,7 +97,7 @@ def evaluate_equation(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         try:
             reference.held, results = access(eqn, reference.held, others)
         except NotImplementedError as error:
-            raise refused(eqn, str(error)) from error
+            raise reference_error(eqn, str(error)) from error
         return results
     passed = [value for value in operands if isinstance(value, Reference)]
     known: dict[int, bool] = {}
@@ -113,10 +113,10 @@ def evaluate_equation(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             return evaluate_while(loop, operands, passed)
         case Branches() as branches:
             return evaluate_branches(branches, operands, passed)
-    raise refused(eqn, f"{eqn.primitive.name!r} takes it")
+    raise reference_error(eqn, f"{eqn.primitive.name!r} takes it")
 
 
-def refused(eqn: JaxprEqn, why: str) -> UnsupportedPrimitiveError:
+def reference_error(eqn: JaxprEqn, why: str) -> UnsupportedPrimitiveError:
     return UnsupportedPrimitiveError(
         message_about(
             eqn,
@@ -126,12 +126,12 @@ def refused(eqn: JaxprEqn, why: str) -> UnsupportedPrimitiveError:
     )
 
 
-def hold(passed: Sequence[Reference], values: Sequence[Any]) -> None:
+def store_values(passed: Sequence[Reference], values: Sequence[Any]) -> None:
     for reference, value in zip(passed, values, strict=True):
-        reference.held = value
+        reference.value = value
 
 
-def apart(operands: Sequence[Any], passed: Sequence[Reference], values: Sequence[Any]) -> list[Any]:
+def substitute_references(operands: Sequence[Any], passed: Sequence[Reference], values: Sequence[Any]) -> list[Any]:
     """Operands with new references, which hold `values`, in place of those of `passed`; the new ones come first."""
     new = {id(old): Reference(value) for old, value in zip(passed, values, strict=True)}
     return [*new.values(), *(new.get(id(value), value) for value in operands)]
@@ -142,13 +142,13 @@ def evaluate_loop(loop: Loop, operands: list[Any], passed: list[Reference]) -> l
     count = len(passed)
 
     def turn(carry: Any, xs: Any) -> Any:
-        inside = apart(operands[:first], passed, carry[0])
+        inside = substitute_references(operands[:first], passed, carry[0])
         out = evaluate(loop.bodies[0], [*inside[count:], *carry[1], *xs])
         return ([r.held for r in inside[:count]], out[: loop.carries]), out[loop.carries :]
 
-    init = [r.held for r in passed], [jnp.asarray(value) for value in operands[first:split]]
+    init = [r.value for r in passed], [jnp.asarray(value) for value in operands[first:split]]
     (held, carries), ys = lax.scan(turn, init, operands[split:], loop.length, loop.reverse, loop.unroll)
-    hold(passed, held)
+    store_values(passed, held)
     return [*carries, *ys]
 
 
@@ -158,17 +158,17 @@ def evaluate_while(loop: While, operands: list[Any], passed: list[Reference]) ->
     count = len(passed)
 
     def test(carry: Any) -> Any:
-        inside = apart(operands[:split], passed, carry[0])
+        inside = substitute_references(operands[:split], passed, carry[0])
         return evaluate(loop.bodies[0], [*inside[count:], *carry[1]])[0]
 
     def turn(carry: Any) -> Any:
-        inside = apart(operands[split:first], passed, carry[0])
+        inside = substitute_references(operands[split:first], passed, carry[0])
         out = evaluate(loop.bodies[1], [*inside[count:], *carry[1]])
         return [r.held for r in inside[:count]], out
 
-    init = [r.held for r in passed], [jnp.asarray(value) for value in operands[first:]]
+    init = [r.value for r in passed], [jnp.asarray(value) for value in operands[first:]]
     held, carries = lax.while_loop(test, turn, init)
-    hold(passed, held)
+    store_values(passed, held)
     return carries
 
 
@@ -181,7 +181,7 @@ def evaluate_branches(branches: Branches, operands: list[Any], passed: list[Refe
             all_operands = list(operands[1:])
             for i, value in zip(given, values, strict=True):
                 all_operands[i] = value
-            inside = apart(all_operands, passed, held)
+            inside = substitute_references(all_operands, passed, held)
             out = evaluate(body, inside[count:])
             return [r.held for r in inside[:count]], out
 
@@ -190,8 +190,8 @@ def evaluate_branches(branches: Branches, operands: list[Any], passed: list[Refe
     held, out = lax.switch(
         operands[0],
         [branch(body) for body in branches.bodies],
-        [r.held for r in passed],
+        [r.value for r in passed],
         [operands[1 + i] for i in given],
     )
-    hold(passed, held)
+    store_values(passed, held)
     return out

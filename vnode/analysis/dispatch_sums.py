@@ -29,14 +29,14 @@ from vnode.operators.control_flow import Region
 from vnode.operators.description import Dim
 
 Dimensions = frozenset[int]
-NONE: Dimensions = frozenset()
+NO_DIMENSIONS: Dimensions = frozenset()
 
 Places = dict[Var, Dimensions]
 """Dimensions of a batched value along which examples pick places; of a whole value, those along which its elements are
 given one by one (an iota's, an argument's)."""
 
 
-def picked_sums(flow: Flow) -> set[Var]:
+def find_dispatch_sums(flow: Flow) -> set[Var]:
     """Of the sums over the batch that nodes would estimate, those that they cannot."""
     places = places_of(flow)
     made_of: dict[Atom, set[Var]] = {}
@@ -57,7 +57,11 @@ def picked_sums(flow: Flow) -> set[Var]:
 def reads_by_place(places: Places, step: Step, operand: int) -> bool:
     """Whether examples find in a whole operand what they picked: they multiply it by places, or look up in it."""
     atoms, description, form = step.eqn.invars, step.description, step.operands[operand]
-    if isinstance(form, Slice) and isinstance(atom := atoms[operand], Var) and form.dim in places.get(atom, NONE):
+    if (
+        isinstance(form, Slice)
+        and isinstance(atom := atoms[operand], Var)
+        and form.dim in places.get(atom, NO_DIMENSIONS)
+    ):
         return True  # multiplied by places before, for all examples at once
     others = {i for i, form in enumerate(step.operands) if isinstance(form, Slice) and i != operand}
     picking = {i for i in others if isinstance(atom := atoms[i], Var) and places.get(atom)}
@@ -86,24 +90,24 @@ def places_of(flow: Flow, given: Mapping[Var, Dimensions] | None = None) -> Plac
     for var in [*flow.program.inputs, *flow.program.constants]:
         state = flow.states[var]
         if given is not None and var in given:
-            put(places, var, given[var], state.form)
+            record_places(places, var, given[var], state.form)
         else:
-            by_element = isinstance(state.form, Whole) or discrete(var)
-            put(places, var, everywhere(var) if by_element else state.places, state.form)
+            by_element = isinstance(state.form, Whole) or is_discrete(var)
+            record_places(places, var, all_dimensions(var) if by_element else state.places, state.form)
     for step in flow.steps:
         if step.region is not None:
-            around(places, step, step.region)
+            record_region_places(places, step, step.region)
             continue
         description = step.description or flow.program.describe(step.eqn)
         if description is None:
             continue
         picked = picked_factors(flow, places, step, description)
         for var, dims, form in zip(step.eqn.outvars, description.results, step.results, strict=True):
-            put(places, var, (d for d, dim in enumerate(dims) if not picked.isdisjoint(dim)), form)
+            record_places(places, var, (d for d, dim in enumerate(dims) if not picked.isdisjoint(dim)), form)
     return places
 
 
-def put(places: Places, var: Var, dims: Iterable[int], form: Form | None = None) -> None:
+def record_places(places: Places, var: Var, dims: Iterable[int], form: Form | None = None) -> None:
     """Notes the places of a value; there is nothing to pick along the batch, nor in a dimension of size one."""
     shape = getattr(var.aval, "shape", ())
     batch = form.dim if isinstance(form, Slice) else None
@@ -112,7 +116,7 @@ def put(places: Places, var: Var, dims: Iterable[int], form: Form | None = None)
         places[var] = found
 
 
-def everywhere(atom: Atom) -> Dimensions:
+def all_dimensions(atom: Atom) -> Dimensions:
     return frozenset(range(len(getattr(atom.aval, "shape", ()))))
 
 
@@ -122,10 +126,12 @@ def picked_factors(flow: Flow, places: Places, step: Step, description: Operator
     if not any(isinstance(form, Slice) for form in step.operands):  # of whole values only
         found = {f for f, factor in enumerate(description.factors) if factor.positional and not atoms}
         for atom, dims in zip(atoms, description.operands, strict=True):
-            found |= factors([dims[d] for d in places.get(atom, NONE)]) if isinstance(atom, Var) else set()
-        return found | moved(description, found)
+            found |= factors([dims[d] for d in places.get(atom, NO_DIMENSIONS)]) if isinstance(atom, Var) else set()
+        return found | relocated_factors(description, found)
     found = set()
-    compares = all(map(discrete, atoms)) and not any(map(truth, atoms)) and all(map(truth, step.eqn.outvars))
+    compares = (
+        all(map(is_discrete, atoms)) and not any(map(is_boolean, atoms)) and all(map(is_boolean, step.eqn.outvars))
+    )
     for atom, dims, form in zip(atoms, description.operands, step.operands, strict=True):
         if not isinstance(atom, Var) or atom not in places:
             continue
@@ -135,29 +141,29 @@ def picked_factors(flow: Flow, places: Places, step: Step, description: Operator
     indexed = [i for i in description.role(Role.INDEX) if isinstance(step.operands[i], Slice)]
     if indexed:  # what is written by index stands in the result, and is not gone through
         found |= {f for f in factors(*description.results) if not description.factors[f].counted}
-    return found | moved(description, found)
+    return found | relocated_factors(description, found)
 
 
-def moved(description: OperatorDescription, found: set[int]) -> set[int]:
+def relocated_factors(description: OperatorDescription, found: set[int]) -> set[int]:
     """The factors of the results for those that stand in operands only, but are not reduced (a flip, a window)."""
     kept = factors(*description.results)
     left = found - kept - set(description.reduced)
     return kept - factors(*description.operands) if left else set()
 
 
-def discrete(atom: Atom) -> bool:
+def is_discrete(atom: Atom) -> bool:
     """Whether an array holds whole numbers or truth values."""
     dtype = getattr(atom.aval, "dtype", jnp.float32)
-    return truth(atom) or jnp.issubdtype(dtype, jnp.integer)
+    return is_boolean(atom) or jnp.issubdtype(dtype, jnp.integer)
 
 
-def truth(atom: Atom) -> bool:
+def is_boolean(atom: Atom) -> bool:
     return getattr(atom.aval, "dtype", None) == jnp.bool_
 
 
-def around(places: Places, step: Step, region: Region) -> None:
+def record_region_places(places: Places, step: Step, region: Region) -> None:
     """Notes the places of a loop's or branch's results, from those inside."""
-    operands = [places.get(atom, NONE) if isinstance(atom, Var) else NONE for atom in step.eqn.invars]
+    operands = [places.get(atom, NO_DIMENSIONS) if isinstance(atom, Var) else NO_DIMENSIONS for atom in step.eqn.invars]
     first = region.carried.start
     while True:
         results: list[set[int]] = [set() for _ in step.eqn.outvars]
@@ -168,11 +174,11 @@ def around(places: Places, step: Step, region: Region) -> None:
             }
             inner = places_of(flow, given)
             for result, atom in zip(results, flow.program.outputs if k >= region.tests else (), strict=False):
-                result |= inner.get(atom, NONE) if isinstance(atom, Var) else NONE
+                result |= inner.get(atom, NO_DIMENSIONS) if isinstance(atom, Var) else NO_DIMENSIONS
         grown = [operands[i] | results[i - first] for i in region.carried]
         if grown == [operands[i] for i in region.carried]:
             break
         operands[first : first + len(grown)] = grown
     for k, (var, form) in enumerate(zip(step.eqn.outvars, step.results, strict=True)):
         stacked = region.stacks and k >= len(region.carried)
-        put(places, var, (d + 1 if stacked else d for d in results[k]), form)
+        record_places(places, var, (d + 1 if stacked else d for d in results[k]), form)

@@ -12,17 +12,17 @@ from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.forms import VARYING, WHOLE, Form, Location, Partial, Slice, Varying, Whole
 from vnode.analysis.program import message_about
-from vnode.analysis.states import Coupled, Coupling, Flow, Follows, State, Step, Why
+from vnode.analysis.states import BatchFollower, CoupledInBody, Coupling, CouplingReason, Flow, State, Step
 from vnode.errors import CouplingError
 from vnode.operators import Monoid, OperatorDescription
 from vnode.operators.control_flow import Region, region_of
 
 
 @dataclasses.dataclass(eq=False)
-class View:
+class EquationView:
     """An equation while batch flow decides about it: the forms in which it reads its operands so far."""
 
-    follower: Follows
+    follower: BatchFollower
     flow: Flow
     eqn: JaxprEqn
     body: bool
@@ -31,22 +31,22 @@ class View:
     def __post_init__(self) -> None:
         self.states = [self.flow.state(atom) for atom in self.eqn.invars]
         self.forms: list[Form] = [state.form for state in self.states]
-        self.gathered: dict[int, Why] = {}
-        self.coupled: Coupled | None = None
+        self.gathered: dict[int, CouplingReason] = {}
+        self.coupled: CoupledInBody | None = None
         self.level = 0
 
     def complete(self, positions: Iterable[int]) -> None:
         """Reads partial operands as completed reductions, one level up."""
         for i in positions:
             if self.body:
-                raise Coupled(self.eqn, Why.SUM)
+                raise CoupledInBody(self.eqn, CouplingReason.SUM)
             self.forms[i] = WHOLE
 
-    def materialize(self, positions: Iterable[int], why: Why) -> None:
+    def materialize(self, positions: Iterable[int], why: CouplingReason) -> None:
         """Reads batched operands whole, one level up."""
         for i in positions:
             if self.body:
-                raise Coupled(self.eqn, why)
+                raise CoupledInBody(self.eqn, why)
             if isinstance(self.forms[i], Slice | Varying):
                 self.gathered[i] = why
                 atom = self.eqn.invars[i]
@@ -54,10 +54,10 @@ class View:
                     self.flow.gathered.add(atom)
             self.forms[i] = WHOLE
 
-    def nested(self, region: Region, bodies: tuple[Flow, ...], results: Sequence[State]) -> Step:
+    def evaluate_nested(self, region: Region, bodies: tuple[Flow, ...], results: Sequence[State]) -> Step:
         """The equation is evaluated once, around passes of its own; a batch of their own is not known outside."""
         level = max((state.whole_level for state in self.states), default=0)
-        self.results = [self.known_outside(state) for state in results]
+        self.results = [self.state_outside(state) for state in results]
         return Step(
             self.eqn,
             False,
@@ -69,18 +69,18 @@ class View:
             nested=True,
         )
 
-    def known_outside(self, state: State) -> State:
+    def state_outside(self, state: State) -> State:
         form = state.form
         if not isinstance(form, Slice) or form.batch in self.follower.batches:
             return state
         return State(WHOLE, model=state.model, examples=frozenset({form.dim}))
 
-    def once(self) -> Step:
+    def evaluate_once(self) -> Step:
         """The equation is evaluated once, on whole values."""
         level = max((state.whole_level for state in self.states), default=0)
         return Step(self.eqn, False, level, (WHOLE,) * len(self.forms), (WHOLE,) * len(self.eqn.outvars), region=None)
 
-    def per_node(
+    def evaluate_per_node(
         self,
         results: tuple[Form, ...],
         description: OperatorDescription | None,
@@ -98,7 +98,7 @@ class View:
             elif state.estimated:
                 if isinstance(form, Whole):
                     self.forms[i] = VARYING
-                level = max(level, state.local)
+                level = max(level, state.local_level)
             else:
                 level = max(level, state.whole_level)
         return Step(
@@ -110,8 +110,8 @@ class View:
         model = any(state.model for state in self.states)
         if step.nested:
             for var, state in zip(self.eqn.outvars, self.results, strict=True):
-                state = dataclasses.replace(state, level=step.level, local=step.level, zero=False)
-                self.flow.states[var] = self.flow.one(state)
+                state = dataclasses.replace(state, level=step.level, local_level=step.level, zero=False)
+                self.flow.states[var] = self.flow.interned(state)
             if self.coupled is not None:
                 self.follower.couplings.append(
                     Coupling(self.flow, self.eqn, "loop", step.level, source=self.coupled.eqn, why=self.coupled.why)
@@ -124,7 +124,7 @@ class View:
             isinstance(form, Varying) or (state.estimates and not isinstance(form, Whole))
             for form, state in zip(step.operands, self.states, strict=True)
         )
-        crossing = [state for state in self.states if state.crosses]
+        crossing = [state for state in self.states if state.crosses_region]
         states = [
             dataclasses.replace(state, examples=state.examples | {state.form.dim})
             if isinstance(state.form, Slice) and isinstance(form, Whole)
@@ -146,7 +146,7 @@ class View:
                 case Whole():
                     if descends and not step.per_node:
                         examples = examples_of(self.eqn, k, states, description)
-                    local = min(local, max((state.local for state in self.states), default=0))
+                    local = min(local, max((state.local_level for state in self.states), default=0))
                     # What needs the whole batch is not made of a node's own estimates: it would be, node by node.
                     ghost = any(state.estimated for state in self.states) and not self.gathered
                 case Partial():
@@ -154,7 +154,7 @@ class View:
                     if adds:
                         ghost = any(state.ghost for state in adds)
                         local += not all(state.estimable for state in adds)
-                    elif form.monoid is not Monoid.SUM or var in self.follower.picked:
+                    elif form.monoid is not Monoid.SUM or var in self.follower.dispatch_sums:
                         local += 1  # a node's own maximum estimates nothing
                     elif model:
                         ghost = self.follower.mode(self.reducers[var]) == "local"
@@ -165,10 +165,10 @@ class View:
             if crossing:
                 state = dataclasses.replace(
                     state,
-                    handed_on=any(other.handed_on for other in crossing),
-                    counted=any(other.counted for other in crossing) and not isinstance(form, Slice),
+                    estimated_inside=any(other.estimated_inside for other in crossing),
+                    counted_outside=any(other.counted_outside for other in crossing) and not isinstance(form, Slice),
                 )
-            self.flow.states[var] = self.flow.one(state)
+            self.flow.states[var] = self.flow.interned(state)
             if isinstance(form, Whole) and inherited:
                 self.reducers[var] = inherited[0]
         if self.gathered:
@@ -193,10 +193,10 @@ class View:
           CouplingError: examples read both.
         """
         for state, form in zip(self.states, step.operands, strict=True):
-            if state.handed_on:
+            if state.estimated_inside:
                 what = "a loop or branch has made of a sum over the batch that is estimated inside of it only"
                 remedy = "compute it again where it is read: jax.checkpoint around the body of the loop or branch"
-            elif state.counted and state.estimated and not isinstance(form, Partial):
+            elif state.counted_outside and state.estimated and not isinstance(form, Partial):
                 what = "is made of an estimate in a loop or branch, and of a count that comes from outside"
                 remedy = "keep the count out of it: normalize by what does not depend on the batch"
             else:

@@ -23,14 +23,14 @@ import numpy as np
 from jax import export
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from vnode.analysis.program import Program, inline, where
+from vnode.analysis.program import Program, inline, source_line
 from vnode.analysis.tracing import trace
 from vnode.operators.control_flow import Region, region_of
 
 SHOWN = 1000
 """Different operations that are kept for naming differences; the digest is of all."""
 
-OTHERWISE = "random numbers with jax_threefry_partitionable=False"
+NON_PARTITIONABLE_KEYS = "random numbers with jax_threefry_partitionable=False"
 """Said of programs that draw from keys under this setting: no equation's parameters tell, and it draws others."""
 
 
@@ -62,16 +62,16 @@ class Fingerprint:
         if self.digest == before.digest:
             return []
         now, then = Counter(self.operations), Counter(before.operations)
-        facts = [f"now:  {times(text, n)}{self.at(text)}" for text, n in (now - then).items()]
-        facts += [f"then: {times(text, n)}" for text, n in (then - now).items()]
+        facts = [f"now:  {counted_text(text, n)}{self.location_text(text)}" for text, n in (now - then).items()]
+        facts += [f"then: {counted_text(text, n)}" for text, n in (then - now).items()]
         return facts or ["the same operations, applied to other values"]
 
-    def at(self, operation: str) -> str:
+    def location_text(self, operation: str) -> str:
         """Where an operation is in the user's code, if that is known."""
         return f" at {self.lines[operation]}" if self.lines.get(operation) else ""
 
 
-def times(text: str, count: int) -> str:
+def counted_text(text: str, count: int) -> str:
     """An operation, and how often."""
     return text if count == 1 else f"{count} x {text}"
 
@@ -129,9 +129,9 @@ class Writer:
             text = f"constant {value_text(value)}"
             self.feed(text)
             self.count(text, "")
-        if any(map(draws_otherwise, program.equations)):
-            self.feed(OTHERWISE)
-            self.count(OTHERWISE, "")
+        if any(map(draws_non_partitionable, program.equations)):
+            self.feed(NON_PARTITIONABLE_KEYS)
+            self.count(NON_PARTITIONABLE_KEYS, "")
         for eqn in program.equations:
             operands = [literal(atom) if isinstance(atom, Literal) else numbers[atom] for atom in eqn.invars]
             for var in eqn.outvars:
@@ -154,7 +154,7 @@ class Writer:
         inside = ", ".join(literal(a) if isinstance(a, Literal) else type_of(a) for a in eqn.invars)
         outside = ", ".join(map(type_of, eqn.outvars))
         text = f"{eqn.primitive.name}{'[' + ', '.join(params) + ']' if params else ''}({inside}) -> {outside}"
-        self.count(text, where(eqn) if text not in self.lines else "")
+        self.count(text, source_line(eqn) if text not in self.lines else "")
         return text
 
     def count(self, text: str, line: str) -> None:
@@ -165,7 +165,7 @@ class Writer:
         self.hash.update(text.encode() + b"\n")
 
 
-def draws_otherwise(eqn: JaxprEqn) -> bool:
+def draws_non_partitionable(eqn: JaxprEqn) -> bool:
     """Whether an equation reads keys under a setting with which jax draws other numbers from them than by default."""
     reads = any(jnp.issubdtype(getattr(a.aval, "dtype", bool), jax.dtypes.prng_key) for a in eqn.invars)
     return reads and not eqn.ctx.threefry_partitionable

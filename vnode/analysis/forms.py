@@ -175,5 +175,5 @@ def project(location: Location, dims: Dims, sizes: Sizes) -> Slice | None:
     return None
 
 
-def stands_in(factor: int, dims: Sequence[Dim]) -> bool:
+def contains_factor(factor: int, dims: Sequence[Dim]) -> bool:
     return any(factor in dim for dim in dims)

@@ -29,10 +29,10 @@ from vnode.analysis.program import Atom
 from vnode.analysis.states import Flow, Step
 from vnode.operators import Algebra, Monoid, OperatorDescription
 
-PICKS = (Monoid.MAX, Monoid.MIN)
+SELECTING_MONOIDS = (Monoid.MAX, Monoid.MIN)
 
 
-def decisions(flow: Flow, steps: Sequence[Step], reads: Mapping[Var, int]) -> dict[Var, int]:
+def find_frozen_values(flow: Flow, steps: Sequence[Step], reads: Mapping[Var, int]) -> dict[Var, int]:
     """Batched values to be kept, each with the first pass that must be given it.
 
     Args:
@@ -50,7 +50,7 @@ def decisions(flow: Flow, steps: Sequence[Step], reads: Mapping[Var, int]) -> di
     def keep(var: Var, level: int) -> None:
         kept[var] = min(level, kept.get(var, level))
 
-    picked: list[Var] = [var for var in flow.gathered if not flow.states[var].given]
+    picked: list[Var] = [var for var in flow.gathered if not flow.states[var].materialized]
     for step in steps:
         if not step.per_node or step.description is None:
             continue
@@ -58,24 +58,24 @@ def decisions(flow: Flow, steps: Sequence[Step], reads: Mapping[Var, int]) -> di
             if not isinstance(form, Partial) or result not in reads:
                 continue
             sliced = [a for a, f in zip(step.eqn.invars, step.operands, strict=True) if isinstance(f, Slice)]
-            sources[result] = [var for atom in sliced for var in origins(flow, given, atom)]
-            if form.monoid in PICKS:
+            sources[result] = [var for atom in sliced for var in bitwise_sources(flow, given, atom)]
+            if form.monoid in SELECTING_MONOIDS:
                 picked.append(result)
-            elif not any(map(inexact, sources[result])):
+            elif not any(map(is_inexact, sources[result])):
                 for var in sources[result]:
                     keep(var, reads[result])
     for var in picked:
         if var not in reads:
             continue
-        found = sources[var] if var in sources else list(origins(flow, given, var))
-        held = held_against(flow, steps, found, var)
+        found = sources[var] if var in sources else list(bitwise_sources(flow, given, var))
+        held = is_compared_with_source(flow, steps, found, var)
         for origin in found:
-            if held or not inexact(origin):
+            if held or not is_inexact(origin):
                 keep(origin, reads[var])
     return kept
 
 
-def living(flow: Flow) -> list[Step]:
+def live_steps(flow: Flow) -> list[Step]:
     """The equations that a result or an effect depends on, in order."""
     wanted = {atom for atom in flow.program.outputs if isinstance(atom, Var)}
     steps: list[Step] = []
@@ -86,7 +86,7 @@ def living(flow: Flow) -> list[Step]:
     return steps[::-1]
 
 
-def first_reads(flow: Flow, steps: Sequence[Step]) -> dict[Var, int]:
+def first_read_levels(flow: Flow, steps: Sequence[Step]) -> dict[Var, int]:
     """For every value that nodes read completed, or something made of it once: the level of the first that do."""
     reads: dict[Var, int] = {}
     for step in reversed(steps):
@@ -107,7 +107,7 @@ def first_reads(flow: Flow, steps: Sequence[Step]) -> dict[Var, int]:
     return reads
 
 
-def origins(flow: Flow, given: set[Var], atom: Atom) -> Iterator[Var]:
+def bitwise_sources(flow: Flow, given: set[Var], atom: Atom) -> Iterator[Var]:
     """The batched values that a value consists of, bit for bit, or that fix its discrete elements."""
     seen: set[Var] = set()
     stack = [atom]
@@ -117,29 +117,29 @@ def origins(flow: Flow, given: set[Var], atom: Atom) -> Iterator[Var]:
             continue
         seen.add(var)
         state = flow.states[var]
-        if not isinstance(state.form, Slice) or state.given:
+        if not isinstance(state.form, Slice) or state.materialized:
             continue
         step = flow.steps[flow.position[var]]
-        if exact(step):
+        if is_bitwise_exact(step):
             stack += step.eqn.invars
         else:
             yield var
 
 
-def exact(step: Step) -> bool:
+def is_bitwise_exact(step: Step) -> bool:
     """Whether equal operands give equal results in every program: nothing is rounded, or only what was picked."""
     description = step.description
     if not step.per_node or description is None:
         return False
-    picks = bool(description.reduced) and all(monoid in PICKS for monoid in description.reduced.values())
-    return description.has(Algebra.MOVES) or picks or not any(map(inexact, step.eqn.invars))
+    picks = bool(description.reduced) and all(monoid in SELECTING_MONOIDS for monoid in description.reduced.values())
+    return description.has(Algebra.MOVES) or picks or not any(map(is_inexact, step.eqn.invars))
 
 
-def inexact(atom: Atom) -> bool:
+def is_inexact(atom: Atom) -> bool:
     return jnp.issubdtype(getattr(atom.aval, "dtype", jnp.int32), jnp.inexact)
 
 
-def held_against(flow: Flow, steps: Sequence[Step], origin: list[Var], picked: Var) -> bool:
+def is_compared_with_source(flow: Flow, steps: Sequence[Step], origin: list[Var], picked: Var) -> bool:
     """Whether an equation that is not continuous reads both what was picked and what it was picked from.
 
     A softmax over the batch does not: it subtracts the greatest logit, and a last bit more or less does not matter.
@@ -155,20 +155,22 @@ def held_against(flow: Flow, steps: Sequence[Step], origin: list[Var], picked: V
         if not reads_source and not reads_result:
             continue
         description = step.description or flow.program.describe(step.eqn)
-        if reads_source and reads_result and (description is None or may_jump(description)):
+        if reads_source and reads_result and (description is None or may_be_discontinuous(description)):
             return True
-        if description is None or may_pick(description):
+        if description is None or may_select(description):
             outputs = [var for var in step.eqn.outvars if var is not picked]
             sources.update(outputs if reads_source else ())
             results.update(outputs if reads_result else ())
     return False
 
 
-def may_jump(description: OperatorDescription) -> bool:
+def may_be_discontinuous(description: OperatorDescription) -> bool:
     """Whether a last bit more or less may change an equation's results altogether."""
     return not (description.has(Algebra.MOVES | Algebra.CONTINUOUS) or description.linear or description.reduced)
 
 
-def may_pick(description: OperatorDescription) -> bool:
+def may_select(description: OperatorDescription) -> bool:
     """Whether elements of an equation's results may be those of its operands, or each depend on few of them."""
-    return not description.has(Algebra.CONTRACTS) and all(monoid in PICKS for monoid in description.reduced.values())
+    return not description.has(Algebra.CONTRACTS) and all(
+        monoid in SELECTING_MONOIDS for monoid in description.reduced.values()
+    )

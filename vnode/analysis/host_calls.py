@@ -12,7 +12,7 @@ from jax.extend.core import Var
 from vnode.analysis.forms import Slice
 from vnode.analysis.passes import Stage
 from vnode.analysis.program import message_about
-from vnode.analysis.recipe import evaluated
+from vnode.analysis.recipe import evaluated_steps
 from vnode.analysis.states import Flow, Step
 from vnode.errors import CouplingError
 
@@ -22,12 +22,12 @@ def calls_host(step: Step) -> bool:
     return step.per_node and any("IO" in type(effect).__name__ for effect in step.eqn.effects)
 
 
-def answered(step: Step) -> bool:
+def calls_host_for_results(step: Step) -> bool:
     """Whether nodes call host code for its results: in the first pass that can, so that it is called once."""
     return calls_host(step) and bool(step.eqn.outvars)
 
 
-def answers(flow: Flow) -> dict[Var, int]:
+def host_call_results(flow: Flow) -> dict[Var, int]:
     """What host code returned for batched values: kept for later passes, each with the first that could read it."""
     return {
         var: step.level + 1
@@ -38,7 +38,7 @@ def answers(flow: Flow) -> dict[Var, int]:
     }
 
 
-def check_calls(stages: Sequence[Stage]) -> None:
+def check_host_calls(stages: Sequence[Stage]) -> None:
     """Refuses to call host code in several passes.
 
     Raises:
@@ -46,7 +46,7 @@ def check_calls(stages: Sequence[Stage]) -> None:
     """
     called: set[Step] = set()
     for stage in stages:
-        for step in evaluated(stage.nodes.recipe) if stage.nodes else ():
+        for step in evaluated_steps(stage.node_pass.recipe) if stage.node_pass else ():
             if step in called and calls_host(step):
                 raise CouplingError(
                     message_about(
@@ -59,4 +59,4 @@ def check_calls(stages: Sequence[Stage]) -> None:
                         ],
                     )
                 )
-        called |= evaluated(stage.nodes.recipe) if stage.nodes else set()
+        called |= evaluated_steps(stage.node_pass.recipe) if stage.node_pass else set()

@@ -29,7 +29,7 @@ WRITES = ("STORE_DEREF", "STORE_GLOBAL", "DELETE_DEREF")
 def function_text(function: Any) -> str:
     """The name of a function, or of another callable, and a checksum of what it does."""
     digest = hashlib.sha256()
-    for part in parts_of(function, set()):
+    for part in value_parts(function, set()):
         digest.update(part.encode() + b"\n")
     return f"{name_of(function)} {digest.hexdigest()[:12]}"
 
@@ -40,7 +40,7 @@ def name_of(function: Any) -> str:
     return str(getattr(inner, "__qualname__", type(inner).__qualname__))
 
 
-def parts_of(value: Any, seen: set[int]) -> Iterator[str]:
+def value_parts(value: Any, seen: set[int]) -> Iterator[str]:
     """The parts of a value that are the same in every process.
 
     Args:
@@ -52,56 +52,56 @@ def parts_of(value: Any, seen: set[int]) -> Iterator[str]:
     elif isinstance(value, tuple):
         yield f"tuple of {len(value)}"
         for each in value:
-            yield from parts_of(each, seen)
+            yield from value_parts(each, seen)
     elif isinstance(value, frozenset):
         yield f"set {sorted(map(repr, value))}" if all(isinstance(each, SIMPLE) for each in value) else "set"
     elif isinstance(value, functools.partial):
-        yield from parts_of((value.func, value.args, *sorted(value.keywords.items())), seen)
+        yield from value_parts((value.func, value.args, *sorted(value.keywords.items())), seen)
     elif isinstance(value, types.MethodType):
-        yield from parts_of(value.__func__, seen)
+        yield from value_parts(value.__func__, seen)
     elif isinstance(value, types.CodeType):
         yield from code_parts(value, seen)
     elif isinstance(value, types.FunctionType):
         if id(value) not in seen:
             seen.add(id(value))
-            yield from parts_of_function(value, seen)
+            yield from function_parts(value, seen)
     elif isinstance(value, type | types.BuiltinFunctionType):
         yield f"{value.__module__}.{value.__qualname__}"
     else:
         yield f"{type(value).__module__}.{type(value).__qualname__}"
         inner = getattr(value, "__wrapped__", getattr(type(value), "__call__", None))  # noqa: B004
         if isinstance(inner, types.FunctionType):
-            yield from parts_of(inner, seen)
+            yield from value_parts(inner, seen)
 
 
 def code_parts(code: types.CodeType, seen: set[int]) -> Iterator[str]:
     """The bytecode of a function and of those within it, without lines and names of variables."""
     yield f"code {code.co_code.hex()} {code.co_names} {code.co_argcount} {code.co_kwonlyargcount} {code.co_flags}"
-    yield from parts_of(code.co_consts, seen)
+    yield from value_parts(code.co_consts, seen)
 
 
-def parts_of_function(function: types.FunctionType, seen: set[int]) -> Iterator[str]:
+def function_parts(function: types.FunctionType, seen: set[int]) -> Iterator[str]:
     """The code of a function, its defaults, and what it has from around it."""
     code = function.__code__
     yield from code_parts(code, seen)
-    yield from parts_of((function.__defaults__, *sorted((function.__kwdefaults__ or {}).items())), seen)
-    codes = [*nested(code)]
+    yield from value_parts((function.__defaults__, *sorted((function.__kwdefaults__ or {}).items())), seen)
+    codes = [*nested_codes(code)]
     written = {i.argval for each in codes for i in dis.get_instructions(each) if i.opname in WRITES}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         if name not in written:
             try:
-                yield from parts_of(cell.cell_contents, seen)
+                yield from value_parts(cell.cell_contents, seen)
             except ValueError:  # it has no value yet
                 yield "empty"
     for name in sorted({name for each in codes for name in each.co_names}):
         called = function.__globals__.get(name)
         if isinstance(called, types.FunctionType) and called.__module__ == function.__module__:
-            yield from parts_of(called, seen)
+            yield from value_parts(called, seen)
 
 
-def nested(code: types.CodeType) -> Iterator[types.CodeType]:
+def nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
     """The code of a function, and of all functions within it."""
     yield code
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            yield from nested(const)
+            yield from nested_codes(const)

@@ -19,12 +19,12 @@ from vnode.operators.cost import nbytes
 
 Action = Evaluation | Conversion
 
-COMPARABLE = 0.1
+MIN_SUBGRAPH_SHARE = 0.1
 """Of the bytes that the largest part makes: what makes less need not be apart."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
+class Subgraph:
     """Some actions of a recipe.
 
     Attributes:
@@ -34,11 +34,11 @@ class Part:
     """
 
     actions: tuple[Action, ...]
-    begins: tuple[Key, ...] = ()
-    ends: tuple[Key, ...] = ()
+    batched_leaves: tuple[Key, ...] = ()
+    requests: tuple[Key, ...] = ()
 
 
-def reads(action: Action) -> list[Key]:
+def keys_read(action: Action) -> list[Key]:
     """What an action reads, in which form."""
     if isinstance(action, Conversion):
         return [(action.var, action.source)]
@@ -46,7 +46,7 @@ def reads(action: Action) -> list[Key]:
     return [(atom, form) for atom, form in operands if form is not None and not isinstance(atom, Literal)]
 
 
-def makes(action: Action) -> list[Key]:
+def keys_made(action: Action) -> list[Key]:
     """What an action makes, in which form."""
     if isinstance(action, Conversion):
         return [(action.var, action.target)]
@@ -54,7 +54,7 @@ def makes(action: Action) -> list[Key]:
     return [(var, form) for var, form in results if form is not None]
 
 
-def parts_of(recipe: Recipe) -> list[Part]:
+def split_subgraphs(recipe: Recipe) -> list[Subgraph]:
     """Divides a recipe into parts that can be evaluated one after another.
 
     What depends on leaves that have examples is of one part if one reads what the other makes, or both read the same
@@ -68,68 +68,68 @@ def parts_of(recipe: Recipe) -> list[Part]:
       The parts between one of what comes first and one of what is left, which may be empty; the recipe as it is, in one
       part, if fewer than two are worth it.
     """
-    whole = [Part(tuple(recipe.actions))]
+    whole = [Subgraph(tuple(recipe.actions))]
     actions = recipe.actions
     if any(isinstance(action, Evaluation) and action.step.eqn.effects for action in actions):
         return whole
-    first, last = beginning(actions), ending(actions)
-    groups = connected(actions, first | last)
+    first, last = actions_without_examples(actions), final_scalar_actions(actions)
+    groups = connected_actions(actions, first | last)
     if len(groups) < 2:
         return whole
-    sizes = [sum(nbytes(var.aval) for k in group for var, form in makes(actions[k])) for group in groups]
-    large = [group for group, size in zip(groups, sizes, strict=True) if size >= COMPARABLE * max(sizes)]
+    sizes = [sum(nbytes(var.aval) for k in group for var, form in keys_made(actions[k])) for group in groups]
+    large = [group for group, size in zip(groups, sizes, strict=True) if size >= MIN_SUBGRAPH_SHARE * max(sizes)]
     if len(large) < 2:
         return whole
     requests = {key for key in recipe.requests if not isinstance(key[0], Literal)}
     found = []
     for group in large:
-        ends = tuple(key for k in group for key in makes(actions[k]) if key in requests)
-        found.append(Part(tuple(actions[k] for k in group), begins_of(actions, group), ends))
+        ends = tuple(key for k in group for key in keys_made(actions[k]) if key in requests)
+        found.append(Subgraph(tuple(actions[k] for k in group), find_batched_leaves(actions, group), ends))
     taken = {k for group in large for k in group}
     early = [action for k, action in enumerate(actions) if k in first]
     rest = [action for k, action in enumerate(actions) if k not in taken and k not in first]
-    return [Part(tuple(early)), *found, Part(tuple(rest))]
+    return [Subgraph(tuple(early)), *found, Subgraph(tuple(rest))]
 
 
-def beginning(actions: Sequence[Action]) -> set[int]:
+def actions_without_examples(actions: Sequence[Action]) -> set[int]:
     """Actions, by number, that read no leaf that has examples, nor what is made of one."""
     made: set[Key] = set()  # of no examples
     depends: set[Key] = set()
     found: set[int] = set()
     for k, action in enumerate(actions):
-        read = reads(action)
+        read = keys_read(action)
         if any(key in depends or (isinstance(key[1], Slice) and key not in made) for key in read):
-            depends.update(makes(action))
+            depends.update(keys_made(action))
         else:
-            made.update(makes(action))
+            made.update(keys_made(action))
             found.add(k)
     return found
 
 
-def begins_of(actions: Sequence[Action], group: Sequence[int]) -> tuple[Key, ...]:
+def find_batched_leaves(actions: Sequence[Action], group: Sequence[int]) -> tuple[Key, ...]:
     """The leaves that have examples, of those that some actions read, by number."""
-    made = {key for action in actions for key in makes(action)}
-    read = dict.fromkeys(key for k in group for key in reads(actions[k]) if key not in made)
+    made = {key for action in actions for key in keys_made(action)}
+    read = dict.fromkeys(key for k in group for key in keys_read(actions[k]) if key not in made)
     return tuple(key for key in read if isinstance(key[1], Slice))
 
 
-def ending(actions: Sequence[Action]) -> set[int]:
+def final_scalar_actions(actions: Sequence[Action]) -> set[int]:
     """Actions, by number, that make scalars of what has no examples, for nobody but others such."""
     found: set[int] = set()
     wanted: set[Key] = set()  # by the others
     for k in reversed(range(len(actions))):
-        scalars = all(not var.aval.shape and not isinstance(form, Slice) for var, form in makes(actions[k]))
-        joins = not any(isinstance(form, Slice) for _, form in reads(actions[k]))
-        if scalars and joins and not wanted.intersection(makes(actions[k])):
+        scalars = all(not var.aval.shape and not isinstance(form, Slice) for var, form in keys_made(actions[k]))
+        joins = not any(isinstance(form, Slice) for _, form in keys_read(actions[k]))
+        if scalars and joins and not wanted.intersection(keys_made(actions[k])):
             found.add(k)
         else:
-            wanted.update(reads(actions[k]))
+            wanted.update(keys_read(actions[k]))
     return found
 
 
-def connected(actions: Sequence[Action], left_out: set[int]) -> list[list[int]]:
+def connected_actions(actions: Sequence[Action], left_out: set[int]) -> list[list[int]]:
     """Actions, by number, in sets of which none shares with another what it makes, or a leaf that has examples."""
-    others = {key for k in left_out for key in makes(actions[k])}
+    others = {key for k in left_out for key in keys_made(actions[k])}
     maker: dict[object, int] = {}
     above = list(range(len(actions)))
 
@@ -142,13 +142,13 @@ def connected(actions: Sequence[Action], left_out: set[int]) -> list[list[int]]:
     inside = [k for k in range(len(actions)) if k not in left_out]
     for k in inside:
         action = actions[k]
-        read = (key for key in reads(action) if key not in others)
+        read = (key for key in keys_read(action) if key not in others)
         shared: list[object] = [key for key in read if key in maker or isinstance(key[1], Slice)]
         if isinstance(action, Evaluation) and not action.step.eqn.params and action.step.eqn.primitive.multiple_results:
             shared.append(id(action.step.eqn.source_info))  # parts of one barrier stay together
         for key in shared:
             above[top(k)] = top(maker.setdefault(key, k))
-        maker.update(dict.fromkeys(makes(action), k))
+        maker.update(dict.fromkeys(keys_made(action), k))
     groups: dict[int, list[int]] = {}
     for k in inside:
         groups.setdefault(top(k), []).append(k)

@@ -38,23 +38,23 @@ def counted_loop(eqn: JaxprEqn) -> tuple[Loop, int] | None:
     (body,) = loop.bodies
     for k, i in enumerate(loop.carried):
         start, carry, after = eqn.invars[i], body.jaxpr.invars[i], body.jaxpr.outvars[k]
-        if is_number(start, 0) and any(
+        if is_literal_number(start, 0) and any(
             each.primitive.name == "add"
             and after in each.outvars
             and each.invars[0] is carry
-            and is_number(each.invars[1], 1)
+            and is_literal_number(each.invars[1], 1)
             for each in body.jaxpr.eqns
         ):
             return loop, k
     return None
 
 
-def is_number(atom: Any, number: int) -> bool:
+def is_literal_number(atom: Any, number: int) -> bool:
     """Whether an atom is a number that is written down."""
     return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and atom.aval.dtype.kind in "iu" and atom.val == number
 
 
-def over_rows(eqn: JaxprEqn, loop: Loop, counter: int, body: Program) -> list[JaxprEqn] | None:
+def scan_over_rows(eqn: JaxprEqn, loop: Loop, counter: int, body: Program) -> list[JaxprEqn] | None:
     """Equations that do the same as a loop, the last of them a scan over what it reads and writes by number.
 
     Args:
@@ -125,9 +125,9 @@ def over_rows(eqn: JaxprEqn, loop: Loop, counter: int, body: Program) -> list[Ja
     scanned = list(loop.scanned)
     inputs = [body.inputs[i] for i in (*constants, *(first + k for k in stays), *scanned)]
     outputs = [body.outputs[k] for k in stays] + body.outputs[loop.carries :] + list(made.values())
-    needed = without_dead(equations, outputs)
-    rewritten = body.derived([*inputs, *rows.values(), count], needed, outputs)
-    closed = rewritten.closed(loop.bodies[0].jaxpr)
+    needed = eliminate_dead_code(equations, outputs)
+    rewritten = body.derive([*inputs, *rows.values(), count], needed, outputs)
+    closed = rewritten.to_closed_jaxpr(loop.bodies[0].jaxpr)
     numbers = Var(jax.core.ShapedArray((n,), count.aval.dtype))
     operands = [eqn.invars[i] for i in (*constants, *(first + k for k in stays), *scanned, *rows)]
     results = [eqn.outvars[k] for k in (*stays, *range(loop.carries, len(eqn.outvars)), *made)]
@@ -142,7 +142,7 @@ def over_rows(eqn: JaxprEqn, loop: Loop, counter: int, body: Program) -> list[Ja
     ]
 
 
-def without_dead(equations: Sequence[JaxprEqn], outputs: Sequence[Any]) -> list[JaxprEqn]:
+def eliminate_dead_code(equations: Sequence[JaxprEqn], outputs: Sequence[Any]) -> list[JaxprEqn]:
     """The equations that outputs need, and those with effects."""
     needed, kept = {id(atom) for atom in outputs}, []
     for eqn in reversed(equations):

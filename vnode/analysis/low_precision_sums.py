@@ -23,17 +23,19 @@ from vnode.analysis.states import Flow, Step
 from vnode.operators import Algebra
 
 
-def after_sums(flow: Flow, rounded: dict[Var, Any]) -> set[Var]:
+def values_after_sums(flow: Flow, rounded: dict[Var, Any]) -> set[Var]:
     """Partial values that are made, of a sum of fewer bits or of one of `rounded`, after it is complete."""
-    return made_of(flow, rounded, lambda step: overflowing(step) or widening(step)).difference(rounded)
+    return partial_descendants(
+        flow, rounded, lambda step: computes_with_narrow_sum(step) or widens_sum(step)
+    ).difference(rounded)
 
 
-def unfinished(flow: Flow) -> set[Var]:
+def partials_to_round_first(flow: Flow) -> set[Var]:
     """Partial values whose pieces mean nothing, as the whole of a sum is to be rounded before they are made of it."""
-    return made_of(flow, rounded_results(flow), overflowing)
+    return partial_descendants(flow, rounded_results(flow), computes_with_narrow_sum)
 
 
-def made_of(flow: Flow, rounded: Iterable[Var], late: Callable[[Step], bool]) -> set[Var]:
+def partial_descendants(flow: Flow, rounded: Iterable[Var], late: Callable[[Step], bool]) -> set[Var]:
     """Some values, the partial results of equations for which `late` holds, and of those that read any of these."""
     found = set(rounded)
     for step in flow.steps:
@@ -55,13 +57,13 @@ def rounded_results(flow: Flow) -> dict[Var, Any]:
         if step.region is None or step.nested or not step.per_node:
             continue
         for body in step.bodies[step.region.tests :]:
-            casts = last_casts(body)
+            casts = final_casts(body)
             outputs = zip(step.eqn.outvars, body.program.outputs, strict=True)
             found.update((var, casts[out]) for var, out in outputs if isinstance(out, Var) and out in casts)
     return found
 
 
-def last_casts(body: Flow) -> dict[Var, Any]:
+def final_casts(body: Flow) -> dict[Var, Any]:
     """What a body casts, in pieces, from a type of smaller range and then does no more than move: from which type."""
     found = rounded_results(body)
     for step in body.steps:
@@ -71,9 +73,9 @@ def last_casts(body: Flow) -> dict[Var, Any]:
             continue
         (before,) = types
         if is_cast(step) and before is None:
-            now = operands[0].aval.dtype if overflowing(step) else None
+            now = operands[0].aval.dtype if computes_with_narrow_sum(step) else None
         elif is_cast(step):
-            now = before if holds(operands[0].aval.dtype, before) else None
+            now = before if represents_all(operands[0].aval.dtype, before) else None
         else:
             now = before if only_moves(step) else None
         if now is not None:
@@ -81,7 +83,7 @@ def last_casts(body: Flow) -> dict[Var, Any]:
     return found
 
 
-def unrounded(step: Step) -> JaxprEqn | None:
+def find_unrounded_use(step: Step) -> JaxprEqn | None:
     """What a loop or branch computes with sums of small range that nodes hold in pieces until it ends, if anything.
 
     An overflow that is to show in a turn, or in a branch, would not. A cast as the last act is none of that, unless a
@@ -91,10 +93,10 @@ def unrounded(step: Step) -> JaxprEqn | None:
     bodies = step.bodies[step.region.tests :]
     casts: dict[Var, Any] = {}
     for body in bodies:
-        last = last_casts(body)
+        last = final_casts(body)
         casts |= last
         for inner in body.steps:
-            reads = overflowing(inner) or any(operand in last for operand, _ in partial_operands(inner))
+            reads = computes_with_narrow_sum(inner) or any(operand in last for operand, _ in partial_operands(inner))
             if reads and (inner.description is None or not last.keys() >= set(inner.eqn.outvars)):
                 return inner.eqn
     definitions = {var: eqn for body in bodies for var, eqn in body.program.definitions.items()}
@@ -121,7 +123,7 @@ def partial_operands(step: Step) -> list[tuple[Var, Partial]]:
     ]
 
 
-def overflowing(step: Step) -> bool:
+def computes_with_narrow_sum(step: Step) -> bool:
     """Whether an equation computes with sums of a type of smaller range than that of the nodes' pieces of them."""
     return (
         step.description is not None
@@ -149,13 +151,13 @@ def is_cast(step: Step) -> bool:
     )
 
 
-def holds(wide: Any, narrow: Any) -> bool:
+def represents_all(wide: Any, narrow: Any) -> bool:
     """Whether a floating-point type has every number of another."""
     a, b = jnp.finfo(wide), jnp.finfo(narrow)
     return bool(a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp)
 
 
-def widening(step: Step) -> bool:
+def widens_sum(step: Step) -> bool:
     """Whether an equation makes a result of a sum of fewer bits."""
     return any(itemsize(operand) < itemsize(var) for operand, _ in partial_operands(step) for var in step.eqn.outvars)
 

@@ -23,7 +23,7 @@ Atom = Var | Literal
 NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
-class NoMeaning(Exception):
+class UnsupportedShardMap(Exception):
     """A program per shard that has none on whole values."""
 
     def __init__(self, eqn: JaxprEqn, why: str) -> None:
@@ -31,7 +31,7 @@ class NoMeaning(Exception):
         self.eqn = eqn
 
 
-class Replicated(Exception):
+class PmapFound(Exception):
     """A call of `jax.pmap`, whose arguments have a dimension as long as there are devices."""
 
     def __init__(self, eqn: JaxprEqn) -> None:
@@ -39,7 +39,7 @@ class Replicated(Exception):
         self.eqn = eqn
 
 
-def meshless(jaxpr: Jaxpr) -> Jaxpr:
+def remove_mesh(jaxpr: Jaxpr) -> Jaxpr:
     """The same program for no mesh.
 
     Args:
@@ -55,51 +55,51 @@ def meshless(jaxpr: Jaxpr) -> Jaxpr:
     if not shows_mesh(jaxpr):
         return jaxpr
     with jax.sharding.use_abstract_mesh(NO_MESH):
-        return Remover().jaxpr(jaxpr)
+        return MeshRemover().rewrite(jaxpr)
 
 
-def without_mesh(closed: ClosedJaxpr) -> ClosedJaxpr:
+def remove_mesh_closed(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A closed jaxpr for no mesh; see `meshless`. Since jax 0.12 what is changed has lost its constants, otherwise."""
-    return ClosedJaxpr(meshless(closed.jaxpr), closed.consts)
+    return ClosedJaxpr(remove_mesh(closed.jaxpr), closed.consts)
 
 
 def shows_mesh(jaxpr: Jaxpr) -> bool:
     """Whether any equation was traced for a mesh, at any depth."""
     return any(
         not eqn.ctx.cur_abstract_mesh.empty
-        or any(typed(var.aval) for var in eqn.outvars)
+        or any(has_mesh_type(var.aval) for var in eqn.outvars)
         or any(map(shows_mesh, jaxprs_in_params(eqn.params)))
         for eqn in jaxpr.eqns
     )
 
 
-def typed(aval: Any) -> bool:
+def has_mesh_type(aval: Any) -> bool:
     """Whether a type says how the value is laid out over a mesh."""
     return isinstance(aval, ShapedArray) and not aval.sharding.mesh.empty
 
 
-def plain(aval: Any) -> Any:
+def strip_mesh(aval: Any) -> Any:
     """A type without what it says of a mesh."""
-    return ShapedArray(aval.shape, aval.dtype, aval.weak_type) if typed(aval) else aval
+    return ShapedArray(aval.shape, aval.dtype, aval.weak_type) if has_mesh_type(aval) else aval
 
 
-class Remover(Rewriter):
+class MeshRemover(Rewriter):
     """Removes the mesh from a jaxpr and from those in its equations."""
 
     def __init__(self) -> None:
         super().__init__()
         self._contexts: dict[Any, Any] = {}
 
-    def made(self, jaxpr: Jaxpr) -> Jaxpr:
+    def rewrite_jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
         env: dict[Var, Atom] = {}
 
         def var(old: Var) -> Var:
-            env[old] = new = Var(plain(old.aval))
+            env[old] = new = Var(strip_mesh(old.aval))
             return new
 
         def read(atom: Any) -> Any:
             if isinstance(atom, Literal):
-                return Literal(np.asarray(atom.val), plain(atom.aval)) if typed(atom.aval) else atom
+                return Literal(np.asarray(atom.val), strip_mesh(atom.aval)) if has_mesh_type(atom.aval) else atom
             return env[atom]
 
         constants, inputs = [var(v) for v in jaxpr.constvars], [var(v) for v in jaxpr.invars]
@@ -115,14 +115,14 @@ class Remover(Rewriter):
 
     def _equations(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         if manual.replicates(eqn):
-            raise Replicated(eqn)
-        eqn = eqn.replace(params=self.params(eqn.params), ctx=self._context(eqn))
+            raise PmapFound(eqn)
+        eqn = eqn.replace(params=self.rewrite_params(eqn.params), ctx=self._context(eqn))
         if eqn.primitive.name == manual.NAME:
             try:
                 call = manual.call_on_whole_values(eqn, eqn.params["jaxpr"])
             except Exception as error:
-                raise NoMeaning(eqn, str(error)) from error
-            return [call.replace(params=self.params(call.params))]
+                raise UnsupportedShardMap(eqn, str(error)) from error
+            return [call.replace(params=self.rewrite_params(call.params))]
         return sharding.without_mesh(manual.without_varying_types(eqn))
 
     def _context(self, eqn: JaxprEqn) -> Any:

@@ -20,7 +20,7 @@ UNITS = 1 << 29
 """Into how many units the price of all work is divided: a network's capacities are 32-bit integers."""
 
 
-def cheapest(
+def cheapest_cut(
     flow: Flow,
     wanted: Iterable[Var],
     is_leaf: Callable[[Var], bool],

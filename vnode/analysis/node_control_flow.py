@@ -11,30 +11,30 @@ import functools
 
 from jax.extend.core import JaxprEqn, Var
 
-from vnode.analysis.equation_view import View
+from vnode.analysis.equation_view import EquationView
 from vnode.analysis.forms import VARYING, Partial, Slice, Varying, Whole
-from vnode.analysis.low_precision_sums import is_narrow, unfinished, unrounded
+from vnode.analysis.low_precision_sums import find_unrounded_use, is_narrow, partials_to_round_first
 from vnode.analysis.program import Atom, Program, inline
-from vnode.analysis.states import Coupled, Flow, Follows, State, Step, Why
+from vnode.analysis.states import BatchFollower, CoupledInBody, CouplingReason, Flow, State, Step
 from vnode.operators import Algebra, Monoid
 from vnode.operators.control_flow import Region, region_of
 
 SUM = Partial(Monoid.SUM)
 
 
-def region_step(follower: Follows, view: View, region: Region) -> Step:
+def region_step(follower: BatchFollower, view: EquationView, region: Region) -> Step:
     """Decides about a loop or branch that batched values reach.
 
     Raises:
       Coupled: examples meet inside it.
     """
     partial = {i: atom for i, atom in enumerate(view.eqn.invars) if isinstance(view.forms[i], Partial)}
-    late = unfinished(view.flow) if partial else set()
+    late = partials_to_round_first(view.flow) if partial else set()
     view.complete([i for i, atom in partial.items() if i not in region.passed_through or atom in late])
     if region.chooser is not None and isinstance(view.forms[region.chooser], Slice | Varying):
-        raise Coupled(view.eqn, Why.BRANCH)
+        raise CoupledInBody(view.eqn, CouplingReason.BRANCH)
     if all(isinstance(form, Whole) for form in view.forms):
-        return view.once()
+        return view.evaluate_once()
     programs = [inline(body.jaxpr, body.constants, view.eqn) for body in region.bodies]
     scanned = {form for i in region.scanned if isinstance(form := view.forms[i], Slice) and form.dim == 0}
     if scanned:
@@ -62,16 +62,16 @@ def region_step(follower: Follows, view: View, region: Region) -> Step:
     while True:
         flows = follow(slice(region.tests, None))
         after = [
-            functools.reduce(lambda a, b: join(view.eqn, a, b), states)
+            functools.reduce(lambda a, b: join_states(view.eqn, a, b), states)
             for states in zip(*([flow.state(atom) for atom in flow.program.outputs] for flow in flows), strict=True)
         ]
-        if not settled([join(view.eqn, given[i], state) for i, state in zip(carried, after, strict=False)]):
+        if not settled([join_states(view.eqn, given[i], state) for i, state in zip(carried, after, strict=False)]):
             continue
         tests = follow(slice(region.tests))
         forms = [form for test in tests for form in test.output_forms if not isinstance(form, Whole)]
         if any(isinstance(form, Partial) for form in forms):
-            raise Coupled(view.eqn, Why.CONDITION)
-        if all(settled([join(view.eqn, given[i], State(form)) for i in carried]) for form in forms):
+            raise CoupledInBody(view.eqn, CouplingReason.CONDITION)
+        if all(settled([join_states(view.eqn, given[i], State(form)) for i in carried]) for form in forms):
             break
     returned = [*(given[i].form for i in carried), *(state.form for state in after[len(carried) :])]
     for flow in flows:
@@ -82,31 +82,33 @@ def region_step(follower: Follows, view: View, region: Region) -> Step:
         form.move(form.dim + 1) if region.stacks and k >= len(carried) and isinstance(form, Slice) else form
         for k, form in enumerate(returned)
     ]
-    step = view.per_node(tuple(results), None, region=region, bodies=(*tests, *flows))
-    early = unrounded(step)
+    step = view.evaluate_per_node(tuple(results), None, region=region, bodies=(*tests, *flows))
+    early = find_unrounded_use(step)
     if early is not None:
-        raise Coupled(early, Why.OVERFLOW)
+        raise CoupledInBody(early, CouplingReason.OVERFLOW)
     return step
 
 
-def inputs_of(view: View) -> list[State]:
+def inputs_of(view: EquationView) -> list[State]:
     """States of bodies' inputs: as the equation reads its operands, all available from the start."""
     return [
         State(form, zero=state.zero, model=state.model) for form, state in zip(view.forms, view.states, strict=True)
     ]
 
 
-def loop_over_batch(follower: Follows, view: View, loop: Region, body: Program, scanned: set[Slice]) -> Step:
+def loop_over_batch(
+    follower: BatchFollower, view: EquationView, loop: Region, body: Program, scanned: set[Slice]
+) -> Step:
     """A loop that takes the examples one after another, without passing anything on, is a plain split."""
     first, split = loop.carried.start, loop.scanned.start
     (form, *others) = scanned
     if others or form.outer != 1 or form.ratio.denominator != 1:
-        raise Coupled(view.eqn, Why.SEVERAL)
+        raise CoupledInBody(view.eqn, CouplingReason.SEVERAL)
     for i, other in enumerate(view.forms):
         if i >= split and isinstance(other, Whole):
             view.forms[i] = form
         elif isinstance(other, Slice | Varying) and (i < split or other != form):
-            raise Coupled(view.eqn, Why.READS)
+            raise CoupledInBody(view.eqn, CouplingReason.READS)
     states = [
         *inputs_of(view)[:split],
         *(State(VARYING, model=view.states[i].model) for i in range(split, len(view.forms))),
@@ -116,24 +118,26 @@ def loop_over_batch(follower: Follows, view: View, loop: Region, body: Program, 
         carry, out = body.inputs[first + i], body.outputs[i]
         if out is carry:
             continue
-        added = added_up(body, carry, out)
+        added = accumulated_values(body, carry, out)
         if not added:
-            raise Coupled(view.eqn, Why.CARRIES)
+            raise CoupledInBody(view.eqn, CouplingReason.CARRIES)
         follower.sums |= added
         if is_narrow(carry, SUM):
-            raise Coupled(view.eqn, Why.CARRIES)  # it may overflow on the way from one example to the next
+            raise CoupledInBody(
+                view.eqn, CouplingReason.CARRIES
+            )  # it may overflow on the way from one example to the next
         states[first + i] = State(SUM, model=view.states[first + i].model)
         view.forms[first + i] = SUM
     flow = follower.follow(body, states, body=True)
     ys = flow.output_forms[carries:]
     if any(isinstance(f, Partial | Slice) for f in ys):
-        raise Coupled(view.eqn, Why.READS)
+        raise CoupledInBody(view.eqn, CouplingReason.READS)
     flow.output_forms[carries:] = [VARYING] * len(ys)
     results = (*view.forms[first:split], *(form for _ in view.eqn.outvars[carries:]))
-    return view.per_node(results, None, region=loop, bodies=(flow,), over_batch=True)
+    return view.evaluate_per_node(results, None, region=loop, bodies=(flow,), over_batch=True)
 
 
-def added_up(body: Program, carry: Var, out: Atom) -> set[Var]:
+def accumulated_values(body: Program, carry: Var, out: Atom) -> set[Var]:
     """The values between a carry and its successor, if terms that do not depend on it are merely added to it."""
     users: dict[Var, list[JaxprEqn]] = {}
     for eqn in body.equations:
@@ -153,11 +157,11 @@ def added_up(body: Program, carry: Var, out: Atom) -> set[Var]:
     return added
 
 
-def join(eqn: JaxprEqn, a: State, b: State) -> State:
+def join_states(eqn: JaxprEqn, a: State, b: State) -> State:
     """The state of a value that is sometimes `a` and sometimes `b`: the form that both can be brought to."""
     for form, other in ((a.form, b.form), (b.form, a.form)):
         sums = not isinstance(form, Partial) or form.monoid is Monoid.SUM
         if form != other and not (isinstance(other, Whole) and sums):
             continue
         return State(form, zero=a.zero and b.zero and isinstance(form, Whole), model=a.model or b.model)
-    raise Coupled(eqn, Why.FORMS)
+    raise CoupledInBody(eqn, CouplingReason.FORMS)

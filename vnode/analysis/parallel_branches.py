@@ -21,10 +21,10 @@ import itertools
 import operator
 from collections.abc import Collection, Iterator, Sequence
 
-COVERED = 0.95
+HEAVY_SHARE = 0.95
 """The heaviest nodes that have this share of all weight are heavy."""
 
-COMPARABLE = 0.1
+MIN_BRANCH_SHARE = 0.1
 """Of the heaviest branch's weight: what has less is no branch."""
 
 Branches = tuple[frozenset[int], ...]
@@ -67,22 +67,24 @@ class _Graph:
 
     def stages(self, nodes: Sequence[int]) -> Iterator[Branches]:
         """Branches among some nodes, which no path leaves and comes back to."""
-        heavy, inside = self.heavy(nodes), bits(nodes)
-        lasting = [node for node in heavy if self.after[node] & bits(heavy) or not self.hangs(node, heavy, inside)]
-        joined = [node for node in heavy if not self.hangs(node, heavy, inside)]
+        heavy, inside = self.heavy(nodes), to_bits(nodes)
+        lasting = [
+            node for node in heavy if self.after[node] & to_bits(heavy) or not self.is_dangling(node, heavy, inside)
+        ]
+        joined = [node for node in heavy if not self.is_dangling(node, heavy, inside)]
         ways = [
-            [self.branches(stage, heavy, some) for stage in self.divided(nodes, heavy, some)]
+            [self.branches(stage, heavy, some) for stage in self.split_into_stages(nodes, heavy, some)]
             for some in (lasting, joined, heavy)
         ]
-        several = max(ways[:2], key=self.saved)
-        several = several if self.saved(several) else ways[2]
+        several = max(ways[:2], key=self.saved_weight)
+        several = several if self.saved_weight(several) else ways[2]
         for branches in several:
             if len(branches) > 1:
                 yield branches
             elif branches and len(branches[0]) < len(nodes):
                 yield from self.stages(sorted(branches[0]))
 
-    def saved(self, stages: Sequence[Branches]) -> float:
+    def saved_weight(self, stages: Sequence[Branches]) -> float:
         """The weight that is not waited for, if the branches of each stage are evaluated at a time."""
         takes = [[self.weight(branch) for branch in branches] for branches in stages if branches]
         return sum(sum(each) - max(each) for each in takes)
@@ -91,20 +93,20 @@ class _Graph:
         """The heaviest nodes that have most of the weight together, and those that are as heavy as one of them."""
         weights = sorted((self.weights[node] for node in nodes), reverse=True)
         sums = [*itertools.accumulate(weights)]
-        least = weights[bisect.bisect_left(sums, COVERED * sums[-1])] if weights else 0.0
+        least = weights[bisect.bisect_left(sums, HEAVY_SHARE * sums[-1])] if weights else 0.0
         return [node for node in nodes if self.weights[node] >= least and self.weights[node] > 0]
 
-    def hangs(self, node: int, heavy: Sequence[int], inside: int) -> bool:
+    def is_dangling(self, node: int, heavy: Sequence[int], inside: int) -> bool:
         """Whether nobody waits for a heavy node and for another one that neither waits for it nor is waited for."""
-        others = bits(heavy) & ~(self.before[node] | 1 << node | self.after[node])
-        return all(not self.before[reader] & others for reader in members(self.after[node] & inside))
+        others = to_bits(heavy) & ~(self.before[node] | 1 << node | self.after[node])
+        return all(not self.before[reader] & others for reader in bit_positions(self.after[node] & inside))
 
-    def divided(self, nodes: Sequence[int], heavy: Sequence[int], joined: Sequence[int]) -> list[list[int]]:
+    def split_into_stages(self, nodes: Sequence[int], heavy: Sequence[int], joined: Sequence[int]) -> list[list[int]]:
         """Nodes by stages; those end one that wait for, or are waited for by, all heavy nodes, or all that are joined.
 
         The latter only where there are such in the stage: else what is between hangs, and has branches of its own.
         """
-        needed, every = bits(joined), bits(heavy)
+        needed, every = to_bits(joined), to_bits(heavy)
         ends: list[int] = []
         for node in nodes:
             knows = self.before[node] | self.after[node] | 1 << node
@@ -113,7 +115,7 @@ class _Graph:
             since = (self.before[node] | 1 << node) & (self.after[ends[-1]] if ends else -1)
             if every & ~knows == 0 or (needed & ~knows == 0 and needed & since):
                 ends.append(node)
-        ending = bits(ends)
+        ending = to_bits(ends)
         found: dict[int, list[int]] = {}
         for node in nodes:
             if not ending >> node & 1:
@@ -122,33 +124,33 @@ class _Graph:
 
     def branches(self, stage: Sequence[int], heavy: Sequence[int], joined: Sequence[int]) -> Branches:
         """The branches of a stage, without those that are too light."""
-        inside = bits(stage)
-        several = self.apart(bits(joined) & inside)
-        for node in members(bits(heavy) & ~bits(joined) & inside):
-            found = self.touched(several, 1 << node | self.before[node] | self.after[node])
-            for light in members(self.before[node] & inside & ~bits(heavy)):  # a sibling, if not by a fork
-                near = self.touched(several, self.before[light] | self.after[light])
+        inside = to_bits(stage)
+        several = self.connected_components(to_bits(joined) & inside)
+        for node in bit_positions(to_bits(heavy) & ~to_bits(joined) & inside):
+            found = self.overlapping(several, 1 << node | self.before[node] | self.after[node])
+            for light in bit_positions(self.before[node] & inside & ~to_bits(heavy)):  # a sibling, if not by a fork
+                near = self.overlapping(several, self.before[light] | self.after[light])
                 found |= near if len(near) == 1 else set()
             if not found:
                 several.append(1 << node)
             elif len(found) == 1:
                 several[found.pop()] |= 1 << node
-        own = [[*members(each)] for each in several]
+        own = [[*bit_positions(each)] for each in several]
         taken = functools.reduce(operator.or_, several, 0)
         for node in stage:
-            mine = self.touched(several, self.before[node] | self.after[node])
+            mine = self.overlapping(several, self.before[node] | self.after[node])
             if len(mine) == 1 and not taken >> node & 1:
                 own[mine.pop()].append(node)
         for k, mine in enumerate(own):  # what is light, and before one branch and before what is behind another
-            others = bits([node for each in own[:k] + own[k + 1 :] for node in each])
+            others = to_bits([node for each in own[:k] + own[k + 1 :] for node in each])
             own[k] = [node for node in mine if not self.after[node] & others]
         for mine in own:  # what is between, though it knows no heavy node
-            there = bits(mine)
+            there = to_bits(mine)
             mine += [n for n in stage if not there >> n & 1 and self.before[n] & there and self.after[n] & there]
         most = max((self.weight(each) for each in own), default=0.0)
-        return tuple(sorted((frozenset(each) for each in own if self.weight(each) >= COMPARABLE * most), key=min))
+        return tuple(sorted((frozenset(each) for each in own if self.weight(each) >= MIN_BRANCH_SHARE * most), key=min))
 
-    def apart(self, nodes: int) -> list[int]:
+    def connected_components(self, nodes: int) -> list[int]:
         """Nodes of which one waits for another, directly or by way of others among them, together."""
         several: list[int] = []
         left = nodes
@@ -156,7 +158,7 @@ class _Graph:
             reached = new = left & -left
             while new:
                 near = 0
-                for node in members(new):
+                for node in bit_positions(new):
                     near |= self.before[node] | self.after[node]
                 new = near & nodes & ~reached
                 reached |= new
@@ -165,7 +167,7 @@ class _Graph:
         return several
 
     @staticmethod
-    def touched(several: Sequence[int], nodes: int) -> set[int]:
+    def overlapping(several: Sequence[int], nodes: int) -> set[int]:
         """Which of some sets have one of some nodes."""
         return {k for k, each in enumerate(several) if each & nodes}
 
@@ -173,7 +175,7 @@ class _Graph:
         return sum(self.weights[node] for node in nodes)
 
 
-def bits(nodes: Collection[int]) -> int:
+def to_bits(nodes: Collection[int]) -> int:
     """A set as bits."""
     found = 0
     for node in nodes:
@@ -181,7 +183,7 @@ def bits(nodes: Collection[int]) -> int:
     return found
 
 
-def members(several: int) -> Iterator[int]:
+def bit_positions(several: int) -> Iterator[int]:
     """The numbers of the bits that are set.
 
     >>> [*members(0b1010)]

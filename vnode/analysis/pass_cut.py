@@ -14,17 +14,17 @@ from jax.extend.core import Var
 
 from vnode.analysis.ancestry import Ancestry, Steps
 from vnode.analysis.forms import Form, Slice, Whole
-from vnode.analysis.min_cut import cheapest
-from vnode.analysis.passes import size_of
+from vnode.analysis.min_cut import cheapest_cut
+from vnode.analysis.passes import accumulator_bytes
 from vnode.analysis.program import Atom
-from vnode.analysis.recipe import Recipe, evaluated, recipe
+from vnode.analysis.recipe import Recipe, build_recipe, evaluated_steps
 from vnode.analysis.states import Flow, Step
 from vnode.operators import Algebra
 from vnode.operators.memory_spaces import is_on_host
 
 
 @dataclasses.dataclass(frozen=True)
-class Keeping:
+class KeepPolicy:
     """What is kept of every node for a later pass, rather than computed again.
 
     Attributes:
@@ -35,20 +35,20 @@ class Keeping:
 
     price: float
     bounded: bool
-    each: bool = True
+    bounded_each: bool = True
 
 
-KEEPING = (Keeping(50, True), Keeping(50, False), Keeping(10, False))
+KEEP_POLICIES = (KeepPolicy(50, True), KeepPolicy(50, False), KeepPolicy(10, False))
 """From what needs least memory to what computes least again. A byte is worth 50 operations as that is about what a
 device computes in the time in which it writes and reads one."""
 
-FOR_BUDGET = (Keeping(50, False, False), Keeping(10, False, False), Keeping(1, False, False))
+BUDGET_POLICIES = (KeepPolicy(50, False, False), KeepPolicy(10, False, False), KeepPolicy(1, False, False))
 """What else may be kept where the step would be refused otherwise: also what takes more memory than the arguments do,
 as the layers of a convolutional network, and at last what is cheap for its size, as narrow layers. The step as written
 holds all of it."""
 
 
-class Choice:
+class PassCut:
     """What passes make and what they are given, decided from the last one to the first.
 
     Args:
@@ -63,20 +63,24 @@ class Choice:
       kept: all such values, of the passes that were decided about so far.
     """
 
-    def __init__(self, flow: Flow, keeping: Keeping, decided: Mapping[Var, int], known: Container[Var]) -> None:
+    def __init__(self, flow: Flow, keeping: KeepPolicy, decided: Mapping[Var, int], known: Container[Var]) -> None:
         self.flow = flow
         self.position = flow.position
         self.keeping = keeping
         self.decided = decided
         self.known = known
         self.level = 0
-        self.given_kept: set[Var] = set()
+        self.kept_inputs: set[Var] = set()
         self.kept: dict[Var, None] = {}
         self.ancestry = Ancestry(flow, self.is_whole)
-        self.alone: tuple[frozenset[Var], dict[Var, Steps], dict[Var, Steps]] | None = None
-        self.room = sum(size_of(var) for var in flow.program.inputs if isinstance(flow.states[var].form, Slice))
+        self.mandatory_sets: tuple[frozenset[Var], dict[Var, Steps], dict[Var, Steps]] | None = None
+        self.capacity_bytes = sum(
+            accumulator_bytes(var) for var in flow.program.inputs if isinstance(flow.states[var].form, Slice)
+        )
 
-    def postponed(self, level: int, ready: Iterable[Var], pending: Container[Var], earlier: Sequence[Var]) -> set[Var]:
+    def postponed_values(
+        self, level: int, ready: Iterable[Var], pending: Container[Var], earlier: Sequence[Var]
+    ) -> set[Var]:
         """Decides about a pass: those of the values that it could make that are better made in an earlier one.
 
         What must be made decides what a pass computes anyway. A value comes along where it adds least to that: the
@@ -91,19 +95,19 @@ class Choice:
         """
         self.level = level
         states = self.flow.states
-        base = self.forced([var for var in ready if states[var].level == level], pending, earlier)
+        base = self.required_recipe([var for var in ready if states[var].level == level], pending, earlier)
         others = [var for var in ready if states[var].level < level]
         if not others:
             return set()
-        here = evaluated(base)
+        here = evaluated_steps(base)
         behind = self.ancestry.behind
         before = self.ancestry.union((var for var, _ in base.leaves), behind)
-        little = work(here) // 20
+        little = steps_flops(here) // 20
         late: set[Var] = set()
         for var in sorted(others, key=lambda v: self.position.get(v, -1)):
             if (var, states[var].form) not in base.leaves:
                 anew = behind.get(var, 0) & ~before
-                more = self.extra(var, here, max(little, self.ancestry.work(anew)))
+                more = self.extra_steps(var, here, max(little, self.ancestry.per_node_flops(anew)))
                 if more is not None:
                     here |= more
                     continue
@@ -117,9 +121,9 @@ class Choice:
             return var not in self.known and not self.only_layout(var)
         state = self.flow.states[var]
         kept = state.level < self.level and (
-            var in self.given_kept or self.decided.get(var, self.level + 1) <= self.level
+            var in self.kept_inputs or self.decided.get(var, self.level + 1) <= self.level
         )
-        return form == state.form and (state.given or kept)
+        return form == state.form and (state.materialized or kept)
 
     def only_layout(self, var: Var) -> bool:
         """Whether a whole value is another with its dimensions changed: nodes make it where they use it.
@@ -140,39 +144,41 @@ class Choice:
             or description.whole
         ):
             return False
-        return isinstance(atom, Var) and size_of(var) >= size_of(atom)
+        return isinstance(atom, Var) and accumulator_bytes(var) >= accumulator_bytes(atom)
 
-    def forced(self, values: Sequence[Var], pending: Container[Var], earlier: Sequence[Var]) -> Recipe:
+    def required_recipe(self, values: Sequence[Var], pending: Container[Var], earlier: Sequence[Var]) -> Recipe:
         """What makes the values that no other pass can make; decides what the pass is given that earlier ones kept."""
         requests = [(var, self.flow.states[var].form) for var in values]
-        self.given_kept = set()
+        self.kept_inputs = set()
         alone = 0
         if self.level > 0:
-            makes, reads = self.anew()
+            makes, reads = self.mandatory_ancestry()
             alone = self.ancestry.union(values, makes)
             again = alone & (self.ancestry.union(values, reads) | self.ancestry.union(earlier, self.ancestry.behind))
-            if self.ancestry.work(again):
+            if self.ancestry.per_node_flops(again):
                 kept = {var: self.flow.states[var].level for var in self.kept if var in pending}
                 waiting = {var for var, level in kept.items() if level < self.level}
                 written = {var for var, level in kept.items() if level == self.level}
-                self.given_kept = self.worth_keeping(values, again, waiting, written)
-        given = recipe(self.flow, requests, self.flow.node_sizes, is_leaf=self.is_leaf)
-        if not self.given_kept:
+                self.kept_inputs = self.values_worth_keeping(values, again, waiting, written)
+        given = build_recipe(self.flow, requests, self.flow.node_sizes, is_leaf=self.is_leaf)
+        if not self.kept_inputs:
             return given
-        if work(evaluated(given)) > 0.95 * self.ancestry.work(alone):
-            self.given_kept = set()  # not for a loss or two
-            return recipe(self.flow, requests, self.flow.node_sizes, is_leaf=self.is_leaf)
-        self.kept.update(dict.fromkeys(sorted(self.given_kept, key=self.position.__getitem__)))
+        if steps_flops(evaluated_steps(given)) > 0.95 * self.ancestry.per_node_flops(alone):
+            self.kept_inputs = set()  # not for a loss or two
+            return build_recipe(self.flow, requests, self.flow.node_sizes, is_leaf=self.is_leaf)
+        self.kept.update(dict.fromkeys(sorted(self.kept_inputs, key=self.position.__getitem__)))
         return given
 
-    def anew(self) -> tuple[dict[Var, Steps], dict[Var, Steps]]:
+    def mandatory_ancestry(self) -> tuple[dict[Var, Steps], dict[Var, Steps]]:
         """What the current pass evaluates and reads for every value if it is given what it must be given only."""
         must = frozenset(var for var, level in self.decided.items() if self.is_leaf(var, self.flow.states[var].form))
-        if self.alone is None or self.alone[0] != must:
-            self.alone = must, *self.ancestry.given(self.is_leaf)
-        return self.alone[1:]
+        if self.mandatory_sets is None or self.mandatory_sets[0] != must:
+            self.mandatory_sets = must, *self.ancestry.pass_ancestry(self.is_leaf)
+        return self.mandatory_sets[1:]
 
-    def worth_keeping(self, values: Sequence[Var], again: Steps, waiting: set[Var], written: set[Var]) -> set[Var]:
+    def values_worth_keeping(
+        self, values: Sequence[Var], again: Steps, waiting: set[Var], written: set[Var]
+    ) -> set[Var]:
         """What the pass that makes `values` is given, lest it compute the steps `again` that earlier ones evaluate.
 
         What is `waiting` is kept for a later pass in any case. What is `written` for one, while the pass reads what it
@@ -187,33 +193,33 @@ class Choice:
                 return 0.0
             if not isinstance(state.form, Slice) or state.level >= self.level or is_on_host(var.aval):
                 return None
-            if self.keeping.each and size_of(var) > self.room:
+            if self.keeping.bounded_each and accumulator_bytes(var) > self.capacity_bytes:
                 return None
-            return self.keeping.price * size_of(var) if allowed is None or var in allowed else None
+            return self.keeping.price * accumulator_bytes(var) if allowed is None or var in allowed else None
 
         def cost(step: Step) -> float:
-            return float(step.flops) if step.per_node and self.ancestry.has(again, step) else 0.0
+            return float(step.flops) if step.per_node and self.ancestry.contains(again, step) else 0.0
 
         def choice() -> set[Var]:
-            return cheapest(self.flow, values, lambda var: self.is_leaf(var, states[var].form), memory, cost)
+            return cheapest_cut(self.flow, values, lambda var: self.is_leaf(var, states[var].form), memory, cost)
 
         found = choice()
         held = waiting | written
-        if self.keeping.bounded and sum(map(size_of, found | held)) > self.room:
-            allowed, room = set(), self.room - sum(map(size_of, held))
+        if self.keeping.bounded and sum(map(accumulator_bytes, found | held)) > self.capacity_bytes:
+            allowed, room = set(), self.capacity_bytes - sum(map(accumulator_bytes, held))
             for var in sorted(found - waiting, key=self.position.__getitem__):
-                if size_of(var) <= room:
+                if accumulator_bytes(var) <= room:
                     allowed.add(var)
-                    room -= size_of(var)
+                    room -= accumulator_bytes(var)
             found = choice()  # what is worth it without those that have no room
         return found
 
     def is_whole(self, var: Var) -> bool:
         """Whether no pass has to make a value."""
         state = self.flow.states[var]
-        return isinstance(state.form, Whole) or state.given
+        return isinstance(state.form, Whole) or state.materialized
 
-    def extra(self, var: Var, done: set[Step], most: float) -> set[Step] | None:
+    def extra_steps(self, var: Var, done: set[Step], most: float) -> set[Step] | None:
         """The steps that the current pass would evaluate besides `done` for a value; None if that is more than `most`.
 
         Args:
@@ -238,7 +244,7 @@ class Choice:
         return extra
 
 
-def known_values(flow: Flow) -> set[Var]:
+def cheap_constants(flow: Flow) -> set[Var]:
     """Whole values that depend on no argument and cost next to nothing, such as zeros or an iota.
 
     Nodes make them where they use them: handed to a loop, they are no longer known to every compiler, and what one of
@@ -256,6 +262,6 @@ def known_values(flow: Flow) -> set[Var]:
     return known
 
 
-def work(steps: Iterable[Step]) -> int:
+def steps_flops(steps: Iterable[Step]) -> int:
     """Scalar operations of nodes; what is evaluated once counts for nothing beside them."""
     return sum(step.flops for step in steps if step.per_node)

@@ -39,7 +39,7 @@ class Accumulator:
     monoid: Monoid
     dtype: Any
     rounded: Any = None
-    whole: Var | None = None
+    divided_value: Var | None = None
 
     @property
     def bytes(self) -> int:
@@ -62,15 +62,15 @@ class Pass:
     recipe: Recipe
     accumulators: tuple[Accumulator, ...]
     collected: tuple[tuple[Var, Slice], ...]
-    follows: bool = False
+    waits_for_previous: bool = False
 
     @functools.cached_property
-    def wholes(self) -> list[Var]:
+    def whole_inputs(self) -> list[Var]:
         """The whole values that a node reads."""
         return [var for var, form in self.recipe.leaves if isinstance(form, Whole)]
 
     @functools.cached_property
-    def sliced(self) -> list[tuple[Var, Slice]]:
+    def sliced_inputs(self) -> list[tuple[Var, Slice]]:
         """The batched values of which a node reads its part."""
         return [(var, form) for var, form in self.recipe.leaves if isinstance(form, Slice)]
 
@@ -84,8 +84,8 @@ class Stage:
       nodes: the pass that follows, if one is needed.
     """
 
-    once: tuple[Evaluation, ...]
-    nodes: Pass | None
+    once_actions: tuple[Evaluation, ...]
+    node_pass: Pass | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,7 +103,7 @@ class Schedule:
     gathered: dict[Var, Slice]
 
     @functools.cached_property
-    def repeated(self) -> dict[int, int]:
+    def repeated_flops(self) -> dict[int, int]:
         """For every pass the flops of equations that an earlier pass has evaluated already."""
         first: set[Step] = set()
         repeated: dict[int, int] = {}
@@ -115,15 +115,15 @@ class Schedule:
         return repeated
 
     @functools.cached_property
-    def recomputed(self) -> int:
+    def recomputed_flops(self) -> int:
         """Flops of equations that more than one pass evaluates, beyond the first time, also in loops around passes."""
         inner = sum(
-            action.times * inner.recomputed
+            action.trip_count * inner.recomputed
             for stage in self.stages
-            for action in stage.once
+            for action in stage.once_actions
             for inner in action.schedules
         )
-        return sum(self.repeated.values()) + inner
+        return sum(self.repeated_flops.values()) + inner
 
     @functools.cached_property
     def flops(self) -> int:
@@ -131,7 +131,7 @@ class Schedule:
         return sum(step.flops for step in self.flow.steps)
 
     @functools.cached_property
-    def between(self) -> tuple[Var, ...]:
+    def kept_between_passes(self) -> tuple[Var, ...]:
         """Batched values that passes keep for the nodes of later ones: those held when they take most memory.
 
         A pass holds what it was given while it writes what it keeps.
@@ -148,13 +148,13 @@ class Schedule:
         return max(held, key=lambda several: sum(map(nbytes, several)), default=())
 
     @functools.cached_property
-    def around(self) -> tuple[Var, ...]:
+    def loop_boundary_values(self) -> tuple[Var, ...]:
         """Batched values that go into loops and branches around passes, or come out of them, no arguments."""
         inputs = set(self.flow.program.inputs)
         crossing = [
             (atom, form)
             for stage in self.stages
-            for action in stage.once
+            for action in stage.once_actions
             if action.schedules
             for atoms, forms in (
                 (action.step.eqn.invars, action.operands),
@@ -174,7 +174,7 @@ class Schedule:
         inside = {
             atom
             for stage in self.stages
-            for action in stage.once
+            for action in stage.once_actions
             for i, atom in enumerate(action.step.eqn.invars)
             if i in action.read_whole and isinstance(atom, Var)
         }
@@ -182,9 +182,9 @@ class Schedule:
 
     @property
     def passes(self) -> list[Pass]:
-        return [stage.nodes for stage in self.stages if stage.nodes is not None]
+        return [stage.node_pass for stage in self.stages if stage.node_pass is not None]
 
-    def number_of(self, level: int) -> int:
+    def first_pass_number(self, level: int) -> int:
         """The place of the first pass of a level among the passes: levels may have none, or several."""
         return sum(nodes.level < level for nodes in self.passes)
 
@@ -192,9 +192,9 @@ class Schedule:
         """This schedule and those within it, each with how many times it runs (a ``while`` counts as one iteration)."""
         yield self, times
         for stage in self.stages:
-            for action in stage.once:
+            for action in stage.once_actions:
                 for inner in action.schedules:
-                    yield from inner.with_inner(times * action.times)
+                    yield from inner.with_inner(times * action.trip_count)
 
 
 def accumulator_dtype(dtype: Any, monoid: Monoid, wanted: Any) -> Any:
@@ -211,6 +211,6 @@ def nbytes(var: Var) -> int:
     return math.prod(getattr(var.aval, "shape", ())) * itemsize(var)
 
 
-def size_of(var: Var) -> int:
+def accumulator_bytes(var: Var) -> int:
     """Bytes of an accumulator of `var`."""
     return math.prod(var.aval.shape) * max(4, itemsize(var))

@@ -25,13 +25,13 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice, locate, project
 from vnode.analysis.meshless import NO_MESH
 from vnode.analysis.program import bind, inline
-from vnode.analysis.scan_rewriting import scan_of, stacked
+from vnode.analysis.scan_rewriting import rebuild_scan, stacked_variable
 from vnode.analysis.states import ZERO, Flow, State, Step
 from vnode.operators import Algebra, Monoid
 from vnode.operators.control_flow import Loop, region_of
 
 
-class NotAfter(Exception):
+class CannotMoveProduct(Exception):
     """A result of a loop cannot be made after it."""
 
 
@@ -48,7 +48,7 @@ def products_after_loops(flow: Flow, wanted: set[Var]) -> Flow:
         if step.per_node and isinstance(step.region, Loop) and not (step.over_batch or step.nested or step.eqn.effects):
             split = SplitLoop(flow, step)
             for var in (var for var in step.eqn.outvars if var in wanted):
-                split.take_out(var)
+                split.move_product(var)
             if split.products:
                 steps += [split.loop_step(), *split.products]
                 states.update(split.states)
@@ -78,25 +78,25 @@ class SplitLoop:
         self.places = dict(zip(self.body.program.inputs, self.loop.inputs[0], strict=True))
         self.products: list[Step] = []
         self.states: dict[Var, State] = {}
-        self.gone: set[Var] = set()
-        self.dead: set[Step] = set()  # of the body
-        self.more: dict[Var, Var] = {}  # values of the body, and what of all turns is stacked of them
+        self.removed_results: set[Var] = set()
+        self.dead_steps: set[Step] = set()  # of the body
+        self.stacked_operands: dict[Var, Var] = {}  # values of the body, and what of all turns is stacked of them
 
-    def take_out(self, var: Var) -> None:
+    def move_product(self, var: Var) -> None:
         """Makes a stacked sum after the loop, if that is possible."""
-        more = dict(self.more)
+        more = dict(self.stacked_operands)
         try:
-            chain, leaves = self.chain_of(self.body.program.outputs[self.step.eqn.outvars.index(var)])
-            operands = [self.outside(leaf, more) for leaf in leaves]
-            made = self.after(var, chain, leaves, operands)
-        except NotAfter:
+            chain, leaves = self.sum_chain(self.body.program.outputs[self.step.eqn.outvars.index(var)])
+            operands = [self.stacked_operand(leaf, more) for leaf in leaves]
+            made = self.product_steps(var, chain, leaves, operands)
+        except CannotMoveProduct:
             return
-        self.more = more
-        self.gone.add(var)
-        self.dead |= {*chain}
+        self.stacked_operands = more
+        self.removed_results.add(var)
+        self.dead_steps |= {*chain}
         self.products += made
 
-    def chain_of(self, output: Any) -> tuple[list[Step], list[Var]]:
+    def sum_chain(self, output: Any) -> tuple[list[Step], list[Var]]:
         """The steps of the body that make a sum of batched values, in order, and these values.
 
         Raises:
@@ -108,14 +108,14 @@ class SplitLoop:
         def visit(var: Any) -> None:
             step = self.makers.get(var)
             if step is None or step.description is None or len(step.eqn.outvars) > 1 or step.eqn.effects:
-                raise NotAfter
+                raise CannotMoveProduct
             for atom, form in zip(step.eqn.invars, step.operands, strict=True):
                 if isinstance(form, Partial):
                     visit(atom)
                 elif isinstance(form, Slice) and isinstance(atom, Var) and self.body.states[atom].form == form:
                     leaves[atom] = None
                 elif not self.body.state(atom).zero:
-                    raise NotAfter
+                    raise CannotMoveProduct
             chain[step] = None
 
         visit(output)
@@ -123,27 +123,29 @@ class SplitLoop:
         for (var,) in (step.eqn.outvars for step in chain):
             read = [eqn for eqn in self.body.program.readers.get(var, ()) if id(eqn) not in own]
             if read or sum(atom is var for atom in self.body.program.outputs) != (var is output):
-                raise NotAfter
+                raise CannotMoveProduct
         return list(chain), list(leaves)
 
-    def outside(self, leaf: Var, more: dict[Var, Var]) -> Var:
+    def stacked_operand(self, leaf: Var, more: dict[Var, Var]) -> Var:
         """The variable of a body's value of all turns: an array that the loop scans, or one that it stacks."""
         place = self.places.get(leaf)
         if place is not None and place in self.loop.scanned:
             atom = self.step.eqn.invars[place]
-            if isinstance(atom, Var) and self.flow.states[atom].form == self.form_outside(leaf):
+            if isinstance(atom, Var) and self.flow.states[atom].form == self.stacked_form(leaf):
                 return atom
         if leaf not in more:
-            more[leaf] = stacked(leaf.aval, self.loop.length)
+            more[leaf] = stacked_variable(leaf.aval, self.loop.length)
         return more[leaf]
 
-    def form_outside(self, leaf: Var) -> Slice:
+    def stacked_form(self, leaf: Var) -> Slice:
         """The form of a batched value of the body, of all turns."""
         form = self.body.states[leaf].form
         assert isinstance(form, Slice)
         return form.move(form.dim + 1)
 
-    def after(self, var: Var, chain: Sequence[Step], leaves: Sequence[Var], operands: Sequence[Var]) -> list[Step]:
+    def product_steps(
+        self, var: Var, chain: Sequence[Step], leaves: Sequence[Var], operands: Sequence[Var]
+    ) -> list[Step]:
         """The steps that make a sum of all turns.
 
         Raises:
@@ -167,11 +169,11 @@ class SplitLoop:
             traced = jax.make_jaxpr(jax.vmap(one))(*shapes)
         program = inline(traced.jaxpr, traced.consts, chain[-1].eqn)
         if program.constants:
-            raise NotAfter
+            raise CannotMoveProduct
         names: dict[Any, Var] = {**dict(zip(program.inputs, operands, strict=True)), program.outputs[0]: var}
         states = {
             **{
-                v: self.flow.states.get(v) or State(self.form_outside(leaf), self.step.level)
+                v: self.flow.states.get(v) or State(self.stacked_form(leaf), self.step.level)
                 for leaf, v in zip(leaves, operands, strict=True)
             },
             **self.states,
@@ -180,23 +182,23 @@ class SplitLoop:
         for eqn in program.equations:
             invars = [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in eqn.invars]
             eqn = eqn.replace(invars=invars, outvars=[names.get(v, v) for v in eqn.outvars])
-            steps.append(self.followed(eqn, states))
+            steps.append(self.follow_equation(eqn, states))
         states[var] = self.flow.states[var]
         self.states = states
         return steps
 
-    def followed(self, eqn: JaxprEqn, states: dict[Var, State]) -> Step:
+    def follow_equation(self, eqn: JaxprEqn, states: dict[Var, State]) -> Step:
         """How an equation after the loop is evaluated; notes the state of its result."""
         description, level = self.flow.program.describe(eqn), self.step.level
         if description is None or len(eqn.outvars) > 1:
-            raise NotAfter
+            raise CannotMoveProduct
         of = [self.flow.state(atom) if isinstance(atom, Literal) else states[atom] for atom in eqn.invars]
         forms = tuple(state.form for state in of)
         sliced = [i for i, form in enumerate(forms) if isinstance(form, Slice)]
         partial = {i for i, form in enumerate(forms) if isinstance(form, Partial)}
         others = [state for state in of if state.form == WHOLE]
         if not all(state.zero for state in others):
-            raise NotAfter
+            raise CannotMoveProduct
         location = None
         result: Form | None = None
         if sliced and not partial:
@@ -211,24 +213,24 @@ class SplitLoop:
         elif others and description.has(Algebra.MOVES):
             result = WHOLE
         if result is None:
-            raise NotAfter
+            raise CannotMoveProduct
         states[eqn.outvars[0]] = ZERO if result == WHOLE else State(result, level)
         return Step(eqn, result != WHOLE, level, forms, (result,), description, location)
 
     def loop_step(self) -> Step:
         """The loop without what is made after it, and with what that is made of."""
         eqn, body = self.step.eqn, self.body
-        left = [j for j, var in enumerate(eqn.outvars) if var not in self.gone]
-        outputs = [*(body.program.outputs[j] for j in left), *self.more]
-        results = [*(eqn.outvars[j] for j in left), *self.more.values()]
-        steps = [step for step in body.steps if step not in self.dead]
-        program = body.program.derived(body.program.inputs, [step.eqn for step in steps], outputs)
-        made = scan_of(eqn, program, eqn.invars, len(self.loop.fixed), results)
-        forms = [*(body.output_forms[j] for j in left), *(body.states[leaf].form for leaf in self.more)]
+        left = [j for j, var in enumerate(eqn.outvars) if var not in self.removed_results]
+        outputs = [*(body.program.outputs[j] for j in left), *self.stacked_operands]
+        results = [*(eqn.outvars[j] for j in left), *self.stacked_operands.values()]
+        steps = [step for step in body.steps if step not in self.dead_steps]
+        program = body.program.derive(body.program.inputs, [step.eqn for step in steps], outputs)
+        made = rebuild_scan(eqn, program, eqn.invars, len(self.loop.fixed), results)
+        forms = [*(body.output_forms[j] for j in left), *(body.states[leaf].form for leaf in self.stacked_operands)]
         return dataclasses.replace(
             self.step,
             eqn=made,
-            results=(*(self.step.results[j] for j in left), *map(self.form_outside, self.more)),
+            results=(*(self.step.results[j] for j in left), *map(self.stacked_form, self.stacked_operands)),
             region=region_of(made),
             bodies=(dataclasses.replace(body, program=program, steps=steps, output_forms=forms),),
         )

@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from vnode.analysis.indexed_loops import counted_loop, over_rows
+from vnode.analysis.indexed_loops import counted_loop, scan_over_rows
 from vnode.errors import layout_message
 from vnode.operators import OperatorDescription, describe
 from vnode.operators.control_flow import Body, call_of, implementation_of, region_of
@@ -27,11 +27,11 @@ from vnode.operators.indexing import with_batching_dims
 
 Atom = Var | Literal
 
-Made = tuple[int, int]
+ResultIndex = tuple[int, int]
 """A result of an equation: the number of the equation in a program, and of the result."""
 
 T = TypeVar("T")
-Known = dict[int, tuple[JaxprEqn, T]]
+EquationCache = dict[int, tuple[JaxprEqn, T]]
 """What is known of equations, by their numbers as objects; with them, so that no other equation gets such a number."""
 
 
@@ -55,14 +55,14 @@ class Program:
     outputs: list[Atom]
     custom_derivatives: bool = False
     reverse_only: bool = False
-    _descriptions: Known[OperatorDescription | None] = dataclasses.field(default_factory=dict, repr=False)
-    _bodies: Known[tuple[Program, ...]] = dataclasses.field(default_factory=dict, repr=False)
+    _descriptions: EquationCache[OperatorDescription | None] = dataclasses.field(default_factory=dict, repr=False)
+    _bodies: EquationCache[tuple[Program, ...]] = dataclasses.field(default_factory=dict, repr=False)
 
     def with_equations(self, equations: list[JaxprEqn]) -> Program:
         """A program of the same inputs and outputs that computes them otherwise."""
-        return self.derived(self.inputs, equations, self.outputs)
+        return self.derive(self.inputs, equations, self.outputs)
 
-    def derived(self, inputs: list[Var], equations: list[JaxprEqn], outputs: list[Atom]) -> Program:
+    def derive(self, inputs: list[Var], equations: list[JaxprEqn], outputs: list[Atom]) -> Program:
         """A program made of this one: equations that are in both have the same descriptions, and the same bodies."""
         known = self.custom_derivatives, self.reverse_only, self._descriptions, self._bodies
         return Program(inputs, self.constants, equations, outputs, *known)
@@ -83,7 +83,7 @@ class Program:
             self._bodies[key] = eqn, tuple(inline(body.jaxpr, body.constants, eqn) for body in found)
         return self._bodies[key][1]
 
-    def closed(self, like: Jaxpr) -> ClosedJaxpr:
+    def to_closed_jaxpr(self, like: Jaxpr) -> ClosedJaxpr:
         """The program as the body of a loop or branch, in the place of another one."""
         info = like.debug_info._replace(arg_names=("",) * len(self.inputs), result_paths=None)
         held = list(self.constants)
@@ -161,7 +161,7 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any], within: JaxprEqn | None = Non
                     outvars=[fresh(var) for var in eqn.outvars],
                     source_info=source,
                 )
-                program.equations += parts(flat)
+                program.equations += split_equation(flat)
                 continue
             program.custom_derivatives |= call.custom_derivative
             program.reverse_only |= call.reverse_only
@@ -199,22 +199,22 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any], within: JaxprEqn | None = Non
     program.equations = [
         new
         for eqn in program.equations
-        for new in with_batching_dims(eqn, definitions.get, program.constants.get) or scanned(eqn) or [eqn]
+        for new in with_batching_dims(eqn, definitions.get, program.constants.get) or rewrite_indexed_loop(eqn) or [eqn]
     ]
     return program
 
 
-def scanned(eqn: JaxprEqn) -> list[JaxprEqn] | None:
+def rewrite_indexed_loop(eqn: JaxprEqn) -> list[JaxprEqn] | None:
     """A loop that reads and writes rows by number as a scan over them; None of any other equation."""
     counted = counted_loop(eqn)
     if counted is None:
         return None
     loop, counter = counted
     (body,) = loop.bodies
-    return over_rows(eqn, loop, counter, inline(body.jaxpr, body.constants, eqn))
+    return scan_over_rows(eqn, loop, counter, inline(body.jaxpr, body.constants, eqn))
 
 
-def parts(eqn: JaxprEqn) -> list[JaxprEqn]:
+def split_equation(eqn: JaxprEqn) -> list[JaxprEqn]:
     """Splits an equation that is several independent ones (an identity of many operands)."""
     if len(eqn.outvars) < 2 or len(eqn.outvars) != len(eqn.invars):
         return [eqn]
@@ -252,37 +252,37 @@ PROMPTS = ("<stdin>", "<python-input-")
 LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.path.dirname(__file__)))
 
 
-def where(eqn: JaxprEqn) -> str:
+def source_line(eqn: JaxprEqn) -> str:
     """The user's source line of an equation, ``file:line (function)``: the innermost one outside installed packages.
 
     In a notebook it is ``In[3]:line (function)``, with the number of the cell.
     """
     recorded = eqn.source_info.traceback
     frames = recorded.frames if recorded is not None else ()
-    found = users_line((frame.file_name, frame.line_num, frame.function_name) for frame in frames)
+    found = first_user_line((frame.file_name, frame.line_num, frame.function_name) for frame in frames)
     if found:
         return found
     line = source_info_util.summarize(eqn.source_info)
     return "(inside jax)" if LIBRARIES[-1] in line else line
 
 
-def where_raised(error: BaseException) -> str:
+def source_line_of_error(error: BaseException) -> str:
     """As `where`, of an error that the user's code raised."""
     frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
-    return users_line(reversed(frames)) or "(inside jax)"
+    return first_user_line(reversed(frames)) or "(inside jax)"
 
 
-def users_line(frames: Iterable[tuple[str, int | None, str]]) -> str | None:
+def first_user_line(frames: Iterable[tuple[str, int | None, str]]) -> str | None:
     """The first of some frames (file, line, function) that is outside installed packages."""
     for file_name, line, function in frames:
-        name = cell(file_name) or file_name
+        name = notebook_cell(file_name) or file_name
         generated = name.startswith("<") and not name.startswith(PROMPTS)
         if not any(library in name for library in LIBRARIES) and not generated:
             return f"{name}:{line} ({function})"
     return None
 
 
-def cell(file_name: str) -> str | None:
+def notebook_cell(file_name: str) -> str | None:
     """What IPython calls the cell whose code it compiled under this name, ``In[3]``; None for files.
 
     The name itself is a temporary file's that is not there, or in a terminal something in angle brackets.
@@ -309,4 +309,4 @@ def signature(eqn: JaxprEqn) -> str:
 
 def message_about(eqn: JaxprEqn, what: str, *, facts: Sequence[str] = (), remedies: Sequence[str]) -> str:
     """An error's message about an equation, with its source line and its signature."""
-    return layout_message(what, where=where(eqn), facts=[signature(eqn), *facts], remedies=remedies)
+    return layout_message(what, where=source_line(eqn), facts=[signature(eqn), *facts], remedies=remedies)

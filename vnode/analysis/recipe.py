@@ -49,11 +49,11 @@ class Evaluation:
     description: OperatorDescription | None = None
     location: Location | None = None
     bodies: tuple[Recipe, ...] = ()
-    returned: tuple[int, ...] = ()
+    returned_results: tuple[int, ...] = ()
     schedules: tuple[Any, ...] = ()
 
     @property
-    def made(self) -> list[tuple[Var, Form]]:
+    def produced(self) -> list[tuple[Var, Form]]:
         """The variables that are made, and in which forms: of the results of a loop or branch those that are wanted.
 
         Another evaluation of the same loop or branch may make the rest, for who wants that.
@@ -62,7 +62,7 @@ class Evaluation:
         return [(var, form) for var, form in pairs if form is not None]
 
     @property
-    def times(self) -> int:
+    def trip_count(self) -> int:
         """How many times bodies run; a ``while`` counts as one iteration where that is not written down."""
         return self.step.region.run_count if self.step.region is not None else 1
 
@@ -106,11 +106,11 @@ class Recipe:
     leaves: dict[Key, None]
 
 
-def evaluated(made: Recipe) -> set[Step]:
+def evaluated_steps(made: Recipe) -> set[Step]:
     return {action.step for action in made.actions if isinstance(action, Evaluation)}
 
 
-def pull(flow: Flow, step: Step, result: int, form: Slice, node_sizes: Sizes) -> Evaluation | None:
+def clone_for_slice(flow: Flow, step: Step, result: int, form: Slice, node_sizes: Sizes) -> Evaluation | None:
     """A clone of an equation of whole values that gives a node's slice of its result; None if it is not cheap.
 
     A linear equation of partial values counts as one of whole values: of the completed ones.
@@ -132,16 +132,16 @@ def pull(flow: Flow, step: Step, result: int, form: Slice, node_sizes: Sizes) ->
     if results[result] != form:
         return None
     wanted: tuple[Form | None, ...] = tuple(form if i == result else None for i in range(len(results)))
-    read = tuple(operand or estimate(flow, atom) for operand, atom in zip(operands, step.eqn.invars, strict=True))
+    read = tuple(operand or node_read_form(flow, atom) for operand, atom in zip(operands, step.eqn.invars, strict=True))
     return Evaluation(step, read, wanted, description, location)
 
 
-def estimate(flow: Flow, atom: Atom) -> Form:
+def node_read_form(flow: Flow, atom: Atom) -> Form:
     """How a node's examples read a whole value: as it is, or what their node makes of its own."""
     return VARYING if flow.state(atom).estimated else WHOLE
 
 
-def recipe(
+def build_recipe(
     flow: Flow,
     requests: Iterable[tuple[Atom, Form]],
     node_sizes: Sizes,
@@ -192,7 +192,7 @@ def recipe(
     def convert(var: Var, target: Form) -> None:
         source = flow.states[var].form
         if isinstance(target, Slice) and source != target:
-            source = estimate(flow, var)  # of a completed reduction, or of a value gathered for another dimension
+            source = node_read_form(flow, var)  # of a completed reduction, or of a value gathered for another dimension
         if source == target:
             raise AssertionError(f"{var} is wanted as {target} where it cannot be evaluated")
         actions.append(Conversion(var, source, target))
@@ -210,7 +210,7 @@ def recipe(
             for form in list(wanted.get(var, ())):
                 if not isinstance(form, Slice) or form == step.results[i]:
                     continue
-                clone = pull(flow, step, i, form, node_sizes)
+                clone = clone_for_slice(flow, step, i, form, node_sizes)
                 if clone is not None:
                     add(clone)
                 else:
@@ -219,16 +219,16 @@ def recipe(
                 if isinstance(form, Slice) or form == step.results[i]:
                     continue
                 if isinstance(form, Varying) and whole[i] and flow.states[var].estimable:
-                    add(estimated(flow, step, i))
+                    add(estimated_evaluation(flow, step, i))
                 else:
                     convert(var, form)
             native[i] = step.results[i] in wanted.get(var, ())
         in_whole = [n and w for n, w in zip(native, whole, strict=True)]
         in_nodes = [n and not w for n, w in zip(native, whole, strict=True)]
         if any(in_nodes) or (forced and step.per_node):
-            add(evaluation(step, in_nodes, node_sizes))
+            add(native_evaluation(step, in_nodes, node_sizes))
         if any(in_whole) or (forced and not step.per_node):
-            add(evaluation(step, in_whole, node_sizes))
+            add(native_evaluation(step, in_whole, node_sizes))
 
     def add(action: Evaluation) -> None:
         actions.append(action)
@@ -254,14 +254,14 @@ def recipe(
     return Recipe(flow, actions, requests, leaves)
 
 
-def estimated(flow: Flow, step: Step, result: int) -> Evaluation:
+def estimated_evaluation(flow: Flow, step: Step, result: int) -> Evaluation:
     """The evaluation of a whole equation on a node's own estimates of its operands."""
     operands = [VARYING if flow.state(atom).estimable else WHOLE for atom in step.eqn.invars]
     results: tuple[Form | None, ...] = tuple(VARYING if i == result else None for i in range(len(step.eqn.outvars)))
     return Evaluation(step, tuple(operands), results)
 
 
-def evaluation(step: Step, wanted: Sequence[bool], node_sizes: Sizes) -> Evaluation:
+def native_evaluation(step: Step, wanted: Sequence[bool], node_sizes: Sizes) -> Evaluation:
     """The evaluation of an equation in the forms that batch flow found, for the results in `wanted`."""
     results = tuple(form if w else None for form, w in zip(step.results, wanted, strict=True))
     if not step.per_node:
@@ -289,7 +289,7 @@ def region_evaluation(step: Step, region: Region, results: tuple[Form | None, ..
             effects = [s for s in flow.steps if s.eqn.effects]
             positions = dict(zip(flow.program.inputs, given, strict=True))
             may_be_cut = {var for var, i in positions.items() if i in cut}
-            bodies.append(recipe(flow, requests, node_sizes, effects=effects, cut=may_be_cut))
+            bodies.append(build_recipe(flow, requests, node_sizes, effects=effects, cut=may_be_cut))
             for var, form in bodies[-1].leaves:
                 if var in positions:
                     read.setdefault(positions[var], set()).add(form)
@@ -302,4 +302,4 @@ def region_evaluation(step: Step, region: Region, results: tuple[Form | None, ..
     kept = read.keys() | {first + i for i in returned if i < carries}
     asked = {i: form for i in cut & read.keys() for form in read[i]}
     operands = tuple(asked.get(i, form) if i in kept else None for i, form in enumerate(step.operands))
-    return Evaluation(step, operands, results, bodies=tuple(bodies), returned=tuple(sorted(returned)))
+    return Evaluation(step, operands, results, bodies=tuple(bodies), returned_results=tuple(sorted(returned)))

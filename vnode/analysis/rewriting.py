@@ -17,29 +17,29 @@ class Rewriter:
     def __init__(self) -> None:
         self._jaxprs: dict[int, tuple[Jaxpr, Jaxpr]] = {}  # with the old one, or another could get its number
 
-    def jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
+    def rewrite(self, jaxpr: Jaxpr) -> Jaxpr:
         """The jaxpr rewritten; the same one each time."""
         if id(jaxpr) not in self._jaxprs:
-            self._jaxprs[id(jaxpr)] = jaxpr, self.made(jaxpr)
+            self._jaxprs[id(jaxpr)] = jaxpr, self.rewrite_jaxpr(jaxpr)
         return self._jaxprs[id(jaxpr)][1]
 
-    def made(self, jaxpr: Jaxpr) -> Jaxpr:
+    def rewrite_jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
         """What becomes of a jaxpr, which may be itself."""
         raise NotImplementedError
 
-    def params(self, params: dict[str, Any]) -> dict[str, Any]:
+    def rewrite_params(self, params: dict[str, Any]) -> dict[str, Any]:
         """Parameters with the jaxprs in them rewritten; those given, if that changes none."""
-        made = {name: self._param(value) for name, value in params.items()}
+        made = {name: self._rewrite_param(value) for name, value in params.items()}
         return params if all(map(operator.is_, made.values(), params.values())) else made
 
-    def _param(self, value: Any) -> Any:
+    def _rewrite_param(self, value: Any) -> Any:
         if isinstance(value, Jaxpr):
-            made, consts = self.jaxpr(value), getattr(value, "consts", ())  # since jax 0.12 it may have values, too
+            made, consts = self.rewrite(value), getattr(value, "consts", ())  # since jax 0.12 it may have values, too
             return ClosedJaxpr(made, consts) if consts and made is not value else made
         if isinstance(value, ClosedJaxpr):
-            made = self.jaxpr(value.jaxpr)
+            made = self.rewrite(value.jaxpr)
             return value if made is value.jaxpr else value.replace(jaxpr=made)
         if type(value) in (tuple, list):
-            several = [self._param(v) for v in value]
+            several = [self._rewrite_param(v) for v in value]
             return value if all(map(operator.is_, several, value)) else type(value)(several)
         return value

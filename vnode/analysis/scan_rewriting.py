@@ -16,7 +16,7 @@ from vnode.analysis.program import Atom, Program, barrier_equation, inline
 from vnode.operators.control_flow import Loop, region_of, scan_like
 
 
-def opened(eqn: JaxprEqn) -> tuple[Loop, Program]:
+def open_loop(eqn: JaxprEqn) -> tuple[Loop, Program]:
     """A loop of known length, and its body."""
     loop = region_of(eqn)
     assert isinstance(loop, Loop)
@@ -24,24 +24,24 @@ def opened(eqn: JaxprEqn) -> tuple[Loop, Program]:
     return loop, inline(one.jaxpr, one.constants, eqn)
 
 
-def beginnings(loop: Loop, body: Program) -> dict[int, int]:
+def saved_carries(loop: Loop, body: Program) -> dict[int, int]:
     """For results of a loop, by number, that are what its turns begin with, of what it carries which that is."""
     place = {body.inputs[i]: n for n, i in enumerate(loop.carried)}
     several = range(len(loop.carried), len(body.outputs))
     return {j: place[atom] for j in several if isinstance(atom := body.outputs[j], Var) and atom in place}
 
 
-def stacked(aval: Any, length: int) -> Var:
+def stacked_variable(aval: Any, length: int) -> Var:
     """A variable for the values of all turns."""
     return Var(aval.update(shape=(length, *aval.shape)))
 
 
-def behind_barrier(var: Var) -> JaxprEqn:
+def barrier_on(var: Var) -> JaxprEqn:
     """A barrier behind which a value has another name."""
     return barrier_equation().replace(invars=[var], outvars=[Var(var.aval)])
 
 
-def scan_of(
+def rebuild_scan(
     like: JaxprEqn, body: Program, operands: Sequence[Atom], constants: int, results: Sequence[Var]
 ) -> JaxprEqn:
     """A loop like another one, with another body.
@@ -53,5 +53,5 @@ def scan_of(
       constants: how many of them are.
       results: of the loop.
     """
-    params = scan_like(like, body.closed(like.params["jaxpr"].jaxpr), constants)
+    params = scan_like(like, body.to_closed_jaxpr(like.params["jaxpr"].jaxpr), constants)
     return like.replace(invars=list(operands), outvars=list(results), params=params)

@@ -18,24 +18,24 @@ from typing import Any
 from jax.extend.core import Var
 
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice, Varying, Whole
-from vnode.analysis.frozen_values import decisions, first_reads, living
-from vnode.analysis.host_calls import answered, answers, check_calls
-from vnode.analysis.low_precision_sums import after_sums, rounded_results
-from vnode.analysis.pass_cut import FOR_BUDGET, KEEPING, Choice, Keeping, known_values
-from vnode.analysis.passes import Accumulator, Pass, Schedule, Stage, accumulator_dtype, size_of
+from vnode.analysis.frozen_values import find_frozen_values, first_read_levels, live_steps
+from vnode.analysis.host_calls import calls_host_for_results, check_host_calls, host_call_results
+from vnode.analysis.low_precision_sums import rounded_results, values_after_sums
+from vnode.analysis.pass_cut import BUDGET_POLICIES, KEEP_POLICIES, KeepPolicy, PassCut, cheap_constants
+from vnode.analysis.passes import Accumulator, Pass, Schedule, Stage, accumulator_bytes, accumulator_dtype
 from vnode.analysis.program import Atom
-from vnode.analysis.recipe import Evaluation, evaluated, evaluation, recipe
+from vnode.analysis.recipe import Evaluation, build_recipe, evaluated_steps, native_evaluation
 from vnode.analysis.states import Flow, Step
 from vnode.operators import Algebra
 
-FOR_MEMORY = 1.0
+MEMORY_RECOMPUTE_LIMIT = 1.0
 """The fraction of a step that is computed again at most for no other reason than to keep less."""
 
-FORWARD = 1 / 3
+FORWARD_SHARE = 1 / 3
 """The fraction of a step with a gradient that its forward pass is. A smaller budget asks to be told what exactness
 costs: what is cheap for its size is not kept then."""
 
-HOPELESS = 4 * FOR_MEMORY
+ABANDON_LIMIT = 4 * MEMORY_RECOMPUTE_LIMIT
 """What is not waited for: the last of several sweeps computes less again than the first, but not so much less."""
 
 
@@ -51,26 +51,26 @@ def schedule(flow: Flow, accumulate_dtype: Any = None, budget: float = math.inf)
     Returns:
       The schedule.
     """
-    limit = min(budget, FOR_MEMORY)
-    most = HOPELESS if budget <= HOPELESS else math.inf
-    made = least(flow, accumulate_dtype, KEEPING, limit, HOPELESS)
-    if most > HOPELESS and not within(made, limit):
-        made = least(flow, accumulate_dtype, KEEPING, limit, most)
-    kept = FOR_BUDGET if budget >= FORWARD else FOR_BUDGET[:-1]
-    if not within(made, budget):
-        made = least(flow, accumulate_dtype, kept, budget, most, made)
-    return made or divided(flow, accumulate_dtype, kept[-1])
+    limit = min(budget, MEMORY_RECOMPUTE_LIMIT)
+    max_recomputed = ABANDON_LIMIT if budget <= ABANDON_LIMIT else math.inf
+    made = least_recomputing(flow, accumulate_dtype, KEEP_POLICIES, limit, ABANDON_LIMIT)
+    if max_recomputed > ABANDON_LIMIT and not meets_budget(made, limit):
+        made = least_recomputing(flow, accumulate_dtype, KEEP_POLICIES, limit, max_recomputed)
+    kept = BUDGET_POLICIES if budget >= FORWARD_SHARE else BUDGET_POLICIES[:-1]
+    if not meets_budget(made, budget):
+        made = least_recomputing(flow, accumulate_dtype, kept, budget, max_recomputed, made)
+    return made or divide_into_passes(flow, accumulate_dtype, kept[-1])
 
 
-def within(made: Schedule | None, share: float) -> bool:
+def meets_budget(made: Schedule | None, share: float) -> bool:
     """Whether a schedule computes no more than a share of the step again."""
-    return made is not None and (share == math.inf or made.recomputed <= share * made.flops)
+    return made is not None and (share == math.inf or made.recomputed_flops <= share * made.flops)
 
 
-def least(
+def least_recomputing(
     flow: Flow,
     accumulate_dtype: Any,
-    keepings: Sequence[Keeping],
+    keepings: Sequence[KeepPolicy],
     enough: float,
     most: float,
     made: Schedule | None = None,
@@ -87,21 +87,21 @@ def least(
     """
     for keeping in keepings:
         try:
-            found = divided(flow, accumulate_dtype, keeping, most)
-        except TooMuch:
+            found = divide_into_passes(flow, accumulate_dtype, keeping, most)
+        except TooMuchRecomputation:
             continue
-        if made is None or found.recomputed < made.recomputed:
+        if made is None or found.recomputed_flops < made.recomputed_flops:
             made = found  # else to keep more would not help
-        if within(made, enough):
+        if meets_budget(made, enough):
             break
     return made
 
 
-class TooMuch(Exception):
+class TooMuchRecomputation(Exception):
     """So much is computed again in a sweep that its schedule will not be taken."""
 
 
-def divided(flow: Flow, accumulate_dtype: Any, keeping: Keeping, most: float = math.inf) -> Schedule:
+def divide_into_passes(flow: Flow, accumulate_dtype: Any, keeping: KeepPolicy, most: float = math.inf) -> Schedule:
     """Divides a step into passes.
 
     Raises:
@@ -110,18 +110,20 @@ def divided(flow: Flow, accumulate_dtype: Any, keeping: Keeping, most: float = m
     earliest: dict[Var, int] = {}
     decided: dict[Var, int] = {}
     if any(step.level for step in flow.steps):
-        steps = living(flow)
-        earliest = first_reads(flow, steps)
-        decided = {**decisions(flow, steps, earliest), **answers(flow)}
-    known = known_values(flow)
+        steps = live_steps(flow)
+        earliest = first_read_levels(flow, steps)
+        decided = {**find_frozen_values(flow, steps, earliest), **host_call_results(flow)}
+    known = cheap_constants(flow)
     while True:
         sweep = Sweep(flow, accumulate_dtype, keeping, decided, earliest, known, most)
         stages = sweep.run()
-        late = {var: stage for var, stage in sweep.needed.items() if sweep.made.get(var, stage) > stage}
+        late = {var: stage for var, stage in sweep.first_needed.items() if sweep.available_from.get(var, stage) > stage}
         if not late:
             break
-        earliest = {var: min(stage, earliest.get(var, stage)) for var, stage in {**earliest, **sweep.needed}.items()}
-    check_calls(stages)
+        earliest = {
+            var: min(stage, earliest.get(var, stage)) for var, stage in {**earliest, **sweep.first_needed}.items()
+        }
+    check_host_calls(stages)
     return Schedule(flow, tuple(stages), sweep.gathered)
 
 
@@ -142,7 +144,7 @@ class Sweep:
         self,
         flow: Flow,
         accumulate_dtype: Any,
-        keeping: Keeping,
+        keeping: KeepPolicy,
         decided: dict[Var, int],
         earliest: dict[Var, int],
         known: set[Var],
@@ -154,31 +156,31 @@ class Sweep:
         self.earliest = earliest
         self.given = set(flow.program.inputs) | set(flow.program.constants)
         self.level = 1 + max((step.level for step in flow.steps), default=0)
-        self.needed: dict[Var, int] = {}
-        self.made: dict[Var, int] = {}
+        self.first_needed: dict[Var, int] = {}
+        self.available_from: dict[Var, int] = {}
         self.gathered: dict[Var, Slice] = {}
         self.pending: dict[Var, None] = {}
         self.effects = [step for step in flow.steps if step.per_node and step.eqn.effects]
         self.position = flow.position
         self.waiting: list[int] = []
         self.rounded = rounded_results(flow)
-        self.widened = after_sums(flow, self.rounded)
+        self.widened = values_after_sums(flow, self.rounded)
         self.evaluated: set[int] = set()
         self.keeping = keeping
-        self.choice = Choice(flow, keeping, decided, known)
-        self.most = most * sum(step.flops for step in flow.steps) if most < math.inf else most
-        self.again = 0
+        self.choice = PassCut(flow, keeping, decided, known)
+        self.max_recomputed = most * sum(step.flops for step in flow.steps) if most < math.inf else most
+        self.recomputed_flops = 0
         self.in_passes: set[Step] = set()
-        self.held: dict[int, list[int]] = {}
+        self.deferred: dict[int, list[int]] = {}
         for i, step in enumerate(flow.steps):
             if step.eqn.effects and not step.per_node:
-                self.held.setdefault(step.level, []).append(-i)
+                self.deferred.setdefault(step.level, []).append(-i)
 
     def want_whole(self, atom: Atom) -> None:
         if not isinstance(atom, Var):
             return
-        known = atom in self.needed
-        self.needed[atom] = min(self.level, self.needed.get(atom, self.level))
+        known = atom in self.first_needed
+        self.first_needed[atom] = min(self.level, self.first_needed.get(atom, self.level))
         if known:
             return
         state = self.flow.states[atom]
@@ -186,7 +188,7 @@ class Sweep:
             self.gathered[atom] = state.form
         if atom in self.given:
             return
-        if not isinstance(state.form, Whole) and not state.given:
+        if not isinstance(state.form, Whole) and not state.materialized:
             self.pending[atom] = None
             return
         step = self.flow.steps[self.position[atom]]
@@ -194,14 +196,14 @@ class Sweep:
             return
         release = 0 if state.level == 0 else min(self.earliest.get(var, self.level) for var in step.eqn.outvars)
         if release < self.level:
-            self.held.setdefault(release, []).append(-self.position[atom])
+            self.deferred.setdefault(release, []).append(-self.position[atom])
         else:
             heapq.heappush(self.waiting, -self.position[atom])
 
     def want_batched(self, atom: Atom) -> None:
         """Wants a batched value for all nodes at once."""
         if isinstance(atom, Var) and atom not in self.given:
-            if self.flow.states[atom].given:
+            if self.flow.states[atom].materialized:
                 gathered = self.gathered.get(atom)
                 self.want_whole(atom)
                 if gathered is None:
@@ -210,8 +212,8 @@ class Sweep:
                 self.collect(atom)
 
     def collect(self, atom: Var) -> None:
-        known = atom in self.needed
-        self.needed[atom] = min(self.level, self.needed.get(atom, self.level))
+        known = atom in self.first_needed
+        self.first_needed[atom] = min(self.level, self.first_needed.get(atom, self.level))
         if not known:
             self.pending[atom] = None
 
@@ -220,7 +222,7 @@ class Sweep:
         for atom in flow.program.outputs:
             if not isinstance(flow.state(atom).form, Slice):
                 self.want_whole(atom)
-            elif flow.state(atom).given:
+            elif flow.state(atom).materialized:
                 self.want_batched(atom)
             elif isinstance(atom, Var):
                 self.pending[atom] = None
@@ -231,29 +233,29 @@ class Sweep:
                 step.level == self.level for step in self.effects
             ):
                 moved, nodes = self.make_pass()
-                self.count(nodes)
+                self.count_recomputed(nodes)
                 if moved:
-                    stages[-1] = Stage((*moved, *stages[-1].once), stages[-1].nodes)
-            stages.append(Stage(self.once(), nodes))
+                    stages[-1] = Stage((*moved, *stages[-1].once_actions), stages[-1].node_pass)
+            stages.append(Stage(self.evaluate_once(), nodes))
             self.level -= 1
-        return together(reversed(stages))
+        return merge_stages(reversed(stages))
 
-    def count(self, nodes: Pass) -> None:
+    def count_recomputed(self, nodes: Pass) -> None:
         """Counts what a pass and later ones both evaluate.
 
         Raises:
           TooMuch: it is more than the sweep is worth.
         """
-        steps = {step for step in evaluated(nodes.recipe) if step.per_node}
-        self.again += sum(step.flops for step in steps & self.in_passes)
+        steps = {step for step in evaluated_steps(nodes.recipe) if step.per_node}
+        self.recomputed_flops += sum(step.flops for step in steps & self.in_passes)
         self.in_passes |= steps
-        if self.again > self.most:
-            raise TooMuch
+        if self.recomputed_flops > self.max_recomputed:
+            raise TooMuchRecomputation
 
-    def once(self) -> tuple[Evaluation, ...]:
+    def evaluate_once(self) -> tuple[Evaluation, ...]:
         """Everything wanted so far that is evaluated once, on whole values: as late as those who want it allow."""
         actions: list[Evaluation] = []
-        for position in self.held.pop(self.level, ()):
+        for position in self.deferred.pop(self.level, ()):
             heapq.heappush(self.waiting, position)
         while self.waiting:
             position = heapq.heappop(self.waiting)
@@ -264,18 +266,18 @@ class Sweep:
             self.evaluated.add(position)
             step = self.flow.steps[-position]
             wanted = [
-                var in self.needed and (isinstance(form, Whole) or step.nested)
+                var in self.first_needed and (isinstance(form, Whole) or step.nested)
                 for var, form in zip(step.eqn.outvars, step.results, strict=True)
             ]
-            self.made.update((var, self.level) for var in step.eqn.outvars)
-            actions.append(self.whole(step, wanted))
+            self.available_from.update((var, self.level) for var in step.eqn.outvars)
+            actions.append(self.whole_evaluation(step, wanted))
         actions.reverse()
         return tuple(actions)
 
-    def whole(self, step: Step, needed: Sequence[bool]) -> Evaluation:
+    def whole_evaluation(self, step: Step, needed: Sequence[bool]) -> Evaluation:
         """The evaluation of an equation on whole values, its operands wanted."""
         if step.nested:
-            inner = tuple(divided(flow, self.accumulate_dtype, self.keeping) for flow in step.bodies)
+            inner = tuple(divide_into_passes(flow, self.accumulate_dtype, self.keeping) for flow in step.bodies)
             for atom, form in zip(step.eqn.invars, step.operands, strict=True):
                 if isinstance(form, Slice) and isinstance(self.flow.state(atom).form, Slice):
                     self.want_batched(atom)
@@ -283,7 +285,7 @@ class Sweep:
                     self.want_whole(atom)
             return Evaluation(step, step.operands, step.results, schedules=inner)
         if step.per_node and step.region is not None:
-            action = evaluation(step, needed, self.node_sizes)
+            action = native_evaluation(step, needed, self.node_sizes)
         else:
             action = Evaluation(
                 step, (WHOLE,) * len(step.eqn.invars), tuple(WHOLE if need else None for need in needed)
@@ -298,9 +300,9 @@ class Sweep:
         flow, level = self.flow, self.level
         moved: list[Evaluation] = []
         completed: list[Var] = []
-        ready = {var: None for var in self.pending if self.may_wait_for(var, level)}  # in order: so is the program
-        earlier = [v for v in self.pending if flow.states[v].level < level and not self.may_wait_for(v, level)]
-        postponed = self.choice.postponed(level, ready, self.pending, earlier)
+        ready = {var: None for var in self.pending if self.can_complete_at(var, level)}  # in order: so is the program
+        earlier = [v for v in self.pending if flow.states[v].level < level and not self.can_complete_at(v, level)]
+        postponed = self.choice.postponed_values(level, ready, self.pending, earlier)
         ready = {var: None for var in ready if var not in postponed}
         collected = {var: form for var in ready if isinstance(form := flow.states[var].form, Slice)}
         self.level += 1  # what is moved behind the pass is evaluated at the next level
@@ -315,12 +317,12 @@ class Sweep:
                     continue
                 last = position
                 late = [v for v in step.eqn.outvars if v in self.pending and isinstance(flow.states[v].form, Partial)]
-                late = [v for v in late if v not in postponed and (v in ready or self.may_wait_for(v, level))]
+                late = [v for v in late if v not in postponed and (v in ready or self.can_complete_at(v, level))]
                 if not late:
                     continue
                 ready.update(dict.fromkeys(late))
-                if self.moves_once(step, late):
-                    moved.append(self.whole(step, [var in late for var in step.eqn.outvars]))
+                if self.moves_out_of_pass(step, late):
+                    moved.append(self.whole_evaluation(step, [var in late for var in step.eqn.outvars]))
                     for atom in step.eqn.invars:
                         if isinstance(atom, Var) and atom in self.pending:
                             heapq.heappush(waiting, -self.position[atom])
@@ -330,15 +332,15 @@ class Sweep:
                     del self.pending[var]
         self.level = level
         moved.reverse()
-        self.made.update((var, level + 1) for var in ready)
-        effects = [s for s in self.effects if s.level == level or (s.level < level and not answered(s))]
+        self.available_from.update((var, level + 1) for var in ready)
+        effects = [s for s in self.effects if s.level == level or (s.level < level and not calls_host_for_results(s))]
         self.effects = [step for step in self.effects if step not in effects]
         self.pending = {var: None for var in self.pending if var not in ready}
         states = flow.states
         requests: list[tuple[Atom, Form]] = [(var, states[var].form) for var in completed]
         requests += collected.items()
 
-        made = recipe(flow, requests, self.node_sizes, is_leaf=self.choice.is_leaf, effects=effects)
+        made = build_recipe(flow, requests, self.node_sizes, is_leaf=self.choice.is_leaf, effects=effects)
         accumulators = []
         for var in completed:
             form = states[var].form
@@ -352,12 +354,12 @@ class Sweep:
                 self.want_batched(var)
         return moved, Pass(level, made, tuple(accumulators), tuple(collected.items()))
 
-    def may_wait_for(self, var: Var, level: int) -> bool:
+    def can_complete_at(self, var: Var, level: int) -> bool:
         """Whether a value can be completed in the pass of a level: it is possible by then, and not needed before."""
         made = self.flow.states[var].level
         return made == level or (made < level < self.earliest.get(var, level + 1))
 
-    def moves_once(self, step: Step, late: Sequence[Var]) -> bool:
+    def moves_out_of_pass(self, step: Step, late: Sequence[Var]) -> bool:
         """Whether a linear equation of partial values is better evaluated once, on completed operands."""
         if step.location is not None or step.region is not None or step.description is None:
             return False
@@ -370,18 +372,18 @@ class Sweep:
         }
         if not self.widened.isdisjoint(late):
             return True
-        cost = sum(size_of(atom) for atom in partial if atom not in self.needed)
-        gain = sum(size_of(var) for var in late) - cost
+        cost = sum(accumulator_bytes(atom) for atom in partial if atom not in self.first_needed)
+        gain = sum(accumulator_bytes(var) for var in late) - cost
         return bool(partial) and (gain > 0 if step.description.has(Algebra.MOVES) else gain >= 0)
 
 
-def together(stages: Iterable[Stage]) -> list[Stage]:
+def merge_stages(stages: Iterable[Stage]) -> list[Stage]:
     """Stages, of which those that no pass is between are one: all of it is divided as those who read it want it."""
     found: list[Stage] = []
     for stage in stages:
-        if found and found[-1].nodes is None:
-            stage = Stage((*found.pop().once, *stage.once), stage.nodes)
+        if found and found[-1].node_pass is None:
+            stage = Stage((*found.pop().once_actions, *stage.once_actions), stage.node_pass)
         found.append(stage)
-    while found and not found[-1].once and found[-1].nodes is None:
+    while found and not found[-1].once_actions and found[-1].node_pass is None:
         found.pop()
     return found

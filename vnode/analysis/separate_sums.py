@@ -30,19 +30,19 @@ from jax.extend.core import Var
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice
 from vnode.analysis.passes import Accumulator, Pass, Schedule, Stage, nbytes
 from vnode.analysis.products_after_loops import products_after_loops
-from vnode.analysis.recipe import Conversion, Evaluation, recipe
-from vnode.analysis.schedule import together
+from vnode.analysis.recipe import Conversion, Evaluation, build_recipe
+from vnode.analysis.schedule import merge_stages
 from vnode.analysis.states import Flow
-from vnode.analysis.sums_in_parts import DividedSum, Makers, divided_sum, with_divided_sums
+from vnode.analysis.sums_in_parts import DividedSum, Makers, divide_sum, replace_divided_sums
 from vnode.operators import Monoid, Role
 
 Operand = tuple[Var, Slice]
 """A batched value that nodes keep, with its form."""
 
-LEAST = 128 << 10
+MIN_SUM_BYTES = 128 << 10
 """Bytes from which a sum is formed in a pass of its own: such a sum is sent by itself, too."""
 
-PARTS = 8
+MAX_PARTS = 8
 """Into how many parts of about equal bytes sums are divided, at most; each part has a pass."""
 
 
@@ -56,14 +56,16 @@ def separate_sums(made: Schedule, pending: int, in_parts: bool = True) -> Schedu
     """
     if not pending:
         return made
-    flow, stages, read = made.flow, list[Stage](), pieces_read(made.passes)
+    flow, stages, read = made.flow, list[Stage](), partials_read(made.passes)
     for stage in made.stages:
-        flow, several = divided_stage(flow, inside(stage, pending, in_parts), pending, read if in_parts else None)
+        flow, several = divide_stage(
+            flow, separate_nested_sums(stage, pending, in_parts), pending, read if in_parts else None
+        )
         stages += several
-    return dataclasses.replace(made, flow=flow, stages=tuple(together(stages)))
+    return dataclasses.replace(made, flow=flow, stages=tuple(merge_stages(stages)))
 
 
-def inside(stage: Stage, pending: int, in_parts: bool) -> Stage:
+def separate_nested_sums(stage: Stage, pending: int, in_parts: bool) -> Stage:
     """A stage whose loops and branches with passes of their own have these divided."""
     once = [
         dataclasses.replace(
@@ -71,12 +73,12 @@ def inside(stage: Stage, pending: int, in_parts: bool) -> Stage:
         )
         if action.schedules
         else action
-        for action in stage.once
+        for action in stage.once_actions
     ]
-    return Stage(tuple(once), stage.nodes)
+    return Stage(tuple(once), stage.node_pass)
 
 
-def pieces_read(passes: Iterable[Pass]) -> set[Var]:
+def partials_read(passes: Iterable[Pass]) -> set[Var]:
     """The sums whose pieces nodes compute with."""
     found: set[Var] = set()
     for action in (action for nodes in passes for action in nodes.recipe.actions):
@@ -88,7 +90,7 @@ def pieces_read(passes: Iterable[Pass]) -> set[Var]:
     return found
 
 
-def divided_stage(flow: Flow, stage: Stage, pending: int, read: set[Var] | None) -> tuple[Flow, list[Stage]]:
+def divide_stage(flow: Flow, stage: Stage, pending: int, read: set[Var] | None) -> tuple[Flow, list[Stage]]:
     """A stage, or several with a pass each in its place; and the flow of the program whose sums these form.
 
     Args:
@@ -97,19 +99,22 @@ def divided_stage(flow: Flow, stage: Stage, pending: int, read: set[Var] | None)
       pending: how many sums wait for each that is formed.
       read: the sums whose pieces nodes compute with, in any pass; None if no sum is to be divided.
     """
-    nodes = stage.nodes
+    nodes = stage.node_pass
     if nodes is None or any(isinstance(a, Evaluation) and a.step.eqn.effects for a in nodes.recipe.actions):
         return flow, [stage]
-    before, large = flow, [a for a in nodes.accumulators if a.bytes >= LEAST and jnp.issubdtype(a.dtype, jnp.inexact)]
+    before, large = (
+        flow,
+        [a for a in nodes.accumulators if a.bytes >= MIN_SUM_BYTES and jnp.issubdtype(a.dtype, jnp.inexact)],
+    )
     if read is not None:
         after = products_after_loops(flow, {a.var for a in large} - read)
-        smaller = products_of(after, nodes, large, makers_of(after), pending)
+        smaller = large_products(after, nodes, large, partial_makers(after), pending)
         flow = products_after_loops(flow, smaller.keys() - read)  # and not those that wait as a whole
-    makers = makers_of(flow)
-    products = products_of(flow, nodes, large, makers, pending)
+    makers = partial_makers(flow)
+    products = large_products(flow, nodes, large, makers, pending)
     large = [a for a in large if a.var in products]
-    divided = {} if read is None else sums_in_parts(flow, large, makers, read)
-    groups = in_groups([each for a in large for each in parts_of(a, divided)])
+    divided = {} if read is None else divide_sums(flow, large, makers, read)
+    groups = group_sums([each for a in large for each in sum_parts(a, divided)])
     if len(groups) < 2:
         return before, [stage]
     kept = {key: None for a in large for key in products[a.var]}
@@ -117,22 +122,22 @@ def divided_stage(flow: Flow, stage: Stage, pending: int, read: set[Var] | None)
     saved = pending * (sum(a.bytes for a in large) - max(sum(a.bytes for a in group) for group in groups))
     if 2 * sum(nbytes(var) for var, _ in made) > saved:
         return before, [stage]
-    flow = with_divided_sums(flow, list(divided.values())) if divided else flow
+    flow = replace_divided_sums(flow, list(divided.values())) if divided else flow
     joins = {
         part: Evaluation(step, step.operands, step.results)
         for each in divided.values()
         for part, step in zip(each.parts, each.joins, strict=True)
     }
     rest = [a for a in nodes.accumulators if a.var not in products]
-    first = part(flow, nodes, rest, [*nodes.collected, *(key for key in made if key not in nodes.collected)], set())
-    stages = [Stage(stage.once, first if first.recipe.requests else None)]
+    first = sum_pass(flow, nodes, rest, [*nodes.collected, *(key for key in made if key not in nodes.collected)], set())
+    stages = [Stage(stage.once_actions, first if first.recipe.requests else None)]
     for group in groups:
-        stages.append(Stage((), part(flow, nodes, group, [], set(kept))))
+        stages.append(Stage((), sum_pass(flow, nodes, group, [], set(kept))))
         stages.append(Stage(tuple(joins[a.var] for a in group if a.var in joins), None))
     return flow, stages
 
 
-def makers_of(flow: Flow) -> Makers:
+def partial_makers(flow: Flow) -> Makers:
     """By which equation nodes make their pieces of sums."""
     return {
         step.eqn.outvars[0]: Evaluation(step, step.operands, step.results, step.description, step.location)
@@ -141,7 +146,7 @@ def makers_of(flow: Flow) -> Makers:
     }
 
 
-def products_of(
+def large_products(
     flow: Flow, nodes: Pass, large: Sequence[Accumulator], makers: Makers, pending: int
 ) -> dict[Var, list[Operand]]:
     """The large sums whose pieces are made of batched values that are smaller, transposed and added maybe; with these.
@@ -179,29 +184,29 @@ def products_of(
     return {a.var: keys for a, keys in found.items() if is_smaller(a)}
 
 
-def sums_in_parts(flow: Flow, sums: Sequence[Accumulator], makers: Makers, read: set[Var]) -> dict[Var, DividedSum]:
+def divide_sums(flow: Flow, sums: Sequence[Accumulator], makers: Makers, read: set[Var]) -> dict[Var, DividedSum]:
     """Those of some sums that are divided: each that is larger than one of `PARTS` equal parts, if it can be.
 
     None is where such parts would have less than `LEAST` bytes: more passes take longer, and there is little to save.
     """
-    most = sum(a.bytes for a in sums) // PARTS
-    if most < LEAST:
+    most = sum(a.bytes for a in sums) // MAX_PARTS
+    if most < MIN_SUM_BYTES:
         return {}
     counts = {a.var: round(a.bytes / most) for a in sums if a.var not in read}
-    found = {var: divided_sum(flow, makers, var, count) for var, count in counts.items() if count > 1}
+    found = {var: divide_sum(flow, makers, var, count) for var, count in counts.items() if count > 1}
     return {var: divided for var, divided in found.items() if divided is not None}
 
 
-def parts_of(a: Accumulator, divided: dict[Var, DividedSum]) -> list[Accumulator]:
+def sum_parts(a: Accumulator, divided: dict[Var, DividedSum]) -> list[Accumulator]:
     """A sum, or its parts."""
     if a.var not in divided:
         return [a]
-    return [dataclasses.replace(a, var=part, whole=a.var) for part in divided[a.var].parts]
+    return [dataclasses.replace(a, var=part, divided_value=a.var) for part in divided[a.var].parts]
 
 
-def in_groups(sums: list[Accumulator]) -> list[list[Accumulator]]:
+def group_sums(sums: list[Accumulator]) -> list[list[Accumulator]]:
     """Sums in order, in groups of about the same bytes."""
-    most = max(max((a.bytes for a in sums), default=0), sum(a.bytes for a in sums) // PARTS)
+    most = max(max((a.bytes for a in sums), default=0), sum(a.bytes for a in sums) // MAX_PARTS)
     groups: list[list[Accumulator]] = []
     for a in sums:
         if groups and sum(each.bytes for each in groups[-1]) + a.bytes <= most:
@@ -211,12 +216,14 @@ def in_groups(sums: list[Accumulator]) -> list[list[Accumulator]]:
     return groups
 
 
-def part(flow: Flow, nodes: Pass, sums: list[Accumulator], collected: Sequence[Operand], given: set[Operand]) -> Pass:
+def sum_pass(
+    flow: Flow, nodes: Pass, sums: list[Accumulator], collected: Sequence[Operand], given: set[Operand]
+) -> Pass:
     """The pass of some sums, in which nodes are given what they were, and more."""
     requests: list[tuple[Var, Form]] = [(a.var, flow.states[a.var].form) for a in sums]
 
     def is_leaf(var: Var, form: Form) -> bool:
         return (var, form) in given or (var, form) in nodes.recipe.leaves
 
-    made = recipe(flow, [*requests, *collected], flow.node_sizes, is_leaf=is_leaf)
+    made = build_recipe(flow, [*requests, *collected], flow.node_sizes, is_leaf=is_leaf)
     return Pass(nodes.level, made, tuple(sums), tuple(collected), bool(given))

@@ -50,31 +50,31 @@ class State:
 
     form: Form
     level: int = 0
-    local: int = 0
+    local_level: int = 0
     ghost: bool = False
     zero: bool = False
     model: bool = False
     estimates: bool = False
-    given: bool = False
+    materialized: bool = False
     examples: frozenset[int] = frozenset()
     places: frozenset[int] = frozenset()
-    handed_on: bool = False
-    counted: bool = False
+    estimated_inside: bool = False
+    counted_outside: bool = False
 
     @property
-    def crosses(self) -> bool:
+    def crosses_region(self) -> bool:
         """Whether it comes of sums on the other side of a loop's or branch's border."""
-        return self.handed_on or self.counted
+        return self.estimated_inside or self.counted_outside
 
     @property
     def whole_level(self) -> int:
         """The round after which the value can be read whole."""
-        return self.level if isinstance(self.form, Whole) or self.given else self.level + 1
+        return self.level if isinstance(self.form, Whole) or self.materialized else self.level + 1
 
     @property
     def estimable(self) -> bool:
         """Whether nodes need not wait for the whole value where an estimate is made of it: a count of examples, say."""
-        return self.estimated or (isinstance(self.form, Whole | Partial) and self.local < self.whole_level)
+        return self.estimated or (isinstance(self.form, Whole | Partial) and self.local_level < self.whole_level)
 
     @property
     def estimated(self) -> bool:
@@ -82,15 +82,15 @@ class State:
         return self.ghost and isinstance(self.form, Whole | Partial)
 
     @property
-    def ready(self) -> int:
+    def ready_level(self) -> int:
         """The round after which nodes can read the value, if they need it as a whole."""
-        return self.local if self.estimated else self.whole_level
+        return self.local_level if self.estimated else self.whole_level
 
 
 ZERO, NONZERO = State(WHOLE, zero=True), State(WHOLE)
 
 
-class Why(enum.Enum):
+class CouplingReason(enum.Enum):
     """Why a batched value is read whole, or why nodes cannot run a loop or branch on their own."""
 
     WHOLE = "needs the whole batch at once"
@@ -130,7 +130,7 @@ class Coupling:
     level: int
     mode: str = "exact"
     source: JaxprEqn | None = None
-    why: Why | None = None
+    why: CouplingReason | None = None
 
 
 @dataclasses.dataclass(eq=False)  # not frozen only because many are made
@@ -194,26 +194,26 @@ class Flow:
     node_size: int = 1
     node_sizes: dict[Batch, int] = dataclasses.field(default_factory=dict)
 
-    _once: dict[State, State] = dataclasses.field(default_factory=lambda: {ZERO: ZERO, NONZERO: NONZERO})
+    _interned: dict[State, State] = dataclasses.field(default_factory=lambda: {ZERO: ZERO, NONZERO: NONZERO})
 
     _wholes: dict[tuple[int, int, bool, bool], State] = dataclasses.field(default_factory=dict)
 
-    def one(self, state: State) -> State:
+    def interned(self, state: State) -> State:
         """The one of several equal states that the flow holds, so that they can be told by identity."""
-        return self._once.setdefault(state, state)
+        return self._interned.setdefault(state, state)
 
-    def whole(self, level: int, local: int, ghost: bool, model: bool) -> State:
+    def whole_state(self, level: int, local: int, ghost: bool, model: bool) -> State:
         """What is known of a value that is computed once and is neither zero nor has examples."""
         key = (level, local, ghost, model)
         if key not in self._wholes:
-            self._wholes[key] = self.one(State(WHOLE, level, local, ghost, model=model))
+            self._wholes[key] = self.interned(State(WHOLE, level, local, ghost, model=model))
         return self._wholes[key]
 
-    def filled_by(self, nodes: int) -> bool:
+    def needs_no_padding(self, nodes: int) -> bool:
         """Whether so many nodes hold every batch without padding."""
         return all(nodes * size == batch.size for batch, size in self.node_sizes.items())
 
-    def local(self, form: Slice) -> int:
+    def node_elements(self, form: Slice) -> int:
         """Elements that a node holds of one run of a batch, padding included."""
         return int(self.node_sizes[form.batch] * form.ratio)
 
@@ -231,28 +231,28 @@ def literal_state(value: Any) -> State:
     return ZERO if value.dtype.names is None and not value.any() else NONZERO  # float0 has names, and no values
 
 
-class Coupled(Exception):
+class CoupledInBody(Exception):
     """Inside a loop's body: examples meet here, so nodes cannot run the loop on their own."""
 
-    def __init__(self, eqn: JaxprEqn, why: Why) -> None:
+    def __init__(self, eqn: JaxprEqn, why: CouplingReason) -> None:
         super().__init__(why.value)
         self.eqn = eqn
         self.why = why
 
 
-Mode = Callable[[JaxprEqn], str]
+CouplingMode = Callable[[JaxprEqn], str]
 """The coupling mode of a reducing or materializing equation: ``"exact"``, ``"local"`` or ``"error"``."""
 
 
-class Follows(Protocol):
+class BatchFollower(Protocol):
     """Who follows the batch through a program: what loops and branches need of it."""
 
     batch: Batch
     nodes: int
-    mode: Mode
+    mode: CouplingMode
     couplings: list[Coupling]
     sums: set[Var]
-    picked: set[Var]
+    dispatch_sums: set[Var]
 
     @property
     def batches(self) -> set[Batch]:
@@ -263,6 +263,6 @@ class Follows(Protocol):
         """Batch flow of a program."""
         ...
 
-    def anew(self, batch: Batch | None) -> Follows:
+    def for_nested_program(self, batch: Batch | None) -> BatchFollower:
         """Another one for a program with passes of its own; `batch` if it has examples of its own."""
         ...

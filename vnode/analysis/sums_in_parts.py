@@ -39,7 +39,7 @@ Makers = Mapping[Var, Evaluation]
 """By which evaluation nodes make their pieces of sums."""
 
 
-class NotDivided(Exception):
+class CannotDivide(Exception):
     """An equation on the way to a sum has no copy that gives a part of it."""
 
 
@@ -64,7 +64,7 @@ class DividedSum:
     replaced: tuple[Step, ...]
 
 
-def divided_sum(flow: Flow, makers: Makers, var: Var, count: int) -> DividedSum | None:
+def divide_sum(flow: Flow, makers: Makers, var: Var, count: int) -> DividedSum | None:
     """A sum in about `count` parts, along a dimension that gives equal parts and can be divided; or None.
 
     Args:
@@ -76,16 +76,16 @@ def divided_sum(flow: Flow, makers: Makers, var: Var, count: int) -> DividedSum 
     if len(makers[var].step.eqn.outvars) > 1:
         return None
     shape = var.aval.shape
-    for dim in sorted(range(len(shape)), key=lambda d: largest(shape[d], count)):
+    for dim in sorted(range(len(shape)), key=lambda d: largest_share(shape[d], count)):
         bounds = bounds_of(shape[dim], count)
         if len(bounds) < 2:
             break
-        copies = Copies(flow, makers)
+        copies = StepCopies(flow, makers)
         try:
             parts = [copies.part(var, flow.states[var].form, dim, *each) for each in bounds]
-        except NotDivided:
+        except CannotDivide:
             continue
-        joins = joined(flow, makers[var].step.eqn, parts, dim, [start for start, _ in bounds])
+        joins = join_steps(flow, makers[var].step.eqn, parts, dim, [start for start, _ in bounds])
         states = copies.states | {v: flow.states[var] for step in joins for v in step.eqn.outvars}
         replaced = dict.fromkeys(reversed([action.step for action in copies.copied]))
         return DividedSum(var, tuple(parts), tuple(copies.steps), joins, states, tuple(replaced))
@@ -103,12 +103,12 @@ def bounds_of(size: int, count: int) -> list[tuple[int, int]]:
     return [(start, min(start + part, size)) for start in range(0, size, part)]
 
 
-def largest(size: int, count: int) -> Fraction:
+def largest_share(size: int, count: int) -> Fraction:
     """The share of the largest part of a dimension."""
     return max(Fraction(stop - start, size) for start, stop in bounds_of(size, count))
 
 
-class Copies:
+class StepCopies:
     """Copies of the steps that make a sum, on parts of a dimension.
 
     Attributes:
@@ -132,7 +132,7 @@ class Copies:
           NotDivided: there is no such copy.
         """
         if not isinstance(atom, Var):
-            raise NotDivided
+            raise CannotDivide
         key = (atom, form, dim, start, stop)
         if key not in self._made:
             if isinstance(form, Partial):
@@ -142,14 +142,14 @@ class Copies:
             elif self.flow.states[atom].zero:
                 self._made[key] = self.zeros(atom, dim, stop - start)
             else:
-                raise NotDivided
+                raise CannotDivide
         return self._made[key]
 
     def copy(self, action: Evaluation, var: Var, dim: int, start: int, stop: int) -> Var:
         """A copy of the equation that makes a sum."""
         step, description = action.step, action.description
         if description is None or len(step.eqn.outvars) > 1:
-            raise NotDivided
+            raise CannotDivide
         factor = factor_of(description, dim)
         operands = []
         for atom, form, dims in zip(step.eqn.invars, action.operands, description.operands, strict=True):
@@ -157,7 +157,7 @@ class Copies:
             if not having:
                 operands.append(atom)
             elif len(having) > 1 or dims[having[0]] != (factor,) or form is None:
-                raise NotDivided
+                raise CannotDivide
             else:
                 operands.append(self.part(atom, form, having[0], start, stop))
         self.copied.append(action)
@@ -167,21 +167,21 @@ class Copies:
         made = step.eqn.replace(invars=operands, outvars=[result], params=params)
         copied = self.flow.program.describe(made)
         if copied is None or copied.sizes != sizes:
-            raise NotDivided
+            raise CannotDivide
         return self.add(dataclasses.replace(step, eqn=made, description=copied), self.flow.states[var])
 
     def slice_of(self, var: Var, form: Slice, dim: int, start: int, stop: int) -> Var:
         """A slice of a batched value."""
         source = self.flow.steps[self.flow.position[var]].eqn if var in self.flow.position else None
-        eqn = equation(lambda x: lax.slice_in_dim(x, start, stop, axis=dim), [var], source)
+        eqn = single_equation(lambda x: lax.slice_in_dim(x, start, stop, axis=dim), [var], source)
         state = self.flow.states[var]
-        return self.add(step_of(self.flow, eqn, True, state.level, (form,), form), state)
+        return self.add(make_step(self.flow, eqn, True, state.level, (form,), form), state)
 
     def zeros(self, var: Var, dim: int, size: int) -> Var:
         """Zeros in the shape of a part."""
         shape = tuple(size if d == dim else n for d, n in enumerate(var.aval.shape))
-        eqn = equation(lambda: lax.full(shape, 0, var.aval.dtype), [], None)
-        return self.add(step_of(self.flow, eqn, False, 0, (WHOLE,) * len(eqn.invars), WHOLE), ZERO)
+        eqn = single_equation(lambda: lax.full(shape, 0, var.aval.dtype), [], None)
+        return self.add(make_step(self.flow, eqn, False, 0, (WHOLE,) * len(eqn.invars), WHOLE), ZERO)
 
     def add(self, step: Step, state: State) -> Var:
         self.steps.append(step)
@@ -198,15 +198,15 @@ def factor_of(description: OperatorDescription, dim: int) -> int:
     """
     factors = description.results[0][dim]
     if len(factors) != 1:
-        raise NotDivided
+        raise CannotDivide
     factor = description.factors[factors[0]]
     told = description.emit is not None and description.resize is None  # only what evaluates a copy knows its shape
     if factor.split is not FREE or factor.positional or told or description.layout is not None:
-        raise NotDivided
+        raise CannotDivide
     return factors[0]
 
 
-def joined(flow: Flow, source: JaxprEqn, parts: Sequence[Var], dim: int, starts: Sequence[int]) -> tuple[Step, ...]:
+def join_steps(flow: Flow, source: JaxprEqn, parts: Sequence[Var], dim: int, starts: Sequence[int]) -> tuple[Step, ...]:
     """The steps that put parts of a value into one array."""
     (var,) = source.outvars
     rank, rest = len(var.aval.shape), var.aval.shape[dim] - parts[0].aval.shape[dim]
@@ -215,17 +215,17 @@ def joined(flow: Flow, source: JaxprEqn, parts: Sequence[Var], dim: int, starts:
         ends = [(0, rest if d == dim else 0, 0) for d in range(rank)]
         return lax.pad(part, jnp.zeros((), part.dtype), ends)
 
-    equations = [equation(first, [parts[0]], source)]
+    equations = [single_equation(first, [parts[0]], source)]
     for part, start in zip(parts[1:], starts[1:], strict=True):
         at = [start if d == dim else 0 for d in range(rank)]
         held = equations[-1].outvars[0]
-        equations.append(equation(lambda x, y, at=at: lax.dynamic_update_slice(x, y, at), [held, part], source))
+        equations.append(single_equation(lambda x, y, at=at: lax.dynamic_update_slice(x, y, at), [held, part], source))
     equations[-1] = equations[-1].replace(outvars=[var])
     level = flow.states[var].level + 1
-    return tuple(step_of(flow, eqn, False, level, (WHOLE,) * len(eqn.invars), WHOLE) for eqn in equations)
+    return tuple(make_step(flow, eqn, False, level, (WHOLE,) * len(eqn.invars), WHOLE) for eqn in equations)
 
 
-def equation(fun: Callable[..., Any], operands: Sequence[Var], source: JaxprEqn | None) -> JaxprEqn:
+def single_equation(fun: Callable[..., Any], operands: Sequence[Var], source: JaxprEqn | None) -> JaxprEqn:
     """The one equation that a function is, of these operands; it stands where the user wrote `source`."""
     with jax.sharding.use_abstract_mesh(NO_MESH):
         shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in operands]
@@ -239,7 +239,7 @@ def equation(fun: Callable[..., Any], operands: Sequence[Var], source: JaxprEqn 
     return eqn if source is None else eqn.replace(source_info=source.source_info)
 
 
-def step_of(flow: Flow, eqn: JaxprEqn, per_node: bool, level: int, operands: tuple[Form, ...], result: Form) -> Step:
+def make_step(flow: Flow, eqn: JaxprEqn, per_node: bool, level: int, operands: tuple[Form, ...], result: Form) -> Step:
     """An equation that nodes evaluate on batched values without a look at the batch, or that is evaluated once."""
     description = flow.program.describe(eqn)
     location = None
@@ -247,11 +247,11 @@ def step_of(flow: Flow, eqn: JaxprEqn, per_node: bool, level: int, operands: tup
         assert description is not None
         location = locate(result, description.operands[0], description.sizes)
         if location is None:
-            raise NotDivided
+            raise CannotDivide
     return Step(eqn, per_node, level, operands, (result,), description, location)
 
 
-def with_divided_sums(flow: Flow, several: Sequence[DividedSum]) -> Flow:
+def replace_divided_sums(flow: Flow, several: Sequence[DividedSum]) -> Flow:
     """Batch flow of the program with some sums in parts, without what made them at once unless something else does."""
     by_var = {each.var: each for each in several}
     replaced = {step for each in several for step in each.replaced}

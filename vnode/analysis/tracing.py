@@ -16,10 +16,10 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType
 
-from vnode.analysis.clamp_slice_starts import sliced_in_bounds
-from vnode.analysis.discharge_references import without_references
-from vnode.analysis.meshless import NoMeaning, Replicated, meshless
-from vnode.analysis.program import Program, inline, message_about, where_raised
+from vnode.analysis.clamp_slice_starts import clamp_slice_starts
+from vnode.analysis.discharge_references import discharge_references
+from vnode.analysis.meshless import PmapFound, UnsupportedShardMap, remove_mesh
+from vnode.analysis.program import Program, inline, message_about, source_line_of_error
 from vnode.errors import UnsupportedPrimitiveError, VnodeError, layout_message
 
 
@@ -52,7 +52,7 @@ def trace(fun: Callable[..., Any], *args: Any) -> Traced:
       VnodeError: the step is written for `jax.pmap`.
       UnsupportedPrimitiveError: it holds a program per shard of a mesh that cannot be followed.
     """
-    closed, jaxpr = made_meshless(fun, *args)
+    closed, jaxpr = trace_meshless(fun, *args)
     traced = [isinstance(value, jax.core.Tracer) for value in closed.consts]
     captured = [value for value, is_traced in zip(closed.consts, traced, strict=True) if is_traced]
     count = len(closed.jaxpr.invars)
@@ -62,11 +62,11 @@ def trace(fun: Callable[..., Any], *args: Any) -> Traced:
         consts = [next(outer) if is_traced else value for value, is_traced in zip(closed.consts, traced, strict=True)]
         return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*values[:count])
 
-    plain = without_references(ClosedJaxpr(jaxpr, closed.consts))
-    return Traced(inline(sliced_in_bounds(plain.jaxpr), plain.consts), captured, function)
+    plain = discharge_references(ClosedJaxpr(jaxpr, closed.consts))
+    return Traced(inline(clamp_slice_starts(plain.jaxpr), plain.consts), captured, function)
 
 
-def outside_of_meshes(fun: Callable[..., Any], *args: Any) -> Callable[..., list[Any]]:
+def meshless_function(fun: Callable[..., Any], *args: Any) -> Callable[..., list[Any]]:
     """A function as it is understood in the caller's mesh, to be called outside of it.
 
     Args:
@@ -79,7 +79,7 @@ def outside_of_meshes(fun: Callable[..., Any], *args: Any) -> Callable[..., list
     Raises:
       VnodeError: as `trace`.
     """
-    closed, jaxpr = made_meshless(fun, *args)
+    closed, jaxpr = trace_meshless(fun, *args)
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
 
 
@@ -96,7 +96,7 @@ def with_trees(fun: Callable[..., Any], on_trees: Callable[..., Any], treedef: A
     return fun
 
 
-def jaxpr_of(fun: Callable[..., Any], args: Sequence[Any]) -> ClosedJaxpr:
+def make_jaxpr(fun: Callable[..., Any], args: Sequence[Any]) -> ClosedJaxpr:
     """What jax makes of a function of arrays: of its pytrees, if it says what these are."""
     if not hasattr(fun, "on_trees"):
         return jax.make_jaxpr(fun)(*args)
@@ -105,7 +105,7 @@ def jaxpr_of(fun: Callable[..., Any], args: Sequence[Any]) -> ClosedJaxpr:
     return jax.make_jaxpr(on_trees)(*trees, **named)
 
 
-def traced(fun: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+def trace_jaxpr(fun: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     """What jax makes of a function, with the axes of the caller's mesh left to the partitioner where that is possible.
 
     Where axes are explicit, jax writes changes of sharding into derivatives, and what else it does depends on them: a
@@ -116,22 +116,22 @@ def traced(fun: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     if not mesh.empty and AxisType.Explicit in mesh.axis_types and AxisType.Manual not in mesh.axis_types:
         automatic = AbstractMesh(mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names))
         with contextlib.suppress(Exception), jax.sharding.use_abstract_mesh(automatic):
-            return jaxpr_of(fun, args)  # what is wrong besides is told below
-    return jaxpr_of(fun, args)
+            return make_jaxpr(fun, args)  # what is wrong besides is told below
+    return make_jaxpr(fun, args)
 
 
-def made_meshless(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Jaxpr]:
+def trace_meshless(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Jaxpr]:
     """What jax makes of a function, with meshes and without them; raises what `trace` says."""
     try:
-        closed = traced(fun, *args)
-        jaxpr = meshless(closed.jaxpr)
+        closed = trace_jaxpr(fun, *args)
+        jaxpr = remove_mesh(closed.jaxpr)
     except NameError as error:
         if "unbound axis name" not in str(error):
             raise
         raise VnodeError(
             layout_message(
                 "the step names an axis that is not there: collectives of jax.pmap are left over.",
-                where=where_raised(error),
+                where=source_line_of_error(error),
                 facts=[str(error).partition(". ")[0]],
                 remedies=[
                     "remove them: a step for vnode is written for the whole batch (docs/migrating-from-pmap.md)",
@@ -139,7 +139,7 @@ def made_meshless(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Jax
                 ],
             )
         ) from error
-    except Replicated as found:
+    except PmapFound as found:
         raise VnodeError(
             message_about(
                 found.eqn,
@@ -150,7 +150,7 @@ def made_meshless(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Jax
                 ],
             )
         ) from None
-    except NoMeaning as found:
+    except UnsupportedShardMap as found:
         raise UnsupportedPrimitiveError(
             message_about(
                 found.eqn,

@@ -53,7 +53,7 @@ from vnode.placement.static_scalars import map_arrays
 from vnode.placement.world import world
 from vnode.show.progress import Display
 from vnode.step.compile_ahead import Preparation
-from vnode.step.step_identity import differences
+from vnode.step.step_identity import program_differences
 
 if TYPE_CHECKING:
     from vnode.elastic.checkpoints import Checkpoints
@@ -198,7 +198,7 @@ class Driver:
         except Exception as error:  # the first step will raise it, and say more
             logger.info("the step cannot be traced before a checkpoint is restored: %s", error)
         what, fact = f"to restore checkpoint {number}", None if program is None else program.to_json()
-        check_same(what, {"program": fact}, shows={"program": differences})
+        check_same(what, {"program": fact}, shows={"program": program_differences})
         return placement
 
     def run(self) -> Result:

@@ -376,5 +376,5 @@ def with_known_nodes(
     found = None if saved is None else saved.newest(saved.facts)
     known = None if found is None else found[1].get("step")
     if known is not None:
-        return step.as_before(known["virtual_nodes"], known["nodes in a lane"])
+        return step.restore_choice(known["virtual_nodes"], known["nodes in a lane"])
     return step.chosen(state, load(options.start, step.template))

@@ -12,10 +12,10 @@ from typing import Any, overload
 
 from vnode.errors import VnodeError, layout_message
 from vnode.placement.placement import Placement
-from vnode.step.compile_ahead import Preparation, warm_ups
+from vnode.step.compile_ahead import Preparation, warm_up_tasks
 from vnode.step.executor import Executor
 from vnode.step.protocol import P, R, Resolved, Step
-from vnode.step.virtual import VirtualStep, prepared
+from vnode.step.virtual import VirtualStep, prepare_steps
 from vnode.tracebacks import remove_frames
 from vnode.transform import virtualize as virtualize_pure
 
@@ -82,11 +82,11 @@ class ObjectStep(Step[P, R]):
 
         def compiler(executor: Executor, here: Resolved) -> Callable[[], Any]:
             lowered = executor.lower_for(here.args, here.kwargs)
-            return lambda: executor.keep(lowered.compile())
+            return lambda: executor.keep_compiled(lowered.compile())
 
         with self.resolved(args, kwargs) as here:
-            steps = here.step.members(placements)
-            return prepared(steps, [compiler(step.executor, here) for step in steps])
+            steps = here.step.steps_on(placements)
+            return prepare_steps(steps, [compiler(step.executor, here) for step in steps])
 
     def warm_up(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
         """As `prepare`, and runs the step there once with copies of the objects; see `VirtualStep.warm_up`.
@@ -105,9 +105,9 @@ class ObjectStep(Step[P, R]):
                 return executor.run_copy(args, kwargs)
 
         with self.resolved(args, kwargs) as here:
-            steps = here.step.members(placements)
+            steps = here.step.steps_on(placements)
             runs = [functools.partial(run, step.executor) for step in steps]
-            return prepared(steps, warm_ups(runs, here.args, here.kwargs))
+            return prepare_steps(steps, warm_up_tasks(runs, here.args, here.kwargs))
 
     def functional(self, objects: Any) -> tuple[Step, Any, Callable[[Any], Any]]:
         """The same step on the objects' arrays, for a loop that keeps, copies and saves a state.

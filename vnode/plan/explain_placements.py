@@ -24,7 +24,7 @@ from vnode.show.drawable import Drawn
 from vnode.show.grid import Grid
 from vnode.show.page import Cell, Column, Fact, Facts, Page, Picture, Table
 from vnode.show.units import number, several, size, spread
-from vnode.step.explain import layout, reports, temporary
+from vnode.step.explain import even_layout, reports, temporary_bytes
 from vnode.step.protocol import Resolved, step_and_arguments
 from vnode.tracebacks import api_boundary
 
@@ -83,8 +83,8 @@ class Comparison(Drawn):
                 "step time", lambda r: f"{r.waves / self.now.waves:.2f}x", "by waves alone: no communication, no update"
             ),
             row("nodes per device", lambda r: spread(r.counts)),
-            row("idle slots", idle, "turns in which a device waits for the fullest"),
-            row("inputs per device", inputs, "the fullest device's share of the batched arguments"),
+            row("idle slots", idle_text, "turns in which a device waits for the fullest"),
+            row("inputs per device", inputs_text, "the fullest device's share of the batched arguments"),
             row("accumulators per device", lambda r: size(r.accumulated), "in the pass that has most"),
             row("buffers per device", lambda r: size(r.buffered), "for adding in the order of the tree"),
         ]
@@ -118,7 +118,7 @@ class Comparison(Drawn):
     @property
     def heads(self) -> tuple[str, ...]:
         """What to call now and each of the others."""
-        return (f"now: {devices(self.now)}", *map(devices, self.reports[1:]))
+        return (f"now: {devices_text(self.now)}", *map(devices_text, self.reports[1:]))
 
     @property
     def title(self) -> str:
@@ -131,13 +131,13 @@ class Comparison(Drawn):
         instead = f"instead of {self.now.devices:,}{self.now.in_rows}"
         others = self.reports[1:]
         if not others:
-            return f"nothing: it is on {devices(self.now)} already"
+            return f"nothing: it is on {devices_text(self.now)} already"
         if len(others) > 1:
             numbers = [f"{r.devices:,}{r.in_rows}" for r in others]
             return f"on {', '.join(numbers[:-1])} or {numbers[-1]} {instead}"
         other = self.reports[-1]
         return (
-            f"on {devices(other)} {instead}: {several(other.waves, 'wave')} instead of "
+            f"on {devices_text(other)} {instead}: {several(other.waves, 'wave')} instead of "
             f"{self.now.waves}, {other.waves / self.now.waves:.2f} of the step time by waves alone"
         )
 
@@ -168,16 +168,16 @@ class Comparison(Drawn):
         )
 
 
-def devices(report: Report) -> str:
+def devices_text(report: Report) -> str:
     return several(report.devices, "device") + report.in_rows
 
 
-def idle(report: Report) -> str:
+def idle_text(report: Report) -> str:
     slots = report.waves * len(report.counts)
     return f"{report.idle:,}" + (f" ({report.idle / slots:.0%})" if report.idle else "")
 
 
-def inputs(report: Report) -> str:
+def inputs_text(report: Report) -> str:
     return size(report.of_device(report.inputs))
 
 
@@ -219,17 +219,17 @@ def explain(
     given = tuple(args) if not others and isinstance(args, tuple | list) else (args, *others)
     step, given = step_and_arguments(step, given, "explain", remedy)
     with step.resolved(given, kwargs) as here:
-        places = [here.step.placement, *([] if devices is None else places_of(here, devices))]
+        places = [here.step.placement, *([] if devices is None else requested_placements(here, devices))]
         found = reports(here, places)
         if compile:
             found = [
-                dataclasses.replace(report, temporary=temporary(here, place))
+                dataclasses.replace(report, temporary=temporary_bytes(here, place))
                 for report, place in zip(found, places, strict=True)
             ]
     return found[0] if devices is None else Comparison(found[0], tuple(found[1:]))
 
 
-def places_of(here: Resolved, devices: Any) -> list[Placement | Layout]:
+def requested_placements(here: Resolved, devices: Any) -> list[Placement | Layout]:
     """What the user means by devices.
 
     Raises:
@@ -238,10 +238,10 @@ def places_of(here: Resolved, devices: Any) -> list[Placement | Layout]:
     if isinstance(devices, Placement | jax.sharding.Mesh):
         return [here.step.on(devices).placement]
     if isinstance(devices, int | np.integer):
-        return [imagined(here, devices)]
+        return [hypothetical_layout(here, devices)]
     if isinstance(devices, Sequence | np.ndarray | range) and not isinstance(devices, str | bytes) and len(devices):
         if all(isinstance(one, Placement | int | np.integer) for one in devices):
-            return [place for one in devices for place in places_of(here, one)]
+            return [place for one in devices for place in requested_placements(here, one)]
         return [here.step.on(devices).placement]
     raise PlacementError(
         layout_message(
@@ -251,7 +251,7 @@ def places_of(here: Resolved, devices: Any) -> list[Placement | Layout]:
     )
 
 
-def imagined(here: Resolved, devices: Any) -> Layout:
+def hypothetical_layout(here: Resolved, devices: Any) -> Layout:
     """The layout on a number of devices.
 
     Raises:
@@ -265,4 +265,4 @@ def imagined(here: Resolved, devices: Any) -> Layout:
                 remedies=[f"a number of devices from 1 to {MOST_DEVICES:,}: devices=8"],
             )
         )
-    return layout(here, number)
+    return even_layout(here, number)

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from vnode.analysis.program import Made, Program
-from vnode.analysis.scan_rewriting import beginnings, opened
+from vnode.analysis.program import Program, ResultIndex
+from vnode.analysis.scan_rewriting import open_loop, saved_carries
 from vnode.errors import PartitionError
 from vnode.operators.control_flow import Loop, region_of
-from vnode.remat.offload import moved
-from vnode.remat.recompute import Late, computed_late
-from vnode.remat.residual_remat import computed_again
+from vnode.remat.offload import offload_residuals
+from vnode.remat.recompute import TurningPoint, recompute_late
+from vnode.remat.residual_remat import recompute_residuals
 
 
-def keeping_less(
-    program: Program, several: Collection[Made], batched: Sequence[int], away: Collection[Made] = ()
+def apply_memory_plan(
+    program: Program, several: Collection[ResultIndex], batched: Sequence[int], away: Collection[ResultIndex] = ()
 ) -> Program:
     """A program that computes some values again where they are read late, and has others on the host until then.
 
@@ -45,12 +45,18 @@ def keeping_less(
         raise PartitionError(f"{both} cannot be both computed again and on the host")
     stacked = {made for made in several if region_of(program.equations[made[0]]) is not None}
     others = set(several) - stacked
-    less = computed_again(program, stacked) if stacked else program
-    less = moved(less, [place(program, less, made) for made in away]) if away else less
-    return computed_late(Late.of(less, batched, Late.of(program, batched).turn), others) if others else less
+    less = recompute_residuals(program, stacked) if stacked else program
+    less = offload_residuals(less, [locate_result(program, less, made) for made in away]) if away else less
+    return (
+        recompute_late(
+            TurningPoint.from_program(less, batched, TurningPoint.from_program(program, batched).turn), others
+        )
+        if others
+        else less
+    )
 
 
-def place(before: Program, after: Program, made: Made) -> Made:
+def locate_result(before: Program, after: Program, made: ResultIndex) -> ResultIndex:
     """Where a result of a loop is after some of what loops stack is computed again.
 
     Args:
@@ -66,7 +72,7 @@ def place(before: Program, after: Program, made: Made) -> Made:
     loop = region_of(eqn)
     found = None
     if isinstance(loop, Loop) and 0 <= j < len(loop.carried):
-        found = next((i for i, n in beginnings(*opened(eqn)).items() if n == j), None)
+        found = next((i for i, n in saved_carries(*open_loop(eqn)).items() if n == j), None)
     elif isinstance(loop, Loop) and j < len(before.equations[k].outvars):
         var = before.equations[k].outvars[j]
         found = next((i for i, other in enumerate(eqn.outvars) if other is var), None)

@@ -14,30 +14,30 @@ from collections.abc import Collection, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
-from vnode.analysis.program import Atom, Made, Program
-from vnode.analysis.scan_rewriting import opened, scan_of
+from vnode.analysis.program import Atom, Program, ResultIndex
+from vnode.analysis.scan_rewriting import open_loop, rebuild_scan
 from vnode.errors import PartitionError
 from vnode.operators.host_transfer import has_several_rows, move, variable_in_space
 from vnode.operators.memory_spaces import HOST, can_offload, is_on_host
-from vnode.remat.residual_remat import kept_for_later
+from vnode.remat.residual_remat import loop_residuals
 
 
-def movable(program: Program) -> set[Made]:
+def offloadable_residuals(program: Program) -> set[ResultIndex]:
     """What loops of a program stack that could lie on the host until later loops read it, turn by turn.
 
     Args:
       program: with calls inlined.
     """
-    found = kept_for_later(program)
-    return {(k, j) for k, j in found if is_movable(program.equations[k].outvars[j])}
+    found = loop_residuals(program)
+    return {(k, j) for k, j in found if is_offloadable(program.equations[k].outvars[j])}
 
 
-def is_movable(var: Var) -> bool:
+def is_offloadable(var: Var) -> bool:
     """Whether a value of all turns has a type that can be moved to the host turn by turn, and is not there."""
     return can_offload(var.aval) and has_several_rows(var.aval.shape[1:]) and not is_on_host(var.aval)
 
 
-def moved(program: Program, chosen: Collection[Made]) -> Program:
+def offload_residuals(program: Program, chosen: Collection[ResultIndex]) -> Program:
     """A program in which what loops keep for later ones lies on the host in between.
 
     Args:
@@ -50,7 +50,7 @@ def moved(program: Program, chosen: Collection[Made]) -> Program:
     Raises:
       PartitionError: something is chosen that cannot be moved.
     """
-    unknown = set(chosen) - movable(program)
+    unknown = set(chosen) - offloadable_residuals(program)
     if unknown:
         raise PartitionError(f"no loop keeps {sorted(unknown)} for later ones alone, such that a host can hold it")
     equations = list(program.equations)
@@ -60,15 +60,15 @@ def moved(program: Program, chosen: Collection[Made]) -> Program:
         away[var] = variable_in_space(var.aval, HOST)
     for k, eqn in enumerate(equations):
         if any(atom in away for atom in eqn.invars if isinstance(atom, Var)):
-            equations[k] = eqn = fetching(eqn, away)
+            equations[k] = eqn = fetch_from_host(eqn, away)
         if any(var in away for var in eqn.outvars):
-            equations[k] = sending(eqn, away)
+            equations[k] = send_to_host(eqn, away)
     return program.with_equations(equations)
 
 
-def sending(eqn: JaxprEqn, away: Mapping[Var, Var]) -> JaxprEqn:
+def send_to_host(eqn: JaxprEqn, away: Mapping[Var, Var]) -> JaxprEqn:
     """A loop that stacks some of its results on the host."""
-    loop, body = opened(eqn)
+    loop, body = open_loop(eqn)
     outputs, results = list(body.outputs), list(eqn.outvars)
     there: dict[int, tuple[Atom, Var]] = {}  # values of a turn, and what they are on the host
     for j, var in enumerate(eqn.outvars):
@@ -82,12 +82,12 @@ def sending(eqn: JaxprEqn, away: Mapping[Var, Var]) -> JaxprEqn:
         equations.append(each)
         equations += [move(var, there[id(var)][1], each) for var in each.outvars if id(var) in there]
     made = Program(body.inputs, body.constants, equations, outputs)
-    return scan_of(eqn, made, eqn.invars, len(loop.fixed), results)
+    return rebuild_scan(eqn, made, eqn.invars, len(loop.fixed), results)
 
 
-def fetching(eqn: JaxprEqn, away: Mapping[Var, Var]) -> JaxprEqn:
+def fetch_from_host(eqn: JaxprEqn, away: Mapping[Var, Var]) -> JaxprEqn:
     """A loop that reads some of what it goes through from the host, each turn's part before it is first needed."""
-    loop, body = opened(eqn)
+    loop, body = open_loop(eqn)
     operands, inputs = list(eqn.invars), list(body.inputs)
     waiting: dict[Var, Var] = {}  # parts of a turn that are not there yet, as they are on the host
     for i in loop.scanned:
@@ -106,4 +106,4 @@ def fetching(eqn: JaxprEqn, away: Mapping[Var, Var]) -> JaxprEqn:
         equations.append(each)
     fetch(body.outputs, eqn)
     made = Program(inputs, body.constants, equations, body.outputs)
-    return scan_of(eqn, made, operands, len(loop.fixed), eqn.outvars)
+    return rebuild_scan(eqn, made, operands, len(loop.fixed), eqn.outvars)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from vnode.analysis.program import Atom, Made, Program, barrier_equation
+from vnode.analysis.program import Atom, Program, ResultIndex, barrier_equation
 from vnode.errors import PartitionError
 from vnode.operators.control_flow import region_of
 from vnode.operators.cost import nbytes
@@ -36,7 +36,7 @@ SPREAD = 3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Late:
+class TurningPoint:
     """A program, what of it depends on examples, and what is read beyond its turning point.
 
     Attributes:
@@ -52,7 +52,7 @@ class Late:
     readers: Mapping[Var, Sequence[int]]
 
     @staticmethod
-    def of(program: Program, batched: Iterable[int], turn: int | None = None) -> Late:
+    def from_program(program: Program, batched: Iterable[int], turn: int | None = None) -> TurningPoint:
         """That of a program.
 
         Args:
@@ -65,19 +65,19 @@ class Late:
             if any(atom in varying for atom in eqn.invars if isinstance(atom, Var)):
                 varying.update(eqn.outvars)
         readers = readers_of(program)
-        turn = turning_point(program, varying, readers) if turn is None else turn
-        return Late(program, frozenset(varying), turn, readers)
+        turn = find_turning_point(program, varying, readers) if turn is None else turn
+        return TurningPoint(program, frozenset(varying), turn, readers)
 
-    def beyond(self, var: Var) -> Sequence[int]:
+    def late_readers(self, var: Var) -> Sequence[int]:
         """The equations beyond the turning point that read a variable."""
         readers = self.readers.get(var, ())
         return readers[bisect.bisect_right(readers, self.turn) :]
 
     @functools.cached_property
-    def repeatable(self) -> Mapping[Made, Var]:
+    def recomputable(self) -> Mapping[ResultIndex, Var]:
         """What could be computed again: it depends on examples, comes before the turning point, and is not returned."""
         ends = {atom for atom in self.program.outputs if isinstance(atom, Var)}
-        found: dict[Made, Var] = {}
+        found: dict[ResultIndex, Var] = {}
         for k, eqn in enumerate(self.program.equations[: self.turn + 1]):
             if eqn.effects or region_of(eqn) is not None:
                 continue
@@ -87,29 +87,29 @@ class Late:
         return found
 
     @functools.cached_property
-    def held(self) -> tuple[Var, ...]:
+    def live_values(self) -> tuple[Var, ...]:
         """What is made before the turning point, depends on examples, and is read beyond it."""
         made = [var for eqn in self.program.equations[: self.turn + 1] for var in eqn.outvars]
-        return tuple(var for var in made if var in self.varying and self.beyond(var))
+        return tuple(var for var in made if var in self.varying and self.late_readers(var))
 
     @functools.cached_property
-    def ends(self) -> Sequence[int]:
+    def time_bounds(self) -> Sequence[int]:
         """Equations, by number, with which times beyond the turning point end: in each about as much is read first."""
-        first = sorted((self.beyond(var)[0], nbytes(var.aval)) for var in self.held)
+        first = sorted((self.late_readers(var)[0], nbytes(var.aval)) for var in self.live_values)
         sums = np.cumsum([each for _, each in first], dtype=float)
         parts = range(1, TIMES) if first else ()
         return sorted({first[min(int(np.searchsorted(sums, sums[-1] * n / TIMES)), len(first) - 1)][0] for n in parts})
 
     def time(self, k: int) -> int:
         """The time of an equation beyond the turning point, by number: 1 to `TIMES`."""
-        return 1 + bisect.bisect_left(self.ends, k)
+        return 1 + bisect.bisect_left(self.time_bounds, k)
 
     def is_spread(self, var: Var) -> bool:
         """Whether a variable is read on both sides of the turning point by equations that make much more of it.
 
         Compilers do that once for all of them, if it is the same, and hold what is made.
         """
-        beyond = self.beyond(var)
+        beyond = self.late_readers(var)
         before = self.readers[var][: len(self.readers[var]) - len(beyond)]
 
         def largest(several: Sequence[int]) -> int:
@@ -150,7 +150,7 @@ def readers_of(program: Program) -> dict[Var, list[int]]:
     return found
 
 
-def turning_point(program: Program, varying: Collection[Var], readers: Mapping[Var, Sequence[int]]) -> int:
+def find_turning_point(program: Program, varying: Collection[Var], readers: Mapping[Var, Sequence[int]]) -> int:
     """The number of the equation after which most is held of some variables, in a program's order; -1 of none."""
     ends = {atom for atom in program.outputs if isinstance(atom, Var)}
     change = np.zeros(len(program.equations) + 1, np.int64)
@@ -162,7 +162,7 @@ def turning_point(program: Program, varying: Collection[Var], readers: Mapping[V
     return int(np.cumsum(change).argmax()) if change.any() else -1
 
 
-def computed_late(late: Late, chosen: Collection[Made]) -> Program:
+def recompute_late(late: TurningPoint, chosen: Collection[ResultIndex]) -> Program:
     """A program in which what is read beyond the turning point is computed again there.
 
     Args:
@@ -175,44 +175,46 @@ def computed_late(late: Late, chosen: Collection[Made]) -> Program:
     Raises:
       PartitionError: something is chosen that cannot be computed again.
     """
-    if not set(chosen) <= late.repeatable.keys():
-        raise PartitionError(f"{sorted(set(chosen) - late.repeatable.keys())} cannot be computed again")
+    if not set(chosen) <= late.recomputable.keys():
+        raise PartitionError(f"{sorted(set(chosen) - late.recomputable.keys())} cannot be computed again")
     equations = late.program.equations
     inserted: dict[int, list[JaxprEqn]] = {}
     names: list[tuple[int, Var, Var]] = []  # from which equation on a variable has another name
-    again = {late.repeatable[made] for made in chosen}
-    several = [(numbers, set[Var]()) for numbers in together(late, sorted({k for k, _ in chosen}), again)]
-    several += [(set[int](), {var}) for var in late.held if var not in again and late.is_spread(var)] if chosen else []
+    again = {late.recomputable[made] for made in chosen}
+    several = [(numbers, set[Var]()) for numbers in group_equations(late, sorted({k for k, _ in chosen}), again)]
+    several += (
+        [(set[int](), {var}) for var in late.live_values if var not in again and late.is_spread(var)] if chosen else []
+    )
     for numbers, spread in several:
-        wanted = {late.repeatable[made] for made in chosen if made[0] in numbers} | spread
-        readers = sorted({k for var in wanted for k in late.beyond(var)})
+        wanted = {late.recomputable[made] for made in chosen if made[0] in numbers} | spread
+        readers = sorted({k for var in wanted for k in late.late_readers(var)})
         begin = next(((k, var) for k in readers if (var := late.trigger(k)) is not None), None)
         if begin is None:
             continue
         first, trigger = begin
-        copies, own = copied([equations[k] for k in sorted(numbers)], [*spread], late.varying, trigger)
+        copies, own = copy_equations([equations[k] for k in sorted(numbers)], [*spread], late.varying, trigger)
         inserted.setdefault(first, []).extend(copies)
         names += [(first, var, own[var]) for var in (*wanted, trigger)]
     renamed: dict[Var, Var] = {}
     later = sorted(names, key=lambda each: each[0], reverse=True)
     made: list[JaxprEqn] = []
     for k, eqn in enumerate(equations):
-        made += [each.replace(invars=said(each.invars, renamed)) for each in inserted.get(k, ())]
+        made += [each.replace(invars=rename_atoms(each.invars, renamed)) for each in inserted.get(k, ())]
         while later and later[-1][0] == k:
             _, var, new = later.pop()
             renamed[var] = new
-        made.append(eqn.replace(invars=said(eqn.invars, renamed)) if k > late.turn else eqn)
+        made.append(eqn.replace(invars=rename_atoms(eqn.invars, renamed)) if k > late.turn else eqn)
     old = late.program
-    outputs = said(old.outputs, renamed)
+    outputs = rename_atoms(old.outputs, renamed)
     return Program(old.inputs, old.constants, made, outputs, old.custom_derivatives, old.reverse_only)
 
 
-def said(atoms: Sequence[Atom], names: Mapping[Var, Var]) -> list[Atom]:
+def rename_atoms(atoms: Sequence[Atom], names: Mapping[Var, Var]) -> list[Atom]:
     """Atoms by their new names."""
     return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
 
 
-def together(late: Late, numbers: Sequence[int], again: Collection[Var]) -> list[set[int]]:
+def group_equations(late: TurningPoint, numbers: Sequence[int], again: Collection[Var]) -> list[set[int]]:
     """Equations, by number, in sets that are computed one after another, each connected by what its equations read.
 
     What is computed for another set is written to memory, whatever a compiler would have fused: so sets are large.
@@ -226,7 +228,7 @@ def together(late: Late, numbers: Sequence[int], again: Collection[Var]) -> list
     wanted: dict[int, int] = {}  # for equations the first that needs them beyond the turning point
     for k in reversed(numbers):
         eqn = late.program.equations[k]
-        for first in (beyond[0] for var in eqn.outvars if var in again and (beyond := late.beyond(var))):
+        for first in (beyond[0] for var in eqn.outvars if var in again and (beyond := late.late_readers(var))):
             wanted[k] = min(wanted.get(k, first), first)
         for atom in eqn.invars if k in wanted else ():
             if isinstance(atom, Var) and atom in again:
@@ -234,14 +236,14 @@ def together(late: Late, numbers: Sequence[int], again: Collection[Var]) -> list
                 wanted[made] = min(wanted.get(made, wanted[k]), wanted[k])
     times = {k: late.time(first) for k, first in wanted.items()}
     found: list[set[int]] = []
-    for members in connected(late, sorted(wanted), maker):
+    for members in connected_groups(late, sorted(wanted), maker):
         begin, end = min(times[k] for k in members), max(times[k] for k in members)
         windows = [[k for k in sorted(members) if t <= times[k] < t + SPAN] for t in range(begin, end + 1, SPAN)]
-        found += [several for window in windows for several in connected(late, window, maker)]
+        found += [several for window in windows for several in connected_groups(late, window, maker)]
     return found
 
 
-def connected(late: Late, numbers: Sequence[int], maker: Mapping[Var, int]) -> list[set[int]]:
+def connected_groups(late: TurningPoint, numbers: Sequence[int], maker: Mapping[Var, int]) -> list[set[int]]:
     """Equations, by number, in sets of which none reads what another makes."""
     found: list[set[int]] = []
     for k in numbers:
@@ -251,7 +253,7 @@ def connected(late: Late, numbers: Sequence[int], maker: Mapping[Var, int]) -> l
     return found
 
 
-def copied(
+def copy_equations(
     equations: Sequence[JaxprEqn], others: Sequence[Var], varying: Collection[Var], trigger: Var
 ) -> tuple[list[JaxprEqn], dict[Var, Var]]:
     """Copies of equations, and of other variables, from when something is there on, and the names of all these."""

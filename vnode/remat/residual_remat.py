@@ -15,14 +15,14 @@ from collections.abc import Collection, Sequence
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from vnode.analysis.program import Atom, Made, Program, inline
-from vnode.analysis.scan_rewriting import beginnings, behind_barrier, opened, scan_of, stacked
+from vnode.analysis.program import Atom, Program, ResultIndex, inline
+from vnode.analysis.scan_rewriting import barrier_on, open_loop, rebuild_scan, saved_carries, stacked_variable
 from vnode.errors import PartitionError
 from vnode.operators.control_flow import Loop, region_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class Residual:
     """What a loop keeps of every turn for later loops alone.
 
     Attributes:
@@ -37,12 +37,12 @@ class Kept:
     readers: tuple[tuple[int, int], ...]
     bytes: int
     flops: int
-    turns: int
-    begins: tuple[int, ...]
-    is_begin: bool
+    trip_count: int
+    carries: tuple[int, ...]
+    is_carry: bool
 
 
-def kept_for_later(program: Program) -> dict[Made, Kept]:
+def loop_residuals(program: Program) -> dict[ResultIndex, Residual]:
     """What loops of a program stack that only loops with as many turns read, turn by turn.
 
     Args:
@@ -57,7 +57,7 @@ def kept_for_later(program: Program) -> dict[Made, Kept]:
             if isinstance(atom, Var):
                 readers.setdefault(atom, []).append((k, i))
     returned = {atom for atom in program.outputs if isinstance(atom, Var)}
-    found: dict[Made, Kept] = {}
+    found: dict[ResultIndex, Residual] = {}
     for k, eqn in enumerate(program.equations):
         loop = region_of(eqn)
         if not isinstance(loop, Loop) or eqn.effects:
@@ -65,28 +65,28 @@ def kept_for_later(program: Program) -> dict[Made, Kept]:
         for j in range(len(loop.carried), len(eqn.outvars)):
             var = eqn.outvars[j]
             several = readers.get(var, [])
-            if several and var not in returned and all(turn_by_turn(program, at, i, loop) for at, i in several):
-                found[k, j] = kept_of(eqn, j, several)
+            if several and var not in returned and all(scans_operand(program, at, i, loop) for at, i in several):
+                found[k, j] = describe_residual(eqn, j, several)
     return found
 
 
-def kept_of(eqn: JaxprEqn, j: int, readers: Sequence[tuple[int, int]]) -> Kept:
+def describe_residual(eqn: JaxprEqn, j: int, readers: Sequence[tuple[int, int]]) -> Residual:
     """What a loop keeps as one of its results."""
-    one, aval = Earlier.of(eqn, [j]), eqn.outvars[j].aval
+    one, aval = ForwardLoop.from_eqn(eqn, [j]), eqn.outvars[j].aval
     of = map(one.body.describe, one.needed)
     flops = one.loop.length * sum(description.flops for description in of if description is not None)
-    is_begin = j in beginnings(one.loop, one.body)
+    is_begin = j in saved_carries(one.loop, one.body)
     size = aval.size * aval.dtype.itemsize
-    return Kept(tuple(readers), size, flops, one.loop.length, one.begins, is_begin)
+    return Residual(tuple(readers), size, flops, one.loop.length, one.carries, is_begin)
 
 
-def turn_by_turn(program: Program, k: int, i: int, like: Loop) -> bool:
+def scans_operand(program: Program, k: int, i: int, like: Loop) -> bool:
     """Whether an equation is a loop with as many turns as another, and reads an operand turn by turn."""
     loop = region_of(program.equations[k])
     return isinstance(loop, Loop) and loop.length == like.length and i in loop.scanned
 
 
-def computed_again(program: Program, chosen: Collection[Made]) -> Program:
+def recompute_residuals(program: Program, chosen: Collection[ResultIndex]) -> Program:
     """A program in which later loops compute again what earlier ones kept for them.
 
     Args:
@@ -99,23 +99,23 @@ def computed_again(program: Program, chosen: Collection[Made]) -> Program:
     Raises:
       PartitionError: something is chosen that the program does not keep.
     """
-    possible = kept_for_later(program)
+    possible = loop_residuals(program)
     if not set(chosen) <= possible.keys():
         raise PartitionError(f"no loop keeps {sorted(set(chosen) - possible.keys())} for later ones alone")
     equations = list(program.equations)
     for k in sorted({k for k, _ in chosen}, reverse=True):  # numbers of earlier ones stay
         gone = sorted(j for at, j in chosen if at == k)
         later = sorted({at for j in gone for at, _ in possible[k, j].readers})
-        first = Earlier.of(equations[k], gone)
-        new, begun = first.keeping_beginnings()
+        first = ForwardLoop.from_eqn(equations[k], gone)
+        new, begun = first.keep_carries()
         equations[k] = new
         for at in later:
-            equations[at] = first.read_by(equations[at], begun)
+            equations[at] = first.recompute_in(equations[at], begun)
     return program.with_equations(equations)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Earlier:
+class ForwardLoop:
     """A loop, some of whose stacked results are not to be kept.
 
     Attributes:
@@ -130,13 +130,13 @@ class Earlier:
     eqn: JaxprEqn
     loop: Loop
     body: Program
-    gone: tuple[int, ...]
+    dropped: tuple[int, ...]
     needed: tuple[JaxprEqn, ...]
-    begins: tuple[int, ...]
+    carries: tuple[int, ...]
 
     @staticmethod
-    def of(eqn: JaxprEqn, gone: Sequence[int]) -> Earlier:
-        loop, body = opened(eqn)
+    def from_eqn(eqn: JaxprEqn, gone: Sequence[int]) -> ForwardLoop:
+        loop, body = open_loop(eqn)
         wanted = {atom for j in gone if isinstance(atom := body.outputs[j], Var)}
         needed = []
         for each in reversed(body.equations):
@@ -144,32 +144,32 @@ class Earlier:
                 needed.append(each)
                 wanted.update(atom for atom in each.invars if isinstance(atom, Var))
         begins = [n for n, i in enumerate(loop.carried) if body.inputs[i] in wanted]
-        return Earlier(eqn, loop, body, tuple(gone), tuple(needed[::-1]), tuple(begins))
+        return ForwardLoop(eqn, loop, body, tuple(gone), tuple(needed[::-1]), tuple(begins))
 
-    def keeping_beginnings(self) -> tuple[JaxprEqn, list[Var]]:
+    def keep_carries(self) -> tuple[JaxprEqn, list[Var]]:
         """The loop, which keeps what its turns begin with as far as that is needed, and these values."""
         carried, count = self.loop.carried, len(self.loop.carried)
-        left = [j for j in range(count, len(self.eqn.outvars)) if j not in self.gone]
+        left = [j for j in range(count, len(self.eqn.outvars)) if j not in self.dropped]
         inputs = self.body.inputs
         outputs = [*self.body.outputs[:count], *(self.body.outputs[j] for j in left)]
         results = [*self.eqn.outvars[:count], *(self.eqn.outvars[j] for j in left)]
-        there = {n: self.eqn.outvars[j] for j, n in beginnings(self.loop, self.body).items() if j in left}
-        begun = [there.get(n) or stacked(inputs[carried[n]].aval, self.loop.length) for n in self.begins]
-        outputs += [inputs[carried[n]] for n in self.begins if n not in there]
-        results += [var for n, var in zip(self.begins, begun, strict=True) if n not in there]
+        there = {n: self.eqn.outvars[j] for j, n in saved_carries(self.loop, self.body).items() if j in left}
+        begun = [there.get(n) or stacked_variable(inputs[carried[n]].aval, self.loop.length) for n in self.carries]
+        outputs += [inputs[carried[n]] for n in self.carries if n not in there]
+        results += [var for n, var in zip(self.carries, begun, strict=True) if n not in there]
         body = Program(inputs, self.body.constants, self.body.equations, outputs)
-        return scan_of(self.eqn, body, self.eqn.invars, len(self.loop.fixed), results), begun
+        return rebuild_scan(self.eqn, body, self.eqn.invars, len(self.loop.fixed), results), begun
 
-    def read_by(self, later: JaxprEqn, begun: Sequence[Var]) -> JaxprEqn:
+    def recompute_in(self, later: JaxprEqn, begun: Sequence[Var]) -> JaxprEqn:
         """A later loop, which computes what is not kept."""
         loop = region_of(later)
         assert isinstance(loop, Loop)
         (one,) = loop.bodies
         body = inline(one.jaxpr, one.constants, later)
-        there = {self.eqn.outvars[j]: j for j in self.gone}
+        there = {self.eqn.outvars[j]: j for j in self.dropped}
         replaced = {i: there[atom] for i in loop.scanned if (atom := later.invars[i]) in there}
-        fixed = [i for i in sorted(self.loop.fixed) if self.reads(i)]
-        scanned = [i for i in self.loop.scanned if self.reads(i)]
+        fixed = [i for i in sorted(self.loop.fixed) if self.needs_input(i)]
+        scanned = [i for i in self.loop.scanned if self.needs_input(i)]
         names: dict[Var, Var] = {}
 
         def fresh(var: Var) -> Var:
@@ -178,9 +178,9 @@ class Earlier:
             return new
 
         constants = [fresh(self.body.inputs[i]) for i in fixed]
-        turns = [fresh(self.body.inputs[self.loop.carried[n]]) for n in self.begins]
+        turns = [fresh(self.body.inputs[self.loop.carried[n]]) for n in self.carries]
         turns += [fresh(self.body.inputs[i]) for i in scanned]
-        barriers = [behind_barrier(var) for var in (*constants, *turns)]
+        barriers = [barrier_on(var) for var in (*constants, *turns)]
         behind = {barrier.invars[0]: barrier.outvars[0] for barrier in barriers}
         names.update({old: behind[new] for old, new in names.items()})
         barred = list(barriers)
@@ -205,9 +205,9 @@ class Earlier:
         operands = [self.eqn.invars[i] for i in fixed]
         operands += [atom for i, atom in enumerate(later.invars) if i not in replaced]
         operands += [*begun, *(self.eqn.invars[i] for i in scanned)]
-        return scan_of(later, made, operands, split + len(fixed), later.outvars)
+        return rebuild_scan(later, made, operands, split + len(fixed), later.outvars)
 
-    def reads(self, i: int) -> bool:
+    def needs_input(self, i: int) -> bool:
         """Whether what is not kept needs an input of the body."""
         var = self.body.inputs[i]
-        return any(var in each.invars for each in self.needed) or any(self.body.outputs[j] is var for j in self.gone)
+        return any(var in each.invars for each in self.needed) or any(self.body.outputs[j] is var for j in self.dropped)

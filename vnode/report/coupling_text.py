@@ -10,8 +10,8 @@ import re
 from jax.extend.core import JaxprEqn
 
 from vnode.analysis.forms import Partial
-from vnode.analysis.program import scope, where
-from vnode.analysis.states import Coupling, Why
+from vnode.analysis.program import scope, source_line
+from vnode.analysis.states import Coupling, CouplingReason
 from vnode.operators import Monoid
 from vnode.report.lines import Line
 
@@ -30,9 +30,9 @@ def coupling_line(coupling: Coupling, number: int, inside: bool) -> Line:
       inside: whether that is a pass of a loop or branch within the step.
     """
     source = coupling.source or coupling.eqn
-    name = module(source)
+    name = user_module(source)
     needed = "" if coupling.kind == "loop" else f"pass {number}{' inside' * inside}: "
-    return Line(f"{needed}{coupling_text(coupling)}", where(source) + (f" in {name}" if name else ""))
+    return Line(f"{needed}{coupling_text(coupling)}", source_line(source) + (f" in {name}" if name else ""))
 
 
 def coupling_text(coupling: Coupling) -> str:
@@ -45,7 +45,11 @@ def coupling_text(coupling: Coupling) -> str:
         case "loop":
             return f"{coupling.eqn.primitive.name} has passes of its own: {name} {coupling.why and coupling.why.value}"
         case "materialize":
-            said = coupling.why if coupling.why in (Why.PAIRS, Why.UNDESCRIBED) else Why.WHOLE
+            said = (
+                coupling.why
+                if coupling.why in (CouplingReason.PAIRS, CouplingReason.UNDESCRIBED)
+                else CouplingReason.WHOLE
+            )
             return f"{name} {said.value}{whole_reason(coupling)}"
     if coupling.source is None:
         return f"{name} reads what was made of the whole batch"
@@ -60,7 +64,7 @@ def whole_reason(coupling: Coupling) -> str:
     return f": {description.whole_because}" if description is not None and description.whole_because else ""
 
 
-def module(eqn: JaxprEqn) -> str:
+def user_module(eqn: JaxprEqn) -> str:
     """The modules and scopes that the user named, whichever of jax's transformations the equation comes from.
 
     >>> TRANSFORMATIONS.sub("", "transpose(jvp(Net))/BatchNorm_0")

@@ -13,9 +13,9 @@ from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.forms import Slice, Whole
 from vnode.analysis.passes import Pass, Schedule, nbytes
-from vnode.analysis.program import signature, where
+from vnode.analysis.program import signature, source_line
 from vnode.analysis.recipe import Conversion, Evaluation
-from vnode.analysis.states import Coupling, Flow, Why
+from vnode.analysis.states import Coupling, CouplingReason, Flow
 from vnode.operators.control_flow import Loop, region_of
 from vnode.placement.node_layout import Layout
 from vnode.placement.placement import Placement
@@ -26,7 +26,7 @@ from vnode.report.reduction import Reduction
 from vnode.report.step_report import Report
 
 
-def report(
+def describe_schedule(
     made: Schedule,
     placement: Placement | Layout,
     name: str,
@@ -52,17 +52,17 @@ def report(
     flow = made.flow
     names = names or Names(flow.program)
     nested = [
-        report(
+        describe_schedule(
             inner,
             placement,
-            where(action.step.eqn),
+            source_line(action.step.eqn),
             (),
             reduction,
-            names.within(action.step.eqn, inner.flow.program),
+            names.for_body(action.step.eqn, inner.flow.program),
             region.length if isinstance(region := region_of(action.step.eqn), Loop) else 1,
         )
         for stage in made.stages
-        for action in stage.once
+        for action in stage.once_actions
         for inner in action.schedules
         if inner.passes
     ]
@@ -74,20 +74,20 @@ def report(
         node_size=flow.node_size,
         placement=placement,
         inputs=tuple(
-            Line(kind(var.aval), str(flow.states[var].form), nbytes(var))
+            Line(type_text(var.aval), str(flow.states[var].form), nbytes(var))
             for var in flow.program.inputs
             if isinstance(flow.states[var].form, Slice)
         ),
         passes=tuple(pass_report(made, number, placement, reduction, names) for number in range(len(made.passes))),
         nested=tuple(nested),
-        once=sum(len(stage.once) for stage in made.stages),
-        hoisted=len(made.stages[0].once) if made.passes else 0,
+        once=sum(len(stage.once_actions) for stage in made.stages),
+        hoisted=len(made.stages[0].once_actions) if made.passes else 0,
         gathered=tuple(
-            Line(kind(var.aval), where(defined[var]) if var in defined else "argument", nbytes(var))
+            Line(type_text(var.aval), source_line(defined[var]) if var in defined else "argument", nbytes(var))
             for var in made.gathered
         ),
         sliced=tuple(
-            Line(kind(var.aval), where(defined[var]), nbytes(var))
+            Line(type_text(var.aval), source_line(defined[var]), nbytes(var))
             for var in dict.fromkeys(
                 action.var
                 for nodes in made.passes
@@ -99,21 +99,21 @@ def report(
         couplings=tuple(dict.fromkeys(coupling_lines(made, couplings))),
         undescribed=undescribed_lines(couplings),
         flops=made.flops,
-        recomputed=made.recomputed,
+        recomputed=made.recomputed_flops,
         reduction=reduction.text(placement),
         exceptions=reduction.exceptions(made, placement),
-        buffers=reduction.buffers(made, placement),
+        buffers=reduction.pending_bytes(made, placement),
         cheaper=reduction.cheaper(placement),
         turns=turns,
-        between=value_lines(made.between, defined, names),
-        around=value_lines(made.around, defined, names),
+        between=value_lines(made.kept_between_passes, defined, names),
+        around=value_lines(made.loop_boundary_values, defined, names),
         layouts=tuple(dict.fromkeys(layout_lines(flow, placement))),
     )
 
 
 def value_lines(values: Sequence[Var], defined: Mapping[Var, JaxprEqn], names: Names) -> tuple[Line, ...]:
     """Values of a program with the source lines that make them."""
-    return tuple(Line(kind(var.aval), where(defined[var]), nbytes(var), names(var)) for var in values)
+    return tuple(Line(type_text(var.aval), source_line(defined[var]), nbytes(var), names(var)) for var in values)
 
 
 def coupling_lines(made: Schedule, couplings: Sequence[Coupling]) -> Iterator[Line]:
@@ -121,18 +121,18 @@ def coupling_lines(made: Schedule, couplings: Sequence[Coupling]) -> Iterator[Li
     within = {inner.flow: inner for inner, _ in made.with_inner()}
     for coupling in couplings:
         passes = within.get(coupling.flow, made)
-        yield coupling_line(coupling, passes.number_of(coupling.level), passes is not made)
+        yield coupling_line(coupling, passes.first_pass_number(coupling.level), passes is not made)
 
 
 def undescribed_lines(couplings: Sequence[Coupling]) -> tuple[Line, ...]:
     """Primitives without a description that examples reach, with the bytes that are collected for each of them."""
     found: dict[JaxprEqn, Line] = {}
     for coupling in couplings:
-        if coupling.why is not Why.UNDESCRIBED or coupling.kind != "materialize":
+        if coupling.why is not CouplingReason.UNDESCRIBED or coupling.kind != "materialize":
             continue
         eqn, states = coupling.eqn, coupling.flow.states
         collected = {atom for atom in eqn.invars if isinstance(atom, Var) and not isinstance(states[atom].form, Whole)}
-        found[eqn] = Line(signature(eqn), where(eqn), sum(map(nbytes, collected)))
+        found[eqn] = Line(signature(eqn), source_line(eqn), sum(map(nbytes, collected)))
     return tuple(found.values())
 
 
@@ -160,7 +160,7 @@ def layout_lines(flow: Flow, placement: Placement | Layout) -> Iterator[Line]:
             )
             if names
         ]
-        yield Line(f"{kind(step.eqn.outvars[0].aval)} over {'; '.join(parts)}", where(step.eqn))
+        yield Line(f"{type_text(step.eqn.outvars[0].aval)} over {'; '.join(parts)}", source_line(step.eqn))
 
 
 def pass_report(
@@ -173,26 +173,31 @@ def pass_report(
         number=number,
         level=nodes.level,
         reads=read_passes(made.passes, number),
-        adds_only=nodes.follows,
+        adds_only=nodes.waits_for_previous,
         equations=len(actions),
         flops=sum(action.step.flops for action in actions),
         accumulators=tuple(
-            Line(f"{a.monoid.value} {kind(held)}", where(defined[a.var]), reduction.bytes(a), names(a.whole or a.var))
-            for a, held in ((a, reduction.on_one(a)) for a in nodes.accumulators)
+            Line(
+                f"{a.monoid.value} {type_text(held)}",
+                source_line(defined[a.var]),
+                reduction.bytes(a),
+                names(a.divided_value or a.var),
+            )
+            for a, held in ((a, reduction.device_part(a)) for a in nodes.accumulators)
         ),
         collected=value_lines([var for var, _ in nodes.collected], defined, names),
-        sent=reduction.sent(nodes, placement),
+        sent=reduction.bytes_sent(nodes, placement),
     )
 
 
 def read_passes(passes: Sequence[Pass], number: int) -> tuple[int, ...]:
     """The earlier passes that a pass waits for: those of the level before, or the one that keeps what it adds up."""
     this = passes[number]
-    if this.follows:
+    if this.waits_for_previous:
         return (next(k for k, other in enumerate(passes) if other.level == this.level),)
     before = max((other.level for other in passes if other.level < this.level), default=None)
     return tuple(k for k, other in enumerate(passes) if other.level == before)
 
 
-def kind(aval: Any) -> str:
+def type_text(aval: Any) -> str:
     return aval.str_short(short_dtypes=True)

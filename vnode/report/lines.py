@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from vnode.report.sources import short
+from vnode.report.sources import short_source
 
 SHOWN = 12
 """So many lines are shown, the largest; the others are counted."""
@@ -30,7 +30,7 @@ class Line:
     name: str = ""
 
     def __str__(self) -> str:
-        return f"{self.what}, {short(self.where)}"
+        return f"{self.what}, {short_source(self.where)}"
 
 
 @dataclasses.dataclass(frozen=True)

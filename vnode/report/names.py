@@ -58,35 +58,35 @@ class Names:
             if here in self._outputs:
                 outputs.append(self._outputs[here])
             for eqn in self._readers.get(here, ()):
-                if elements(here) > 1 and self._elementwise(eqn, var):
+                if element_count(here) > 1 and self._elementwise(eqn, var):
                     inputs += [path for atom in eqn.invars if (path := self.origin(atom, var)) and atom is not here]
-                    new = [out for out in eqn.outvars if out not in seen and elements(out) == elements(var)]
+                    new = [out for out in eqn.outvars if out not in seen and element_count(out) == element_count(var)]
                 elif self._scales(eqn):
                     new = [out for out in eqn.outvars if out not in seen]
                 else:
                     continue
                 seen.update(new)
                 queue += new
-        return ending(inputs, outputs)
+        return shared_ending(inputs, outputs)
 
     def origin(self, atom: Atom, like: Any = None) -> Path:
         """The path of the input that a value is made of, element by element; nothing if there is none."""
         like = atom if like is None else like
         for _ in range(LIMIT):
-            if not isinstance(atom, Var) or elements(atom) != elements(like) or elements(atom) < 2:
+            if not isinstance(atom, Var) or element_count(atom) != element_count(like) or element_count(atom) < 2:
                 break
             if atom in self._inputs:
                 return self._inputs[atom]
             eqn = self._program.definitions.get(atom)
             if eqn is None or not self._elementwise(eqn, like):
                 break
-            same = [a for a in eqn.invars if isinstance(a, Var) and elements(a) == elements(like)]
+            same = [a for a in eqn.invars if isinstance(a, Var) and element_count(a) == element_count(like)]
             if len(same) != 1:
                 break
             atom = same[0]
         return ()
 
-    def within(self, eqn: JaxprEqn, inner: Program) -> Names:
+    def for_body(self, eqn: JaxprEqn, inner: Program) -> Names:
         """Names of the values in a loop's or branch's body."""
         paths = [self.origin(atom) for atom in eqn.invars]
         paths = paths[max(0, len(paths) - len(inner.inputs)) :]  # what only a condition reads comes first
@@ -97,12 +97,12 @@ class Names:
         description = self._program.describe(eqn)
         if description is None or any(description.sizes[f] > 1 for f in (*description.reduced, *description.whole)):
             return False
-        return any(elements(out) == elements(like) for out in eqn.outvars)
+        return any(element_count(out) == element_count(like) for out in eqn.outvars)
 
     def _scales(self, eqn: JaxprEqn) -> bool:
         """Whether it makes one scalar of another, linearly: a sum becomes a mean."""
         description = self._program.describe(eqn)
-        scalars = all(elements(atom) == 1 for atom in (*eqn.invars, *eqn.outvars))
+        scalars = all(element_count(atom) == 1 for atom in (*eqn.invars, *eqn.outvars))
         return description is not None and scalars and bool(description.linear)
 
 
@@ -128,12 +128,12 @@ def argument_paths(args: Sequence[Any], kwargs: Any) -> list[Path]:
     return inside + paths_of(dict(kwargs))
 
 
-def elements(atom: Any) -> int:
+def element_count(atom: Any) -> int:
     """How many an array has; 0 for what is none."""
     return getattr(atom.aval, "size", 0)
 
 
-def ending(inputs: Sequence[Path], outputs: Sequence[Path]) -> str:
+def shared_ending(inputs: Sequence[Path], outputs: Sequence[Path]) -> str:
     """The end that paths share; of results alone without the positions that it begins with.
 
     >>> ending([("opt_state", "0", "mu", "Dense_0", "kernel"), ("params", "Dense_0", "kernel")], [])
@@ -173,11 +173,11 @@ def summary(names: Sequence[str], most: int = 3) -> str:
         for values in zip(*numbers, strict=True):
             text = text.replace("\0", several_numbers(sorted(set(map(int, values)))), 1)
         found.append(text)
-    found = by_key(found)
+    found = merge_by_key(found)
     return ", ".join(found[:most]) + (f", and {len(found) - most} more" if len(found) > most else "")
 
 
-def by_key(names: Sequence[str]) -> list[str]:
+def merge_by_key(names: Sequence[str]) -> list[str]:
     """Paths of which those that differ by one key only become one, the last key first.
 
     >>> by_key(["a/query/w", "a/key/w", "a/b", "c/b", "c/d"])

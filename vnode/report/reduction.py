@@ -38,30 +38,30 @@ class Reduction:
     sharded: tuple[str, ...] = ()
     local: Mapping[Var, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
-    def on_one(self, accumulator: Accumulator) -> Any:
+    def device_part(self, accumulator: Accumulator) -> Any:
         """The type of one device's part of a sum."""
         aval = accumulator.var.aval
         return aval.update(shape=self.local.get(accumulator.var, aval.shape), dtype=np.dtype(accumulator.dtype))
 
     def bytes(self, accumulator: Accumulator) -> int:
         """Its bytes."""
-        held = self.on_one(accumulator)
+        held = self.device_part(accumulator)
         return math.prod(held.shape) * held.dtype.itemsize
 
-    def pending(self, counts: tuple[int, ...]) -> int:
+    def pending_sums(self, counts: tuple[int, ...]) -> int:
         """How many pending sums a device holds for each accumulator, besides the accumulator itself."""
         if self.mode == "fast":
             return 0
         return ReductionPlan.from_counts(counts, self.lane, True).max_depth
 
-    def buffers(self, made: Schedule, placement: Placement | Layout) -> int:
+    def pending_bytes(self, made: Schedule, placement: Placement | Layout) -> int:
         """Their bytes, in the pass that has most."""
-        total = max((sum(self.bytes(a) for a in p.accumulators if inexact(a)) for p in made.passes), default=0)
-        return self.pending(placement.counts) * total
+        total = max((sum(self.bytes(a) for a in p.accumulators if is_inexact(a)) for p in made.passes), default=0)
+        return self.pending_sums(placement.counts) * total
 
     def cheaper(self, placement: Placement | Layout) -> str:
         """What would make them fewer; nothing where there are none."""
-        held, rows, nodes = self.pending(placement.counts), len(placement.counts), placement.virtual_nodes
+        held, rows, nodes = self.pending_sums(placement.counts), len(placement.counts), placement.virtual_nodes
         if not held:
             return ""
         ways = ['none with reduction="fast"']
@@ -74,19 +74,19 @@ class Reduction:
             most = f"up to {devices(rows)}" if rows > 1 else f"one {one} only"
             ways.append(f"none with lanes={rows}, which keeps the bits of {most}")
         doubled = [rows << k for k in range(1, nodes.bit_length()) if rows << k <= nodes]
-        more = ((d, self.pending(tuple(even_counts(nodes, d, self.lane)))) for d in doubled)
+        more = ((d, self.pending_sums(tuple(even_counts(nodes, d, self.lane)))) for d in doubled)
         fewer, fewest = next(((d, left) for d, left in more if left < held), (rows, held))
         if fewest < held:
             ways.append(f"{fewest or 'none'} on {devices(fewer)}")
         return "; ".join(ways)
 
-    def sent(self, nodes: Pass, placement: Placement | Layout) -> int:
+    def bytes_sent(self, nodes: Pass, placement: Placement | Layout) -> int:
         """Bytes that a device sends after a pass."""
         devices = len(placement.counts)
         blocks = 1
         if self.mode == "invariant":
             blocks = ReductionPlan.from_counts(placement.counts, self.lane, True).max_remaining
-        total = sum(self.bytes(a) * (1 + (blocks if inexact(a) else 1)) for a in nodes.accumulators)
+        total = sum(self.bytes(a) * (1 + (blocks if is_inexact(a) else 1)) for a in nodes.accumulators)
         return int((devices - 1) / devices * total)
 
     def text(self, placement: Placement | Layout) -> str:
@@ -115,9 +115,9 @@ class Reduction:
 
 def accumulators(made: Schedule) -> list[Accumulator]:
     """Those of a schedule, of schedules within it too."""
-    inner = [inner for stage in made.stages for action in stage.once for inner in action.schedules]
+    inner = [inner for stage in made.stages for action in stage.once_actions for inner in action.schedules]
     return [a for p in made.passes for a in p.accumulators] + [a for one in inner for a in accumulators(one)]
 
 
-def inexact(accumulator: Accumulator) -> bool:
+def is_inexact(accumulator: Accumulator) -> bool:
     return jnp.issubdtype(accumulator.dtype, jnp.inexact)

@@ -14,7 +14,7 @@ LINE = re.compile(r"^(.+?)(:\d+ \(.*)$")
 """A source line: the file, and the rest."""
 
 
-def short(source: str) -> str:
+def short_source(source: str) -> str:
     """A source line with its file seen from the working directory, else from the folder that holds its package.
 
     >>> short("/nowhere/me/train.py:7 (train.<locals>.loss) in a/b")
@@ -23,12 +23,12 @@ def short(source: str) -> str:
     found = LINE.match(source)
     if not found:
         return source
-    file = near(found[1]) if os.path.isabs(found[1]) else found[1]  # In[3] is no file
+    file = display_path(found[1]) if os.path.isabs(found[1]) else found[1]  # In[3] is no file
     return file + found[2].replace(".<locals>", "")
 
 
 @functools.lru_cache(maxsize=1024)
-def near(file: str) -> str:
+def display_path(file: str) -> str:
     """A file's path: of an installed package, from the folder that holds it, even if that is in the working directory.
 
     Else from the working directory, if the file is in there.

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from vnode.placement.node_layout import Layout
 from vnode.placement.placement import Placement
 from vnode.report.lines import Line, PassReport
-from vnode.report.sources import short
-from vnode.report.tables import held, listed, passed, places
+from vnode.report.sources import short_source
+from vnode.report.tables import memory_fact, passes_table, places_table, values_table
 from vnode.show.drawable import Drawn
 from vnode.show.grid import Grid
 from vnode.show.page import Fact, Facts, Page, Picture, Table
@@ -276,13 +276,13 @@ class Report(Drawn):
         ]
         if self.kept_between:
             most = max((self, *self.descendants), key=lambda one: one.of_device(one.between))
-            facts.append(held("kept for later passes", self.kept_between, most.between))
+            facts.append(memory_fact("kept for later passes", self.kept_between, most.between))
             given = sum(line.bytes for line in self.inputs)
             if any(line.bytes > given for one in (self, *self.descendants) for line in one.between):
                 facts.append(Fact("", "more than the batch takes, for else recompute_budget would be exceeded"))
         if self.kept_around:
             lines = [line for one in (self, *self.descendants) for line in one.around]
-            facts.append(held("held around loops", self.kept_around, lines))
+            facts.append(memory_fact("held around loops", self.kept_around, lines))
         if self.padding:
             facts.insert(
                 0, Fact("padding", f"{several(self.padding, 'example')} at the end", "computed, masked in sums")
@@ -312,30 +312,32 @@ class Report(Drawn):
         kept = [(str(p.number), line) for p in self.passes for line in p.collected]
         tables: list[Table | Page] = []
         if self.passes:
-            tables.append(passed(self.passes, self.once, self.flops + self.recomputed, self.pass_flops, of))
+            tables.append(passes_table(self.passes, self.once, self.flops + self.recomputed, self.pass_flops, of))
         if accumulators:
-            tables.append(listed("Accumulated", "one value per device, to which every node contributes", accumulators))
+            tables.append(
+                values_table("Accumulated", "one value per device, to which every node contributes", accumulators)
+            )
         if kept:
-            tables.append(listed("Kept of every node", "returned, gathered, or read by a later pass", kept))
+            tables.append(values_table("Kept of every node", "returned, gathered, or read by a later pass", kept))
         if self.around:
             note = "carried, stacked or read by loops around passes, because a later turn or loop needs it"
-            tables.append(listed("Held around loops", note, [("", line) for line in self.around]))
+            tables.append(values_table("Held around loops", note, [("", line) for line in self.around]))
         for inner in self.nested:
-            title = f"Around passes of its own: {short(inner.name)}"
+            title = f"Around passes of its own: {short_source(inner.name)}"
             turns = f", in each of {several(inner.turns, 'turn')}" if inner.turns > 1 else ""
             note = f"a loop or branch whose body runs over all nodes{turns}"
             tables.append(Page(title, note, tuple(inner._tables("the body"))))
         if self.gathered:
             note = "gathered from all nodes, because something reads them at once"
-            tables.append(listed("Whole on every device", note, [("", line) for line in self.gathered]))
+            tables.append(values_table("Whole on every device", note, [("", line) for line in self.gathered]))
         if self.undescribed:
             note = "run once on the whole batch; vnode.operators.register splits them (docs/registering-a-primitive.md)"
-            tables.append(listed("Without a description", note, [("", line) for line in self.undescribed]))
+            tables.append(values_table("Without a description", note, [("", line) for line in self.undescribed]))
         if self.sliced:
             note = "nodes cannot produce their own part of them"
-            tables.append(listed("Built whole, then sliced", note, [("", line) for line in self.sliced]))
+            tables.append(values_table("Built whole, then sliced", note, [("", line) for line in self.sliced]))
         if self.layouts:
-            tables.append(places("Sharding", "asked for by the step", self.layouts))
+            tables.append(places_table("Sharding", "asked for by the step", self.layouts))
         if self.couplings:
-            tables.append(places("Couplings", "where one example influences another", self.couplings))
+            tables.append(places_table("Couplings", "where one example influences another", self.couplings))
         return tables

@@ -9,26 +9,28 @@ from collections.abc import Sequence
 
 from vnode.report.lines import SHOWN, Line, PassReport
 from vnode.report.names import summary
-from vnode.report.sources import short
+from vnode.report.sources import short_source
 from vnode.show.page import Cell, Column, Fact, Table
 from vnode.show.units import number, numbered, several, size
 
 
-def held(what: str, total: int, lines: Sequence[Line]) -> Fact:
+def memory_fact(what: str, total: int, lines: Sequence[Line]) -> Fact:
     """Memory that values of all examples take, with the one that takes most."""
     largest = max(lines, key=lambda line: line.bytes)
-    text = f"{several(len(lines), 'value')} of all examples, the largest {largest.what} at {short(largest.where)}"
+    text = (
+        f"{several(len(lines), 'value')} of all examples, the largest {largest.what} at {short_source(largest.where)}"
+    )
     return Fact(what, f"{size(total)} of memory on a device", text)
 
 
-def places(title: str, note: str, lines: Sequence[Line]) -> Table:
+def places_table(title: str, note: str, lines: Sequence[Line]) -> Table:
     """What happens at lines of the user's."""
     columns = (Column("what"), Column("source line", code=True, wide=True))
-    rows = tuple((Cell(line.what), Cell(short(line.where), line.where)) for line in lines)
+    rows = tuple((Cell(line.what), Cell(short_source(line.where), line.where)) for line in lines)
     return Table(title, columns, rows, note)
 
 
-def listed(title: str, note: str, entries: Sequence[tuple[str, Line]]) -> Table:
+def values_table(title: str, note: str, entries: Sequence[tuple[str, Line]]) -> Table:
     """Values of passes with their bytes, the largest first; those that are alike, of one source line, in one row."""
     alike: dict[tuple[str, str, str], list[Line]] = {}
     for level, line in entries:
@@ -54,7 +56,7 @@ def listed(title: str, note: str, entries: Sequence[tuple[str, Line]]) -> Table:
                 Cell(f"{len(lines)} x {what}" if len(lines) > 1 else what),
                 Cell(size(bytes_of_all), f"{share:.1%} of this table's", share=share),
                 *((Cell(summary([line.name for line in lines if line.name])),) * named),
-                Cell(short(place), place),
+                Cell(short_source(place), place),
             )
         )
     left = [line for _, lines in ordered[SHOWN:] for line in lines]
@@ -62,7 +64,7 @@ def listed(title: str, note: str, entries: Sequence[tuple[str, Line]]) -> Table:
     return Table(title, columns, tuple(rows), note, rest)
 
 
-def passed(passes: Sequence[PassReport], once: int, flops: int, pass_flops: int, of: str) -> Table:
+def passes_table(passes: Sequence[PassReport], once: int, flops: int, pass_flops: int, of: str) -> Table:
     """The passes with their cost, and what is done besides.
 
     Args:

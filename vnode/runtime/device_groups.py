@@ -225,7 +225,7 @@ class GroupProgram:
 
     def join_parts(self, parts: Sequence[Any], form: Slice, flow: Flow, group: Placement) -> Any:
         """A batched value whole in one group, from the parts of all."""
-        n = flow.local(form)
+        n = flow.node_elements(form)
         real = [value for value, g in zip(parts, self.groups, strict=True) if g.first * n < form.units]
         return join_program(form.dim, form.outer)(jax.device_put(real, group.sharding()))
 

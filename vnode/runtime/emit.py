@@ -109,10 +109,10 @@ class Emission(PassEmission):
 
     def run(self) -> list[Any]:
         for stage in self.stages:
-            self.run_all(stage.once)
-            if stage.nodes is not None:
-                self.finish_totals(stage.nodes, self.run_pass(stage.nodes))
-                self.latest_totals = [a.var for a in stage.nodes.accumulators]
+            self.run_all(stage.once_actions)
+            if stage.node_pass is not None:
+                self.finish_totals(stage.node_pass, self.run_pass(stage.node_pass))
+                self.latest_totals = [a.var for a in stage.node_pass.accumulators]
                 self.__dict__.pop("together", None)
         outputs, rooms = self.flow.program.outputs, self.division.uneven
         dims = rooms.outputs if rooms else [None] * len(outputs)
@@ -127,7 +127,7 @@ class Emission(PassEmission):
         stages = self.schedule.stages
         if self.mode is Mode.INVARIANT:
             stages = defer_constants(stages)
-        actions = [action for stage in stages for action in stage.once]
+        actions = [action for stage in stages for action in stage.once_actions]
         if not self.away or any(action.step.eqn.effects for action in actions):
             return stages
         works = [Task(read_variables(action), action.step.eqn.outvars) for action in actions]
@@ -136,12 +136,12 @@ class Emission(PassEmission):
         order = [k for k in order_by_output(works, self.flow.program.outputs, self.away) if k in waiting]
         numbers = iter(range(len(actions)))
         early = [
-            Stage(tuple(action for action in stage.once if next(numbers) not in waiting), stage.nodes)
+            Stage(tuple(action for action in stage.once_actions if next(numbers) not in waiting), stage.node_pass)
             for stage in stages
         ]
         last = tuple(actions[k] for k in order)
-        if early and early[-1].nodes is None:  # one program, as if no value was away
-            last = (*early.pop().once, *last)
+        if early and early[-1].node_pass is None:  # one program, as if no value was away
+            last = (*early.pop().once_actions, *last)
         return [*early, Stage(last, None)]
 
     def emit_output(self, atom: Atom, form: Form) -> Any:

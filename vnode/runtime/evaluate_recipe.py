@@ -17,8 +17,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from vnode.analysis.forms import WHOLE, Form, Location, Partial, Slice, stands_in
-from vnode.analysis.independent_subgraphs import Part, parts_of
+from vnode.analysis.forms import WHOLE, Form, Location, Partial, Slice, contains_factor
+from vnode.analysis.independent_subgraphs import Subgraph, split_subgraphs
 from vnode.analysis.low_precision_sums import is_narrow
 from vnode.analysis.program import Atom, Program, bind, context_of
 from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
@@ -220,8 +220,8 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | WholeEvaluator, one_b
 
     known = EvaluationMemo(flow.program)
     latest: Any = None
-    for part in parts_of(recipe) if one_by_one else [Part(tuple(recipe.actions))]:
-        for key in part.begins if latest is not None else ():
+    for part in split_subgraphs(recipe) if one_by_one else [Subgraph(tuple(recipe.actions))]:
+        for key in part.batched_leaves if latest is not None else ():
             env[key] = ready_value(env[key], latest)
         for action, *others in group_barrier_parts(part.actions, equation_of, flow.program.describe, is_made_by):
             if isinstance(action, Conversion):
@@ -237,7 +237,7 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | WholeEvaluator, one_b
             for (var, form), value in zip(wanted, values, strict=True):
                 if form is not None:
                     env[(var, form)] = value
-        latest = next((env[key] for key in reversed(part.ends) if can_order_after(env[key])), latest)
+        latest = next((env[key] for key in reversed(part.requests) if can_order_after(env[key])), latest)
     return [read(atom, form) for atom, form in recipe.requests]
 
 
@@ -324,7 +324,7 @@ def evaluate_split(action: Evaluation, operands: list[Any], node: Node, wide: An
     monoid = description.reduced.get(location.factor)
     if monoid is not None:
         for i in description.role(Role.ONCE):
-            if not stands_in(location.factor, description.operands[i]):
+            if not contains_factor(location.factor, description.operands[i]):
                 operands[i] = node.keep_in_first_node(operands[i], monoid)
         if node.has_padding(location.batch):
             operands = mask(action, operands, sizes, node)
@@ -341,7 +341,7 @@ def mask(action: Evaluation, operands: list[Any], sizes: Sequence[int], node: No
     """Overwrites padding in every operand that has the reduced factor."""
     description, location = action.description, action.location
     assert description is not None and location is not None
-    having = {i for i, dims in enumerate(description.operands) if stands_in(location.factor, dims)}
+    having = {i for i, dims in enumerate(description.operands) if contains_factor(location.factor, dims)}
     fills = {i: description.fill(location.factor, operands[i].dtype) for i in having - description.role(Role.INDEX)}
     return fill_padding(action, operands, sizes, node, fills)
 
@@ -402,7 +402,7 @@ def run_body(
     if action is None:
         return made
     results: list[Any] = [None] * len(action.results)
-    for i, value in zip(action.returned, made, strict=True):
+    for i, value in zip(action.returned_results, made, strict=True):
         results[i] = value
     return results
 

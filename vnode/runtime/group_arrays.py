@@ -21,7 +21,7 @@ from vnode.placement.transfer import replicated
 
 def batch_part(value: Any, form: Slice, flow: Flow, group: Placement) -> Any:
     """The part of a batched value that a group's nodes hold; one element at least, of padding."""
-    n = flow.local(form)
+    n = flow.node_elements(form)
     if isinstance(value, jax.Array):
         value = replicated(value)  # picking from a sharded one could change the sign of a zero
     start = min(group.first * n, form.units - 1)

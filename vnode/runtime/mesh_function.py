@@ -13,7 +13,7 @@ import jax
 from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from vnode.analysis.meshless import without_mesh
+from vnode.analysis.meshless import remove_mesh_closed
 from vnode.analysis.program import Atom, Program, inline, message_about
 from vnode.errors import PartitionError, layout_message
 from vnode.operators import Monoid, Windowed
@@ -165,7 +165,7 @@ def trace_with_captures(
     """A function as a program, and what it reads of a trace around it, its last inputs; see `trace_to_jaxpr`."""
     made = trace_to_jaxpr(fun, shapes, axes)
     captured = [value for value in made.consts if isinstance(value, jax.core.Tracer)]
-    plain = without_mesh(made)
+    plain = remove_mesh_closed(made)
     return inline(plain.jaxpr, plain.consts), captured
 
 

@@ -85,14 +85,15 @@ class PassEmission(Values):
           The totals; or, if other programs hold other nodes, what `device_reductions.reduce_to_blocks` gives.
         """
         placement, axis = self.placement, self.placement.axis
-        shards = [self.shard(var) for var, _ in nodes.sliced]
-        slots = [var in self.collected for var, _ in nodes.sliced]
+        shards = [self.shard(var) for var, _ in nodes.sliced_inputs]
+        slots = [var in self.collected for var, _ in nodes.sliced_inputs]
         divided = self.divided_pass(nodes)
         lying = divided.inputs if divided else self.node_input_layouts(nodes)
         # What is known to lie in some way is moved explicitly, before the loop.
-        mesh_axes, wanted = long_axes(placement.mesh), lying[1 + len(nodes.sliced) :]
+        mesh_axes, wanted = long_axes(placement.mesh), lying[1 + len(nodes.sliced_inputs) :]
         given = [
-            self.layout(var) if var in self.layouts else end for var, end in zip(nodes.wholes, wanted, strict=True)
+            self.layout(var) if var in self.layouts else end
+            for var, end in zip(nodes.whole_inputs, wanted, strict=True)
         ]
         if divided:
             made_so = [*(a.var for a in nodes.accumulators), *(var for var, _ in nodes.collected)]
@@ -109,7 +110,7 @@ class PassEmission(Values):
         parts = [among.divided_dim(*each) for each in zip(sums, made, ends, strict=True)]
         barriers = self.mode is Mode.INVARIANT and self.platform in node_loops.KEEP_BARRIERS
         awaited = self.barrier_values(nodes, given, wanted)
-        if nodes.follows:
+        if nodes.waits_for_previous:
             awaited += self.unawaited[-1:]
         packing = self.packing(nodes, barriers and divided is None)
 
@@ -124,16 +125,17 @@ class PassEmission(Values):
             origin = node_loops.opaque_count(
                 first[0]
             )  # or one device, that knows it, would take a node's number for a count
-            packed = packing.pack(lambda i: self.node_parts(shard[i], nodes.sliced[i], shards[i], slots[i]))
+            packed = packing.pack(lambda i: self.node_parts(shard[i], nodes.sliced_inputs[i], shards[i], slots[i]))
             whole = [
                 convert_after(value, start, end, self.shape(var), mesh_axes, latest)
-                for var, value, start, end in zip(nodes.wholes, whole, given, wanted, strict=True)
+                for var, value, start, end in zip(nodes.whole_inputs, whole, given, wanted, strict=True)
             ]
 
             def take(index: jax.Array) -> list[Any]:
                 number = origin + index
                 alone = [
-                    self.node_part(shard[i], nodes.sliced[i], shards[i], slots[i], index) for i in packing.unpacked
+                    self.node_part(shard[i], nodes.sliced_inputs[i], shards[i], slots[i], index)
+                    for i in packing.unpacked
                 ]
                 return [number, *alone, *packing.select_node(packed, index)]
 
@@ -148,7 +150,7 @@ class PassEmission(Values):
             late = self.wholes_by_level(nodes, whole)
             buffers = [] if self.is_fixed_length else self.buffers(nodes, divided, [value for _, value in late])
             after = [value for level, value in late if level] if self.platform in node_loops.ROOM_EARLY else []
-            after = [*after, *(latest if nodes.follows else [])]
+            after = [*after, *(latest if nodes.waits_for_previous else [])]
             totals, kept = self.sum_over_devices(program, sums, parts, plan, count, runs, buffers, after)
             if not self.divides or not self.alone:
                 return totals, kept
@@ -167,7 +169,9 @@ class PassEmission(Values):
             [spec_of(layout) if self.divides else spec() for layout in given],
             [
                 stacked_spec(layout, dim, axis) if slot else self.spec_of_batched(layout, form, dim)
-                for layout, (_, form), (_, dim), slot in zip(lying[1:], nodes.sliced, shards, slots, strict=False)
+                for layout, (_, form), (_, dim), slot in zip(
+                    lying[1:], nodes.sliced_inputs, shards, slots, strict=False
+                )
             ],
             [spec_of(self.layout(var)) for var in awaited],
         )
@@ -188,7 +192,7 @@ class PassEmission(Values):
             jnp.asarray(placement.starts, jnp.int32),
             jnp.asarray(placement.counts, jnp.int32),
             [jnp.asarray(table) for table in plan.tables],
-            [self.as_stored(var) for var in nodes.wholes],
+            [self.as_stored(var) for var in nodes.whole_inputs],
             [value for value, _ in shards],
             [self.as_stored(var) for var in awaited],
         )
@@ -217,7 +221,7 @@ class PassEmission(Values):
 
     def packing(self, nodes: Pass, asked: bool) -> Packing:
         """Which of the batched values that a pass reads are packed: none, if it is not asked for."""
-        own = [jax.ShapeDtypeStruct(self.shape_in_node(*each), each[0].aval.dtype) for each in nodes.sliced]
+        own = [jax.ShapeDtypeStruct(self.shape_in_node(*each), each[0].aval.dtype) for each in nodes.sliced_inputs]
         several = asked and self.is_local_to_device and self.placement.virtual_nodes > 1
         return Packing.from_parts(own, self.placement.virtual_nodes) if several else Packing((), len(own))
 
@@ -294,7 +298,7 @@ class PassEmission(Values):
         (_, form), (_, dim) = of, lies
         if in_slots:
             return lax.dynamic_index_in_dim(value, index, dim, keepdims=False)
-        n = self.flow.local(form)
+        n = self.flow.node_elements(form)
         part = lax.dynamic_slice_in_dim(value, index * n, n, dim)
         return part.reshape(*part.shape[: form.dim], form.outer * n, *part.shape[dim + 1 :])
 
@@ -302,7 +306,7 @@ class PassEmission(Values):
         """A device's part of a batched value with the parts of its nodes one after another, ``[nodes, *part]``."""
         (var, form), (_, dim), waves = of, lies, self.placement.waves
         if not in_slots:
-            n = self.flow.local(form)
+            n = self.flow.node_elements(form)
             value = value.reshape(*value.shape[:dim], waves, n, *value.shape[dim + 1 :])
         return jnp.moveaxis(value, dim, 0).reshape(waves, *self.shape_in_node(var, form))
 
@@ -310,7 +314,7 @@ class PassEmission(Values):
         """The whole values that a pass reads, latest first, with the level at which each can be there."""
         if self.mode is Mode.DIFFERENTIABLE or not self.is_local_to_device:  # an element of a sharded one is dear
             return []
-        late = [(self.ready_level(var), value) for var, value in zip(nodes.wholes, whole, strict=True)]
+        late = [(self.ready_level(var), value) for var, value in zip(nodes.whole_inputs, whole, strict=True)]
         return sorted(late, key=lambda pair: pair[0], reverse=True)
 
     def buffers(self, nodes: Pass, divided: MeshFunction | None, after: Sequence[Any]) -> list[Any]:
@@ -329,7 +333,7 @@ class PassEmission(Values):
     def ready_level(self, var: Var) -> int:
         """The level at which a whole value can be there: one later than its pieces if it is completed or gathered."""
         state = self.flow.states[var]
-        return state.level if isinstance(state.form, Whole) else state.level + (not state.given)
+        return state.level if isinstance(state.form, Whole) else state.level + (not state.materialized)
 
     def total_layouts(self, nodes: Pass, lies: Sequence[Layout]) -> list[Layout]:
         """How a pass hands on its totals, of which it could hand on all that `lies` says: as who reads them wants them.
@@ -338,9 +342,12 @@ class PassEmission(Values):
         """
         if not self.once_axes or not self.divides or self.division.uneven is not None:
             return list(lies)
-        stages = itertools.dropwhile(lambda stage: stage.nodes is not nodes, self.schedule.stages)
+        stages = itertools.dropwhile(lambda stage: stage.node_pass is not nodes, self.schedule.stages)
         after = [
-            action for stage in itertools.islice(stages, 1, None) for action in stage.once if not is_separate(action)
+            action
+            for stage in itertools.islice(stages, 1, None)
+            for action in stage.once_actions
+            if not is_separate(action)
         ]
         together = ReplicatedRegion.from_actions(after, self.readers, self.flow.program, self.once, self.ends)
         ends = {a.var: layout for a, layout in zip(nodes.accumulators, lies, strict=True)}
@@ -357,7 +364,7 @@ class PassEmission(Values):
         """
         number, *values = given
         placement = self.placement
-        env: Env = dict(zip([*nodes.sliced, *((var, WHOLE) for var in nodes.wholes)], values, strict=True))
+        env: Env = dict(zip([*nodes.sliced_inputs, *((var, WHOLE) for var in nodes.whole_inputs)], values, strict=True))
         flow, platform = self.flow, platform or self.platform
         node = Node(number[0], placement.virtual_nodes, flow.node_sizes, flow.batch, platform)
         return evaluate_recipe(nodes.recipe, env, node, self.serializes_independent)
@@ -375,14 +382,14 @@ class PassEmission(Values):
         """What a node is given in a pass: its number, its parts of batched values, and whole values."""
         return [
             jax.ShapeDtypeStruct((1,), jnp.int32),
-            *(jax.ShapeDtypeStruct(self.shape_in_node(var, form), var.aval.dtype) for var, form in nodes.sliced),
-            *(self.type_of(var, self.as_stored(var)) for var in nodes.wholes),
+            *(jax.ShapeDtypeStruct(self.shape_in_node(var, form), var.aval.dtype) for var, form in nodes.sliced_inputs),
+            *(self.type_of(var, self.as_stored(var)) for var in nodes.whole_inputs),
         ]
 
     def node_input_layouts(self, nodes: Pass) -> list[Layout]:
         """How it lies."""
-        parts = (self.layout_in_node(var, form) for var, form in nodes.sliced)
-        return [replicated(1), *parts, *map(self.layout_in_pass, nodes.wholes)]
+        parts = (self.layout_in_node(var, form) for var, form in nodes.sliced_inputs)
+        return [replicated(1), *parts, *map(self.layout_in_pass, nodes.whole_inputs)]
 
     def divided_pass(self, nodes: Pass) -> MeshFunction | None:
         """What a node computes in a pass, divided over the axes that nodes are not spread over; None if XLA does so."""
@@ -393,7 +400,9 @@ class PassEmission(Values):
         run, *others = (functools.partial(self.node_function, nodes, platform=platform) for platform in on)
         pieces = [a.monoid for a in nodes.accumulators]
         records = self.division.records
-        rooms = self.uneven_of([None, *(var for var, _ in nodes.sliced), *nodes.wholes])  # None for the node's number
+        rooms = self.uneven_of(
+            [None, *(var for var, _ in nodes.sliced_inputs), *nodes.whole_inputs]
+        )  # None for the node's number
         try:
             divided = MeshFunction(
                 run, shapes, layouts, self.axes, self.platform, pieces, records, others=others, rooms=rooms
@@ -430,7 +439,7 @@ class PassEmission(Values):
           wanted: how nodes read them.
         """
         axes = long_axes(self.placement.mesh)
-        several = zip(nodes.wholes, given, wanted, strict=True)
+        several = zip(nodes.whole_inputs, given, wanted, strict=True)
         gathers = any(grows(start, end, self.shape(var), axes, var.aval.dtype) for var, start, end in several)
         if not gathers or not self.divides or not self.has_barriers:
             return []

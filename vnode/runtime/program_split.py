@@ -58,7 +58,7 @@ class ProgramPiece:
         if self.completes is not None:
             yield from (("whole", a.var) for a in self.completes[1].accumulators)
         for action in self.once:
-            for var, _ in action.made:
+            for var, _ in action.produced:
                 yield ("whole", var)
         if self.nodes is not None:
             yield ("left", number)
@@ -80,14 +80,14 @@ def split_schedule(schedule: Schedule) -> list[ProgramPiece]:
             once.clear()
 
     for stage in schedule.stages:
-        for action in stage.once:
+        for action in stage.once_actions:
             if needs_own_piece(action):
                 close()
                 pieces.append(ProgramPiece(nested=action))
             else:
                 once.append(action)
-        if stage.nodes is not None:
-            close(stage.nodes)
+        if stage.node_pass is not None:
+            close(stage.node_pass)
     close()
     return defer_evaluations(pieces, schedule.flow.program)
 
@@ -128,8 +128,10 @@ def defer_evaluations(pieces: Sequence[ProgramPiece], program: Program) -> list[
             if not stays or (is_cheap(action, program) and not wanted.isdisjoint(action.step.eqn.outvars)):
                 there.append(action)
                 wanted.update(operands_of(action))
-        later[number] = dataclasses.replace(later[number], once=tuple(reversed(here)))
-        later[following] = dataclasses.replace(later[following], once=(*reversed(there), *later[following].once))
+        later[number] = dataclasses.replace(later[number], once_actions=tuple(reversed(here)))
+        later[following] = dataclasses.replace(
+            later[following], once_actions=(*reversed(there), *later[following].once)
+        )
     return later
 
 
@@ -176,7 +178,7 @@ class ProgramPlan:
             for atom, form in zip(action.step.eqn.invars, action.operands, strict=True):
                 if isinstance(atom, Var) and atom not in known and not (action.bodies and form is None):
                     yield self.whole_key(atom)
-            known.update(var for var, _ in action.made)
+            known.update(var for var, _ in action.produced)
         if piece.nested is not None:
             for atom in piece.nested.step.eqn.invars:
                 if isinstance(atom, Var):

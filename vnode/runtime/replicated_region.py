@@ -59,7 +59,7 @@ class ReplicatedRegion:
         ends: Mapping[Var, Layout],
     ) -> ReplicatedRegion:
         """The actions, given for each variable who reads it: actions by their number as objects, others by any."""
-        made = {var: form for action in actions for var, form in action.made}
+        made = {var: form for action in actions for var, form in action.produced}
         reads = dict.fromkeys(atom for action in actions for atom in read_variables(action) if atom not in made)
         here = set(map(id, actions))
         wanted = [(var, form) for var, form in made.items() if readers.get(var, set()) - here]
@@ -75,7 +75,7 @@ class ReplicatedRegion:
 
         for action in self.actions:
             results = dict(zip(action.step.eqn.outvars, evaluate_once(action, read, known, self.place), strict=True))
-            held.update((var, results[var]) for var, _ in action.made)
+            held.update((var, results[var]) for var, _ in action.produced)
         return [as_array(held[var], var) for var, _ in self.wanted]
 
     def read_layouts(self, lying: Lying, axes: Axes, exact: Collection[str]) -> dict[Var, list[Layout]]:
@@ -157,14 +157,14 @@ def defer_constants(stages: Sequence[Stage]) -> list[Stage]:
     found = []
     for stage in stages:
         once: list[Evaluation] = []
-        for action in stage.once:
+        for action in stage.once_actions:
             if is_separate(action) or any(var not in waiting for var in read_variables(action)):
                 once += [*brought(read_variables(action)), action]
             else:
                 waiting.update(dict.fromkeys(action.step.eqn.outvars, action))
-        if stage.nodes is not None:
-            once += brought(var for var, _ in stage.nodes.recipe.leaves)
-        found.append(Stage(tuple(once), stage.nodes))
+        if stage.node_pass is not None:
+            once += brought(var for var, _ in stage.node_pass.recipe.leaves)
+        found.append(Stage(tuple(once), stage.node_pass))
     rest = tuple(brought([*waiting]))
     return [*found, Stage(rest, None)] if rest else found
 

@@ -121,10 +121,10 @@ class Values:
         """For each value who reads it: actions by their number as objects, and passes and the caller as 0."""
         found: dict[Var, set[int]] = {}
         for stage in self.schedule.stages:
-            for action in stage.once:
+            for action in stage.once_actions:
                 for var in read_variables(action):
                     found.setdefault(var, set()).add(id(action))
-            for var, _ in stage.nodes.recipe.leaves if stage.nodes is not None else ():
+            for var, _ in stage.node_pass.recipe.leaves if stage.node_pass is not None else ():
                 found.setdefault(var, set()).add(0)
         for atom in self.flow.program.outputs:
             if isinstance(atom, Var):
@@ -181,7 +181,7 @@ class Values:
 
     def shape_in_node(self, var: Var, form: Slice) -> tuple[int, ...]:
         """The shape of one node's part of a batched value."""
-        n = form.outer * self.flow.local(form)
+        n = form.outer * self.flow.node_elements(form)
         return (*var.aval.shape[: form.dim], n, *var.aval.shape[form.dim + 1 :])
 
     def read(self, atom: Atom) -> Any:
@@ -217,7 +217,7 @@ class Values:
             held = held if placement.even else held[np.array(placement.slots)]
             shape = (placement.nodes, *self.shape_in_node(var, form))
             return restore_batch_order(
-                convert(held, start, end, shape, mesh_axes), form, self.flow.local(form), self.units(form)
+                convert(held, start, end, shape, mesh_axes), form, self.flow.node_elements(form), self.units(form)
             )
 
         return jax.shard_map(
@@ -254,7 +254,7 @@ class Values:
         if self.is_in_slots(atom, form):
             value, now = self.collected_by_slot(atom), int(atom in self.stacked)
         else:
-            d, n, now = form.dim, self.flow.local(form), 0
+            d, n, now = form.dim, self.flow.node_elements(form), 0
             value = self.split_into_slots(as_array(self.output(atom), atom), form)
             value = value.reshape(*value.shape[: d + 1], value.shape[d + 1] // n, n, *value.shape[d + 2 :])
             value = jnp.moveaxis(value, d + 1, 0)
@@ -270,7 +270,7 @@ class Values:
         """A collected value in the order of the batch."""
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
-        return restore_batch_order(self.collected_by_node(var), form, self.flow.local(form), self.units(form))
+        return restore_batch_order(self.collected_by_node(var), form, self.flow.node_elements(form), self.units(form))
 
     def collected_by_node(self, var: Var) -> Any:
         """A collected value, ``[nodes, ...]``."""
@@ -315,13 +315,13 @@ class Values:
 
     def units(self, form: Slice) -> int:
         """How many elements of a run of the batch the placement's nodes hold, padding not included."""
-        start, stop = (min(n * self.flow.local(form), form.units) for n in self.node_range)
+        start, stop = (min(n * self.flow.node_elements(form), form.units) for n in self.node_range)
         return stop - start
 
     @property
     def has_equal_shards(self) -> bool:
         """Whether devices hold equal parts of the batch, without padding."""
-        return self.placement.even and self.flow.filled_by(self.placement.nodes)
+        return self.placement.even and self.flow.needs_no_padding(self.placement.nodes)
 
     @property
     def node_range(self) -> tuple[int, int]:
@@ -338,7 +338,7 @@ class Values:
 
     def shard_ordered(self, value: Any, form: Slice) -> tuple[Any, int]:
         """The same of a value in the order of the batch."""
-        n = self.flow.local(form)
+        n = self.flow.node_elements(form)
         if self.placement.even and self.placement.nodes * form.outer * n == value.shape[form.dim]:
             return (value, form.dim) if form.outer == 1 else (split_runs(value, form), form.dim + 1)
         return self.split_into_slots(value, form), form.dim + 1
@@ -350,7 +350,7 @@ class Values:
           The value with its dimension `form.dim` as two: the runs of the batch, and ``slots * elements``. Slots without
           a node hold what their device's last real one does.
         """
-        placement, n = self.placement, self.flow.local(form)
+        placement, n = self.placement, self.flow.node_elements(form)
         first, last = placement.first, placement.first + placement.nodes - 1
         nodes = [min(start + k, last) for start in placement.starts for k in range(placement.waves)]
         rows = (np.array(nodes)[:, None] * n + np.arange(n)).reshape(-1)

@@ -442,7 +442,7 @@ class _Builder:
             ends = [None] * len(outputs) if k < region.tests else outputs
             made = _Builder(body, self.share, found, inputs, ends).build()
             self.gathered += made.gathered
-            bodies.append(made.program.closed(region.bodies[k].jaxpr))
+            bodies.append(made.program.to_closed_jaxpr(region.bodies[k].jaxpr))
         several = zip(eqn.invars, self.forms(number), strict=True)
         return with_bodies(eqn, bodies).replace(
             invars=[atom if isinstance(atom, Literal) else self.name(atom, form) for atom, form in several],

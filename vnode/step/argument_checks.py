@@ -80,7 +80,9 @@ def check_values(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[st
     """
     named = by_argument(dict(enumerate(args)), kwargs, names)
     ask = "or ask what needs shapes only: step.explain(...), step.lower(...)"
-    no_shapes(named, "the step is to be run on shapes without values (jax.ShapeDtypeStruct).", ["give arrays", ask])
+    check_no_shapes(
+        named, "the step is to be run on shapes without values (jax.ShapeDtypeStruct).", ["give arrays", ask]
+    )
 
 
 def check_placed(tree: Any) -> None:
@@ -90,10 +92,10 @@ def check_placed(tree: Any) -> None:
       VnodeError: there are some.
     """
     said = "shapes without values (jax.ShapeDtypeStruct) cannot be put anywhere."
-    no_shapes({"": tree}, said, ["give arrays: of jax.eval_shape(init, ...), what init(...) returns"])
+    check_no_shapes({"": tree}, said, ["give arrays: of jax.eval_shape(init, ...), what init(...) returns"])
 
 
-def no_shapes(named: Mapping[str, Any], said: str, remedies: Sequence[str]) -> None:
+def check_no_shapes(named: Mapping[str, Any], said: str, remedies: Sequence[str]) -> None:
     """Refuses shapes without values.
 
     Args:
@@ -165,7 +167,7 @@ def check_donated_once(
     given: set[Any] = set()
     for name, tree, gone in named:
         for path, leaf in jax.tree.leaves_with_path(tree):
-            for number in buffers(leaf):
+            for number in buffer_ids(leaf):
                 places.setdefault(number, []).append(name + jax.tree_util.keystr(path))
                 if gone:
                     given.add(number)
@@ -188,13 +190,13 @@ def check_donated_once(
     )
 
 
-def repeated(tree: Any) -> bool:
+def has_repeated_array(tree: Any) -> bool:
     """Whether an array is in a tree twice, as the same object."""
     arrays = arrays_among(jax.tree.leaves(tree))
     return len(set(map(id, arrays))) < len(arrays)
 
 
-def buffers(leaf: Any) -> list[Any]:
+def buffer_ids(leaf: Any) -> list[Any]:
     """What tells the memory of an array from that of others: arrays on different devices may share that of one."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.size:
         return []

@@ -36,7 +36,7 @@ from vnode.placement.transfer import (
     typed_sharding,
 )
 from vnode.placement.world import is_shared, world_of
-from vnode.step.argument_checks import check_arguments, check_donated_once, repeated
+from vnode.step.argument_checks import check_arguments, check_donated_once, has_repeated_array
 from vnode.step.call import is_static, wrap
 from vnode.step.spec import StepSpec
 from vnode.step.uneven_state import check_known, put_by_name
@@ -59,12 +59,12 @@ class ArgumentPlacer:
     def __init__(self, spec: StepSpec, placement: Placement) -> None:
         self.spec = spec
         self.placement = placement
-        self.wholes = functools.cache(spec.wholes)
+        self.wholes = functools.cache(spec.unsplit_positions)
         self.several = len(placement.devices) > 1
         self.across = is_shared(world_of(placement.devices))
         self.sharded = len(placement.devices) > placement.size
-        self.in_place = InPlace(self.several)
-        self._given_again = GivenAgain()
+        self.in_place = PlacedArguments(self.several)
+        self._given_again = RepeatedArguments()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments as programs take them: what is no array as structure, and all that is not split in its place.
@@ -78,15 +78,15 @@ class ArgumentPlacer:
             return wrap(args, 0, names=self.spec.positional), wrap(kwargs, 1)
         moving = {i: arg for i, arg in enumerate(args) if not is_static(arg) and arg not in self.in_place}
         check_arguments(moving, kwargs, self.spec.donate_argnums, self.spec.positional)
-        placed = tuple(self._in_turn(args, wholes, moving))
+        placed = tuple(self._place_in_order(args, wholes, moving))
         if kwargs:
-            kwargs = self._brought(kwargs, False, self._leads(dict(enumerate(placed)), wholes, moving), (1,))
+            kwargs = self._transfer_tree(kwargs, False, self._mesh_known(dict(enumerate(placed)), wholes, moving), (1,))
         donated = self.spec.donate_argnums if self.several else ()
-        if donated and (not moving.keys().isdisjoint(donated) or repeated((placed, kwargs))):
+        if donated and (not moving.keys().isdisjoint(donated) or has_repeated_array((placed, kwargs))):
             check_donated_once(placed, kwargs, donated, self.spec.positional)
         return placed, kwargs
 
-    def are_there(self, tree: Any) -> bool:
+    def are_placed(self, tree: Any) -> bool:
         """Whether all arrays of an argument are on the placement's devices."""
         leaves = jax.tree.leaves(tree, is_leaf=is_sharded_batch)
         return all(
@@ -103,32 +103,32 @@ class ArgumentPlacer:
         self.in_place.clear()
         self._given_again.clear()
 
-    def _in_turn(self, args: Sequence[Any], wholes: Sequence[int], moving: Mapping[int, Any]) -> Iterator[Any]:
+    def _place_in_order(self, args: Sequence[Any], wholes: Sequence[int], moving: Mapping[int, Any]) -> Iterator[Any]:
         """Arguments in their place, one after another, given those that are not known to be there."""
         led = False
         for i, arg in enumerate(args):
             if i in moving:
-                placed = self._placed(arg, i in wholes, led, i)
+                placed = self._place_argument(arg, i in wholes, led, i)
             else:
                 placed = arg
                 self._given_again.forget(i)
-            led = led or self._leads({i: placed}, wholes, moving)
+            led = led or self._mesh_known({i: placed}, wholes, moving)
             yield placed
 
     @staticmethod
-    def _leads(placed: Mapping[int, Any], wholes: Sequence[int], moving: Mapping[int, Any]) -> bool:
+    def _mesh_known(placed: Mapping[int, Any], wholes: Sequence[int], moving: Mapping[int, Any]) -> bool:
         """Whether one of some arguments lies on the placement's mesh, by which jax then reads how results lie."""
         there = ((i, arg) for i, arg in placed.items() if i in wholes and not is_static(arg))
         return any(i not in moving or first_leaf(arg) is not None for i, arg in there)
 
-    def _placed(self, arg: Any, whole: bool, led: bool, number: int) -> Any:
+    def _place_argument(self, arg: Any, whole: bool, led: bool, number: int) -> Any:
         """The argument at a position where programs want it; it may be known from the last call."""
-        bring = functools.partial(self._brought, whole=whole, led=led, place=(0, number))
+        bring = functools.partial(self._transfer_tree, whole=whole, led=led, place=(0, number))
         if not whole or self.across or number in self.spec.donate_argnums:
             return bring(arg)  # examples are other ones in the next call, and what is donated is gone
         return self._given_again(number, arg, bring)
 
-    def _brought(self, tree: Any, whole: bool, led: bool, place: tuple[int, ...]) -> Any:
+    def _transfer_tree(self, tree: Any, whole: bool, led: bool, place: tuple[int, ...]) -> Any:
         """An argument, of which nothing is split or all may be, where programs want it.
 
         Args:
@@ -142,36 +142,36 @@ class ArgumentPlacer:
             wrapped = put_by_name(wrapped, self.spec.options.patterns, self.placement, self.spec.options.host)
         leaves, treedef = jax.tree.flatten(wrapped, is_leaf=is_sharded_batch)
         if self.across:
-            placed = self._from_processes(wrapped, leaves, whole, led)
+            placed = self._exchange(wrapped, leaves, whole, led)
         elif whole:
-            placed = self._replicated(leaves)
+            placed = self._replicate(leaves)
         else:
-            placed = [self._transferred(leaf, False, led) for leaf in leaves]
+            placed = [self._transfer_leaf(leaf, False, led) for leaf in leaves]
         if whole and not self.sharded:
             self.sharded = any(partition(leaf) != PartitionSpec() for leaf in placed)
         same = all(a is b for a, b in zip(leaves, placed, strict=True))
         return wrapped if same else jax.tree.unflatten(treedef, placed)
 
-    def _transferred(self, leaf: Any, whole: bool, led: bool) -> Any:
+    def _transfer_leaf(self, leaf: Any, whole: bool, led: bool) -> Any:
         """An array that is committed to devices, where the program wants it; any other one as it is."""
         if isinstance(leaf, jax.Array | ShardedBatch) and getattr(leaf, "committed", True):
             return transfer(leaf, self.placement, batch=not whole, led=led)
         return leaf
 
-    def _replicated(self, leaves: Sequence[Any]) -> list[Any]:
+    def _replicate(self, leaves: Sequence[Any]) -> list[Any]:
         """Arrays that are not split, on the devices and committed to them; loose ones are brought together."""
         placed = list(leaves)
         target = self.placement.sharding()
-        together = [k for k, leaf in enumerate(leaves) if is_loose(leaf, memory_kind(target))]
+        together = [k for k, leaf in enumerate(leaves) if is_uncommitted(leaf, memory_kind(target))]
         for k in set(range(len(placed))).difference(together):
-            placed[k] = commit_to(self._transferred(placed[k], True, False), self.placement)
+            placed[k] = commit_to(self._transfer_leaf(placed[k], True, False), self.placement)
         if together:
             brought = jax.device_put([leaves[k] for k in together], target)
             for k, leaf in zip(together, brought, strict=True):
                 placed[k] = leaf
         return placed
 
-    def _from_processes(self, tree: Any, leaves: list[Any], whole: bool, led: bool) -> list[Any]:
+    def _exchange(self, tree: Any, leaves: list[Any], whole: bool, led: bool) -> list[Any]:
         """Arrays where the program of several processes wants them; those that each process has whole are compared."""
         here, placed = self.placement.devices, list(leaves)
         away = []
@@ -194,7 +194,7 @@ class ArgumentPlacer:
         return placed
 
 
-class InPlace:
+class PlacedArguments:
     """Arguments all of whose leaves are known to be arrays on the placement's devices.
 
     They are known by the object's number, and by an array in it: as long as that is alive, so is most likely the
@@ -232,7 +232,7 @@ class InPlace:
         self._known = {}
 
 
-class GivenAgain:
+class RepeatedArguments:
     """Copies of arguments that one call after another is given from elsewhere.
 
     An evaluation gives its calls the same parameters, which may lie on one device only. When the second call is given
@@ -274,7 +274,7 @@ class GivenAgain:
         self._last.clear()
 
 
-def is_loose(leaf: Any, memory: str) -> bool:
+def is_uncommitted(leaf: Any, memory: str) -> bool:
     """Whether no devices have been chosen for a leaf: a number, an array of NumPy, or an uncommitted one of jax.
 
     Args:

@@ -20,7 +20,7 @@ from vnode.errors import BatchError, VnodeError, layout_message
 from vnode.placement.leaves import is_array
 from vnode.placement.sharded import is_sharded_batch
 from vnode.placement.static_scalars import are_arrays
-from vnode.step.mutation import Watch
+from vnode.step.mutation import MutationCheck
 
 
 @jax.tree_util.register_static
@@ -36,13 +36,13 @@ class StaticLeaf:
 
     def __init__(self, value: Any, name: Callable[[], str] | None = None) -> None:
         self._value = value
-        self._hashes = hashes(value)
+        self._hashes = is_hashable(value)
         self._then = value if self._hashes else copy_of(value, name)
 
     @property
     def value(self) -> Any:
         """The leaf, or a copy of what it was if it has changed since."""
-        return self._value if self._hashes or equal(self._value, self._then) else copy_of(self._then)
+        return self._value if self._hashes or same_constant(self._value, self._then) else copy_of(self._then)
 
     def __hash__(self) -> int:
         return hash(self._then if self._hashes else type(self._then))
@@ -51,11 +51,13 @@ class StaticLeaf:
         if not isinstance(other, StaticLeaf):
             return NotImplemented
         return self._then is other._then or (
-            type(self._then) is type(other._then) and self._hashes == other._hashes and equal(self._then, other._then)
+            type(self._then) is type(other._then)
+            and self._hashes == other._hashes
+            and same_constant(self._then, other._then)
         )
 
 
-def hashes(value: Any) -> bool:
+def is_hashable(value: Any) -> bool:
     """Whether a value can be hashed."""
     try:
         hash(value)
@@ -64,7 +66,7 @@ def hashes(value: Any) -> bool:
     return True
 
 
-def equal(a: Any, b: Any) -> bool:
+def same_constant(a: Any, b: Any) -> bool:
     """Whether two values of one type are known to make the same program; arrays of several elements do not say.
 
     ``1``, ``1.0`` and ``True`` are equal, as are zeros of either sign, but no one constant: they are written otherwise.
@@ -104,7 +106,7 @@ def copy_of(value: Any, name: Callable[[], str] | None = None) -> Any:
                 ],
             )
         )
-    if copied is None or not equal(copied, value):
+    if copied is None or not same_constant(copied, value):
         raise VnodeError(
             layout_message(
                 f"{called} is a constant of the program, and neither hashes nor equals a copy of itself: "
@@ -234,7 +236,9 @@ class Call:
     names: Sequence[str] = ()
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: dict[str, Any], in_axes: Any, names: Sequence[str], nodes: int) -> Call:
+    def from_arguments(
+        cls, args: Sequence[Any], kwargs: dict[str, Any], in_axes: Any, names: Sequence[str], nodes: int
+    ) -> Call:
         """Takes arguments apart.
 
         Args:
@@ -261,15 +265,15 @@ class Call:
         """The arguments with other arrays in place of its own; static leaves are leaves again."""
         return unwrap(jax.tree.unflatten(self.treedef, leaves))
 
-    def flat(self, fun: Callable[..., Any], output: OutputTree) -> Callable[..., list[Any]]:
+    def flat_function(self, fun: Callable[..., Any], output: OutputTree) -> Callable[..., list[Any]]:
         """A step as a function of the arrays that returns arrays; `output` is told what else there is."""
 
         def on_trees(*args: Any, **kwargs: Any) -> list[Any]:
             args, kwargs = unwrap((args, kwargs))
-            watch = Watch(args, kwargs, self.names)
+            watch = MutationCheck(args, kwargs, self.names)
             out = fun(*args, **kwargs)
             watch.check(out)
-            return output.take(out)
+            return output.flatten(out)
 
         def run(*leaves: Any) -> list[Any]:
             args, kwargs = jax.tree.unflatten(self.treedef, leaves)
@@ -284,12 +288,12 @@ class OutputTree:
     def __init__(self) -> None:
         self.treedef: Any = None
 
-    def take(self, out: Any) -> list[Any]:
+    def flatten(self, out: Any) -> list[Any]:
         """The arrays of what the step returned; remembers the rest."""
         leaves, self.treedef = jax.tree.flatten(wrap(out, 2))
         return leaves
 
-    def merge(self, arrays: Sequence[Any]) -> Any:
+    def unflatten(self, arrays: Sequence[Any]) -> Any:
         """What the step returned, given its arrays; other leaves count as structure."""
         return jax.tree.unflatten(self.treedef, arrays)
 
@@ -333,7 +337,7 @@ def axes_by_argument(
             raise BatchError(
                 layout_message(
                     f"in_axes names {', '.join(map(repr, missing))}, which the call does not have.",
-                    facts=[f"in_axes = {in_axes!r}", *arguments_given(args, kwargs)],
+                    facts=[f"in_axes = {in_axes!r}", *argument_facts(args, kwargs)],
                     remedies=["pass it, by position or by name", "name the arguments of the step that carry examples"],
                 )
             )
@@ -351,7 +355,7 @@ def axes_by_argument(
         raise BatchError(
             layout_message(
                 f"in_axes has {len(in_axes)} entries, the call {given}.",
-                facts=[f"in_axes = {in_axes!r}", *arguments_given((), kwargs)],
+                facts=[f"in_axes = {in_axes!r}", *argument_facts((), kwargs)],
                 remedies=[
                     "name the arguments that carry examples, in_axes={'batch': 0}: others may then be left out",
                     "shorten in_axes",
@@ -361,7 +365,7 @@ def axes_by_argument(
     return [*in_axes[: len(args)], *[None] * (len(args) - len(in_axes))], named
 
 
-def arguments_given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+def argument_facts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
     """What a call was given, as facts of a message."""
     by_position = [f"by position: {len(args)}"] if args else []
     return [*by_position, *([f"by keyword: {', '.join(kwargs)}"] if kwargs else [])]
@@ -400,7 +404,7 @@ def batch_axes(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name
     return axes
 
 
-def usual(in_axes: Any, paths: Sequence[Any], names: Sequence[str]) -> list[str]:
+def in_axes_hints(in_axes: Any, paths: Sequence[Any], names: Sequence[str]) -> list[str]:
     """What most steps mean that do not say `in_axes` and should: the last argument is the batch, or the first of two.
 
     Args:
@@ -449,7 +453,7 @@ def batch_sizes(
                             if listed
                             else []
                         ),
-                        *usual(in_axes, paths, names),
+                        *in_axes_hints(in_axes, paths, names),
                         "use None for arguments that are not split, such as in_axes=(None, None, 0)",
                         "or for a part of one, such as in_axes=(None, {'x': 0, 'rate': None})",
                     ],

@@ -27,7 +27,7 @@ def collector_paused() -> Iterator[None]:
     finally:
         if running:
             if not frozen_by_others():
-                put_with_old()
+                age_objects()
             gc.enable()
 
 
@@ -53,7 +53,7 @@ unwalked = 0
 """How many have been put with the old ones since."""
 
 
-def put_with_old() -> None:
+def age_objects() -> None:
     """Has the collector take all objects for old, or walk all of them if many have not been walked since they were."""
     global walked, unwalked
     unwalked += gc.get_count()[0]

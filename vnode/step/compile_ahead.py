@@ -88,7 +88,8 @@ class Preparation:
     def __init__(self, compilers: Mapping[Placement, Callable[[], Any]]) -> None:
         self.placements = tuple(compilers)
         self._futures = {
-            placement: WORKER.submit(functools.partial(timed, compiler)) for placement, compiler in compilers.items()
+            placement: WORKER.submit(functools.partial(call_seconds, compiler))
+            for placement, compiler in compilers.items()
         }
 
     def __repr__(self) -> str:
@@ -138,14 +139,14 @@ class Preparation:
         return list(self._futures.values()) if placement is None else [self._futures[placement]]
 
 
-def timed(compiler: Callable[[], Any]) -> float:
+def call_seconds(compiler: Callable[[], Any]) -> float:
     """Seconds that a call takes."""
     start = time.perf_counter()
     compiler()
     return time.perf_counter() - start
 
 
-def warm_ups(
+def warm_up_tasks(
     runs: Sequence[Callable[..., Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Callable[[], None]]:
     """Tasks that call each of several functions with copies of the arguments as they are now.
@@ -166,15 +167,15 @@ def warm_ups(
     if not leaves or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise BatchError("warm_up runs the step, so it needs arrays: step.warm_up(placements, state, batch)")
     check_arguments(dict(enumerate(args)), kwargs)
-    now = copied((args, kwargs))  # training goes on and donates its own
+    now = copy_arrays((args, kwargs))  # training goes on and donates its own
 
     def warm_up_once(run: Callable[..., Any]) -> None:
-        own_args, own_kwargs = copied(now)
+        own_args, own_kwargs = copy_arrays(now)
         jax.block_until_ready(run(*own_args, **own_kwargs))
 
     return [functools.partial(warm_up_once, run) for run in runs]
 
 
-def copied(tree: Any) -> Any:
+def copy_arrays(tree: Any) -> Any:
     """A tree with copies of its arrays, where they are."""
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree)

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn
 
-from vnode.analysis.coupling_kinds import Kind, kinds_of, remedies_of
-from vnode.analysis.pass_cut import FOR_BUDGET
+from vnode.analysis.coupling_kinds import CouplingKind, kinds_of, remedies_of
+from vnode.analysis.pass_cut import BUDGET_POLICIES
 from vnode.analysis.passes import Schedule, nbytes
-from vnode.analysis.program import scope, where
-from vnode.analysis.schedule import FORWARD
+from vnode.analysis.program import scope, source_line
+from vnode.analysis.schedule import FORWARD_SHARE
 from vnode.analysis.states import Coupling, Flow
 from vnode.errors import CouplingError, layout_message
-from vnode.report.coupling_text import coupling_text, module
+from vnode.report.coupling_text import coupling_text, user_module
 from vnode.report.lines import SHOWN
 from vnode.show.units import numbered, several
 
@@ -66,7 +66,7 @@ def check_couplings(
     if refused:
         local: list[Coupling] = []
         remedies = ["coupling='exact': further passes, for the result of the whole batch"]
-        allowed = {pattern: "local" if mode == "error" else mode for pattern, mode in patterns(option).items()}
+        allowed = {pattern: "local" if mode == "error" else mode for pattern, mode in mode_patterns(option).items()}
         with contextlib.suppress(CouplingError):
             local = [coupling for coupling in again(allowed)[1] if coupling.mode == "local"]
         if local:
@@ -74,72 +74,72 @@ def check_couplings(
         raise CouplingError(
             layout_message(
                 "examples influence each other, which coupling='error' forbids.",
-                facts=facts(made, refused),
-                remedies=remedies + advice(refused),
+                facts=coupling_facts(made, refused),
+                remedies=remedies + coupling_remedies(refused),
             )
         )
-    if made.recomputed and made.recomputed > budget * made.flops:
-        share = made.recomputed / made.flops
-        cost = costs(made)
+    if made.recomputed_flops and made.recomputed_flops > budget * made.flops:
+        share = made.recomputed_flops / made.flops
+        cost = pass_costs(made)
         causes = [coupling for coupling in couplings if cost.get((coupling.flow, coupling.level))]
         raise CouplingError(
             layout_message(
-                f"exactness would recompute {share:.0%} of the step, about {share / FORWARD:.1f} forward passes "
+                f"exactness would recompute {share:.0%} of the step, about {share / FORWARD_SHARE:.1f} forward passes "
                 f"({len(made.passes)} passes in all), more than recompute_budget={budget}.",
-                facts=[*facts(made, couplings), memory(made, budget)],
+                facts=[*coupling_facts(made, couplings), memory_fact(made, budget)],
                 remedies=[
                     f"recompute_budget={math.ceil(100 * share) / 100} to pay for it",
-                    *locally(made, couplings, option, budget, again),
-                    *advice(causes),
+                    *local_remedies(made, couplings, option, budget, again),
+                    *coupling_remedies(causes),
                 ],
             )
         )
 
 
-def patterns(option: Option) -> Mapping[str, str]:
+def mode_patterns(option: Option) -> Mapping[str, str]:
     return {"": option} if isinstance(option, str) else option
 
 
-def of_step(made: Schedule, couplings: Sequence[Coupling]) -> list[Coupling]:
+def couplings_in_schedule(made: Schedule, couplings: Sequence[Coupling]) -> list[Coupling]:
     """Those couplings that the schedule has: a loop is followed several times, until its carries keep their forms."""
     followed = {inner.flow for inner, _ in made.with_inner()}
     return [coupling for coupling in couplings if coupling.flow in followed]
 
 
-def costs(made: Schedule) -> dict[tuple[Flow, int], float]:
+def pass_costs(made: Schedule) -> dict[tuple[Flow, int], float]:
     """What each pass repeats, as a share of the step; passes are told by their flow and level."""
     return {
         (inner.flow, level): times * repeated / max(made.flops, 1)
         for inner, times in made.with_inner()
-        for level, repeated in inner.repeated.items()
+        for level, repeated in inner.repeated_flops.items()
         if repeated
     }
 
 
-def facts(made: Schedule, couplings: Sequence[Coupling]) -> list[str]:
+def coupling_facts(made: Schedule, couplings: Sequence[Coupling]) -> list[str]:
     """Couplings for an error message, each place once and the dearest only, with the passes that it calls for."""
-    cost = costs(made)
+    cost = pass_costs(made)
     within = {inner.flow: inner for inner, _ in made.with_inner()}
     found: dict[tuple[str, str], list[Coupling]] = {}
     for coupling, kind in zip(couplings, kinds_of(couplings), strict=True):
         if kind is not None:
             source = coupling.source or coupling.eqn
-            found.setdefault((source.primitive.name, place(source)), []).append(coupling)
+            found.setdefault((source.primitive.name, source_and_module(source)), []).append(coupling)
     lines: dict[str, float] = {}
     for (_, line), here in found.items():
         passes = {(c.flow, c.level): cost.get((c.flow, c.level), 0.0) for c in here}
         flow = here[0].flow
-        numbers = sorted({within[flow].number_of(level) for other, level in passes if other is flow})
+        numbers = sorted({within[flow].first_pass_number(level) for other, level in passes if other is flow})
         text = f"{numbered('pass', numbers)}{'' if flow is made.flow else ' inside'}"
         share = sum(passes.values())
         text += f" repeat{'s' * (len(numbers) == 1)} {share:.0%} of the step" if share >= 0.005 else ""
         lines[f"{coupling_text(here[0])} at {line}: {text}"] = share
     shown = sorted(lines, key=lambda line: -lines[line])[:SHOWN]
     rest = [f"... and {len(lines) - len(shown)} more"] if len(lines) > len(shown) else []
-    return list(paths_once(line for line in lines if line in shown)) + rest
+    return list(shorten_repeated_paths(line for line in lines if line in shown)) + rest
 
 
-def paths_once(lines: Iterable[str]) -> Iterator[str]:
+def shorten_repeated_paths(lines: Iterable[str]) -> Iterator[str]:
     """Lines that name source lines, the directory of each file once only.
 
     >>> list(paths_once(["mul at /home/me/net.py:3 (f)", "add at /home/me/net.py:5 (f)"]))
@@ -156,41 +156,41 @@ def paths_once(lines: Iterable[str]) -> Iterator[str]:
         yield re.sub(r"(\S*[/\\])([^/\\\s]+)(?=:\d+ )", brief, line)
 
 
-def memory(made: Schedule, budget: float) -> str:
+def memory_fact(made: Schedule, budget: float) -> str:
     """Why passes do not keep what later ones compute again."""
-    kept = sum(sum(map(nbytes, inner.between)) for inner, _ in made.with_inner())
+    kept = sum(sum(map(nbytes, inner.kept_between_passes)) for inner, _ in made.with_inner())
     held = f", beside the {kept / 2**20:,.1f} MiB that are kept already," if kept else ""
-    least = FOR_BUDGET[-1 if budget >= FORWARD else -2].price
+    least = BUDGET_POLICIES[-1 if budget >= FORWARD_SHARE else -2].price
     saved = f"fewer than {several(int(least), 'operation')} per byte"
     return f"keeping more values from pass to pass{held} would save {saved}"
 
 
-def place(eqn: JaxprEqn) -> str:
-    name = module(eqn)
-    return where(eqn) + (f" in {name}" if name else "")
+def source_and_module(eqn: JaxprEqn) -> str:
+    name = user_module(eqn)
+    return source_line(eqn) + (f" in {name}" if name else "")
 
 
-def advice(couplings: Sequence[Coupling]) -> list[str]:
+def coupling_remedies(couplings: Sequence[Coupling]) -> list[str]:
     """What helps against each kind, and which is which where there are several.
 
     Sums of the batch alone come first in a step with others, and cost next to nothing.
     """
-    found: dict[Kind, dict[str, None]] = {}
+    found: dict[CouplingKind, dict[str, None]] = {}
     for coupling, kind in zip(couplings, kinds_of(couplings), strict=True):
         remedies = () if kind is None else remedies_of(coupling, kind)
         if kind is not None and remedies:
             found.setdefault(kind, {}).update(dict.fromkeys(remedies))
-    causes = [kind for kind in found if kind is not Kind.COUNT] or list(found)
+    causes = [kind for kind in found if kind is not CouplingKind.COUNT] or list(found)
     return [f"for {kind.value}: {remedy}" if len(causes) > 1 else remedy for kind in causes for remedy in found[kind]]
 
 
-def locally(
+def local_remedies(
     made: Schedule, couplings: Sequence[Coupling], option: Option, budget: float, again: Callable[[Option], Analysed]
 ) -> list[str]:
     """The smallest change of ``coupling`` after which the step is accepted, or else costs less, if there is one."""
     kinds = zip(couplings, kinds_of(couplings), strict=True)
-    normalizing = [c.source or c.eqn for c, kind in kinds if c.mode == "exact" and kind is Kind.NORMALIZATION]
-    names = dict.fromkeys(map(layer, normalizing))
+    normalizing = [c.source or c.eqn for c, kind in kinds if c.mode == "exact" and kind is CouplingKind.NORMALIZATION]
+    names = dict.fromkeys(map(module_pattern, normalizing))
     choices: list[tuple[Option, str]] = [("local", LOCAL)]
     if normalizing and all(names):
         choices.insert(0, ({"|".join(names): "local", **({} if isinstance(option, str) else option)}, GHOST))
@@ -202,14 +202,16 @@ def locally(
         except CouplingError:
             continue
         last = choice == "local"
-        if then.recomputed <= budget * then.flops or (last and made.recomputed - then.recomputed > made.flops / 100):
-            share = then.recomputed / max(then.flops, 1)
+        if then.recomputed_flops <= budget * then.flops or (
+            last and made.recomputed_flops - then.recomputed_flops > made.flops / 100
+        ):
+            share = then.recomputed_flops / max(then.flops, 1)
             left = f"; {share:.0%} of the step is then recomputed" if share >= 0.005 else ""
             return [f"coupling={choice!r}: {meaning}{left}"]
     return []
 
 
-def layer(eqn: JaxprEqn) -> str:
+def module_pattern(eqn: JaxprEqn) -> str:
     """A pattern for the innermost module or scope that the user named, without its number."""
-    innermost = module(eqn).rpartition("/")[2]
+    innermost = user_module(eqn).rpartition("/")[2]
     return re.escape(re.sub(r"_\d+$", "", innermost))

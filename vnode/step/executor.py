@@ -53,18 +53,18 @@ from vnode.step.argument_checks import (
 )
 from vnode.step.argument_placement import ArgumentPlacer
 from vnode.step.call import Call, OutputTree, has_static, unwrap, wrap
-from vnode.step.pipeline import SEEN, evaluate, program_of_groups
+from vnode.step.pipeline import TRACED_PROGRAMS, evaluate, program_of_groups
 from vnode.step.result_layouts import (
-    Restored,
-    Surroundings,
-    laid_out,
+    ProgramContext,
+    ShardingRestorer,
+    constrain_results,
     replicated_specs,
     specs_of,
-    types_of,
+    typed_specs,
 )
 from vnode.step.spec import StepSpec
-from vnode.step.step_identity import differences, form_of, identity_of
-from vnode.step.uneven_state import leaving, put_by_name
+from vnode.step.step_identity import argument_types, identity_of, program_differences
+from vnode.step.uneven_state import put_by_name, restore_for_placement
 
 
 def compiler_options(placement: Placement) -> dict[str, Any]:
@@ -77,11 +77,11 @@ def compiler_options(placement: Placement) -> dict[str, Any]:
     """
     cached = bool(jax.config.jax_compilation_cache_dir)
     if placement.devices[0].platform == "cpu" and len(placement.devices) > 1 and cached:
-        return {"xla_gpu_executable_warn_stuck_timeout_seconds": OF_THIS_PROCESS}
+        return {"xla_gpu_executable_warn_stuck_timeout_seconds": PROCESS_NUMBER}
     return {}
 
 
-OF_THIS_PROCESS = (time.time_ns() // 1000 + os.getpid()) % 2**31
+PROCESS_NUMBER = (time.time_ns() // 1000 + os.getpid()) % 2**31
 """The value of an option that says nothing to CPUs, by which jax knows programs apart."""
 
 
@@ -105,13 +105,13 @@ class Executor:
         self._processes = frozenset(device.process_index for device in placement.devices)
         self._launched: dict[Any, tuple[int | None, int | None]] = {}
         self._fingerprints: dict[Any, Fingerprint] = {}
-        self._restored = Restored()
+        self._restored = ShardingRestorer()
         self._unwraps = False
         self._ahead: list[jax.stages.Compiled] = []  # or jax would forget them
         self._groups: dict[Any, tuple[GroupProgram, OutputTree]] = {}
         jit = functools.partial(
             jax.jit,
-            named(self._program, spec.name),
+            with_name(self._program, spec.name),
             static_argnums=0,
             donate_argnums=tuple(i + 1 for i in spec.donate_argnums),
         )
@@ -123,7 +123,7 @@ class Executor:
         """Runs the step. Of several processes the others learn of an error, so that they need not wait for this one."""
         if not self.arguments.across:
             return self._call(args, kwargs)
-        with self._in_its_world():
+        with self._world_context():
             try:
                 return self._call(args, kwargs)
             except Exception as error:
@@ -132,7 +132,7 @@ class Executor:
                     tell_failure(error, self._processes)
                 raise
 
-    def _in_its_world(self) -> contextlib.AbstractContextManager[None]:
+    def _world_context(self) -> contextlib.AbstractContextManager[None]:
         """The context in which it meets other processes: those of the placement's devices."""
         return in_world(world_of(self.placement.devices))
 
@@ -147,7 +147,7 @@ class Executor:
     def _run(self, mesh: Mesh | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the step as traced in a mesh context; itself called outside of any."""
         if len(self.placement.groups) > 1:
-            return self._on_groups(mesh, args, kwargs)
+            return self._run_on_groups(mesh, args, kwargs)
         given = self.arguments(args, kwargs)
         around = self._surroundings(mesh, given[0])
         try:
@@ -163,7 +163,7 @@ class Executor:
                     check_arguments(dict(enumerate(args)), kwargs, self.spec.donate_argnums, self.spec.positional)
                 raise  # given to this very call
             check_donated_once(args, kwargs, self.spec.donate_argnums, self.spec.positional)
-            if self.arguments.across and all(self.arguments.are_there(args[i]) for i in trusted):
+            if self.arguments.across and all(self.arguments.are_placed(args[i]) for i in trusted):
                 raise  # the other processes may know of no error, and would not come to place arguments again
             again = self.arguments(args, kwargs)
             if all(again[0][i] is args[i] for i in trusted):
@@ -180,7 +180,7 @@ class Executor:
         self.arguments.in_place.renew([results, *parts, *unchanged])
         return results
 
-    def _launch(self, around: Surroundings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _launch(self, around: ProgramContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the program for arguments that are in place.
 
         Several processes compile a new one first, and meet before they run it: whoever is ready first would else wait
@@ -199,25 +199,27 @@ class Executor:
             return self._jit(around, *args, **kwargs)
         if program in self._launched:
             waits, waited_for = self._launched[program]
-            results, made = self._follow(waits, around, leaves, structure)
+            results, made = self._run_after_previous(waits, around, leaves, structure)
             record_last(made, waited_for)
             return results
         compiled = self._compile(lambda: self._jit.lower(around, *args, **kwargs))
         what = f"to run {self.spec.name!r} for the first time on {self.placement}"
-        program_of = self._fingerprints.get(form_of(leaves, structure))
-        check_same(what, identity_of(self.spec, self.placement, program_of), processes, shows={"program": differences})
+        program_of = self._fingerprints.get(argument_types(leaves, structure))
+        check_same(
+            what, identity_of(self.spec, self.placement, program_of), processes, shows={"program": program_differences}
+        )
         donated = [i in self.spec.donate_argnums for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         kept = [k for k in range(len(leaves)) if k >= len(donated) or not donated[k]]
         waits = smallest(leaves, kept)
         waits = smallest(leaves) if waits is None else waits
-        results, made = self._follow(waits, around, leaves, structure)
+        results, made = self._run_after_previous(waits, around, leaves, structure)
         self._launched[program] = waits, smallest(made)
         record_last(made, smallest(made))
         del compiled  # until now, or the call would compile it again
         return results
 
-    def _follow(
-        self, waits: int | None, around: Surroundings, leaves: Sequence[Any], structure: Any
+    def _run_after_previous(
+        self, waits: int | None, around: ProgramContext, leaves: Sequence[Any], structure: Any
     ) -> tuple[Any, list[Any]]:
         """Runs a program of several processes after the last one of theirs; its results, and their leaves."""
         from vnode.placement.succession import order_after_last
@@ -229,7 +231,7 @@ class Executor:
 
     def _compile(self, lower: Callable[[], Any]) -> jax.stages.Compiled:
         """Lowers and compiles a program before several processes meet; no longer than these are there."""
-        with self._in_its_world(), upcoming_meeting(self._processes) as meeting:
+        with self._world_context(), upcoming_meeting(self._processes) as meeting:
             others, name = self._processes - {world().index}, self.spec.name
             lowered = interruptible(lower, f"to trace {name!r}", others, scopes=(meeting,))
             return run_watched(lowered.compile, f"to compile {name!r}", others, scopes=(meeting,), patience=math.inf)
@@ -255,7 +257,9 @@ class Executor:
         led = [any(jax.tree.leaves(wrapped[k]) for k in wholes if k < i) for i in range(len(args) + 1)]
         given = tuple(
             jax.tree.map(
-                functools.partial(self._moved, batch=i not in wholes, led=led[i]), arg, is_leaf=is_sharded_batch
+                functools.partial(self._shape_after_transfer, batch=i not in wholes, led=led[i]),
+                arg,
+                is_leaf=is_sharded_batch,
             )
             for i, arg in enumerate(wrapped)
         )
@@ -270,11 +274,11 @@ class Executor:
             )
         self.arguments.sharded |= bool(patterns) or any(partition(leaf) != PartitionSpec() for leaf in leaves)
         with without_mesh():
-            move = functools.partial(self._moved, batch=True, led=led[-1])
+            move = functools.partial(self._shape_after_transfer, batch=True, led=led[-1])
             named_ones = jax.tree.map(move, wrap(kwargs, 1), is_leaf=is_sharded_batch)
             return self._jit.lower(self._surroundings(mesh, given), *given, **named_ones)
 
-    def _moved(self, leaf: Any, batch: bool, led: bool) -> Any:
+    def _shape_after_transfer(self, leaf: Any, batch: bool, led: bool) -> Any:
         """What stands for an array as a call moves it, if that does."""
         if isinstance(leaf, ShardedBatch):
             away = leaf.placement != self.placement
@@ -290,7 +294,9 @@ class Executor:
         """As `lower`, for arguments that live elsewhere and will have been transferred here."""
         args, kwargs = shapes_of((tuple(args), kwargs), sharding="committed")
         wholes, patterns = self.arguments.wholes(len(args)), self.spec.options.patterns
-        args = tuple(leaving(arg, patterns, self.placement) if i in wholes else arg for i, arg in enumerate(args))
+        args = tuple(
+            restore_for_placement(arg, patterns, self.placement) if i in wholes else arg for i, arg in enumerate(args)
+        )
         over_nodes = PartitionSpec(self.placement.axis)
 
         def arrive(leaf: Any, whole: bool, split: bool) -> Any:
@@ -318,7 +324,7 @@ class Executor:
         ]
         kwargs = {
             name: jax.tree.map(
-                functools.partial(arrive, whole=False, split=self.spec.splits(name)),
+                functools.partial(arrive, whole=False, split=self.spec.splits_keyword(name)),
                 wrap(arg, 1, name),
                 is_leaf=is_sharded_batch,
             )
@@ -339,8 +345,8 @@ class Executor:
           The program, of which `memory_analysis` can be asked.
         """
         if together and self.arguments.across:
-            return self.keep(self._compile(lambda: self.lower_for(args, kwargs)))
-        return self.keep(self.lower_for(args, kwargs).compile())
+            return self.keep_compiled(self._compile(lambda: self.lower_for(args, kwargs)))
+        return self.keep_compiled(self.lower_for(args, kwargs).compile())
 
     def trace_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Fingerprint | None:
         """Traces the step as it will be called; a call with such arguments then finds the trace.
@@ -356,7 +362,7 @@ class Executor:
         self.lower_for(args, kwargs)
         return [*self._fingerprints.values()][-1] if len(self._fingerprints) > before else None
 
-    def keep(self, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
+    def keep_compiled(self, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
         """Keeps a program that was compiled ahead for the call that will want it."""
         self._ahead.append(compiled)
         return compiled
@@ -391,9 +397,9 @@ class Executor:
             self.compile_for(args, kwargs)
         with without_mesh():
             if len(self.placement.groups) > 1:
-                return self._on_groups(mesh, args, kwargs)
+                return self._run_on_groups(mesh, args, kwargs)
             placed, named_ones = self.arguments(args, kwargs)
-            with self._in_its_world():
+            with self._world_context():
                 return self._launch(self._surroundings(mesh, placed), placed, named_ones)
 
     def clear(self) -> None:
@@ -406,14 +412,14 @@ class Executor:
         self.arguments.clear()
         self._restored.clear()
 
-    def _surroundings(self, mesh: Mesh | None, args: Sequence[Any]) -> Surroundings:
+    def _surroundings(self, mesh: Mesh | None, args: Sequence[Any]) -> ProgramContext:
         """What the program for arguments that are in place depends on besides their types."""
         if tracing():
-            return Surroundings(mesh)
+            return ProgramContext(mesh)
         specs = specs_of(args, self.arguments.wholes(len(args)), self.placement) if self.arguments.sharded else ()
-        return Surroundings(mesh, specs, in_place=True)
+        return ProgramContext(mesh, specs, in_place=True)
 
-    def _program(self, around: Surroundings, *args: Any, **kwargs: Any) -> Any:
+    def _program(self, around: ProgramContext, *args: Any, **kwargs: Any) -> Any:
         """What is compiled: from arguments to what the step returns, with what is no array as structure."""
         check_context(self.placement, jax.tree.leaves((args, kwargs)))
         self.traced = True
@@ -422,19 +428,19 @@ class Executor:
         check_matched([args[i] for i in self.arguments.wholes(len(args))], spec.options.patterns)
         typed = typed_mesh(jax.tree.leaves((args, kwargs)))
         wholes = self.arguments.wholes(len(args))
-        specs = around.specs if typed is None else types_of(args, wholes)
+        specs = around.specs if typed is None else typed_specs(args, wholes)
         seen: list[Program] | None = [] if self.arguments.across else None
-        noted = SEEN.set(seen)
+        noted = TRACED_PROGRAMS.set(seen)
         try:
             with use_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext():
-                arrays = evaluate(spec.flat(call, output, self._batches(call), specs), self.placement)
+                arrays = evaluate(spec.flatten(call, output, self._batches(call), specs), self.placement)
         finally:
-            SEEN.reset(noted)
+            TRACED_PROGRAMS.reset(noted)
         if seen:
-            self._fingerprints[form_of(*jax.tree.flatten((args, kwargs)))] = fingerprint_of(*seen)
+            self._fingerprints[argument_types(*jax.tree.flatten((args, kwargs)))] = fingerprint_of(*seen)
         if around.in_place and self.arguments.several:
             specs = specs or replicated_specs(args, wholes)
-        results = laid_out(output.merge(arrays), args, specs, typed or self.placement.mesh)
+        results = constrain_results(output.unflatten(arrays), args, specs, typed or self.placement.mesh)
         self._unwraps |= has_static(results)
         return results
 
@@ -448,7 +454,7 @@ class Executor:
         several = zip(call.leaves, call.axes, call.parts, strict=True)
         return [leaf if fits(leaf, axis, parts) else whole_batches(leaf) for leaf, axis, parts in several]
 
-    def _on_groups(self, mesh: Mesh | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_on_groups(self, mesh: Mesh | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call on devices of several programs."""
         if tracing():
             raise PlacementError(
@@ -477,7 +483,7 @@ class Executor:
         if key not in self._groups:
             output = OutputTree()
             with use_mesh(mesh):
-                made = program_of_groups(spec.flat(call, output, leaves), self.placement, spec.name)
+                made = program_of_groups(spec.flatten(call, output, leaves), self.placement, spec.name)
             self._groups[key] = made, output
         program, output = self._groups[key]
         with jax.sharding.use_abstract_mesh(NO_MESH):
@@ -490,10 +496,10 @@ class Executor:
                 for array in jax.tree.leaves(call.leaves[k]) if k not in program.returned else ():
                     if isinstance(array, jax.Array):
                         array.delete()
-        return unwrap(output.merge(arrays))
+        return unwrap(output.unflatten(arrays))
 
 
-def named(program: Callable[..., Any], name: str) -> Callable[..., Any]:
+def with_name(program: Callable[..., Any], name: str) -> Callable[..., Any]:
     """A function that compilers and profiles call by the name of the user's."""
 
     def run(*args: Any, **kwargs: Any) -> Any:

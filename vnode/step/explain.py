@@ -19,7 +19,7 @@ from vnode.placement.leaves import shapes_of
 from vnode.placement.node_layout import Layout
 from vnode.placement.placement import Placement, even_counts
 from vnode.placement.temporary import temporary_of
-from vnode.report.describe import report
+from vnode.report.describe import describe_schedule
 from vnode.report.names import Names, argument_paths, paths_of
 from vnode.report.reduction import Reduction
 from vnode.report.step_report import Report
@@ -31,18 +31,18 @@ Local = Mapping[Var, tuple[int, ...]]
 """Shapes of one device's parts of sums over nodes, by what they are sums of."""
 
 
-def analysis(here: Resolved) -> Analysis:
+def analyse_step(here: Resolved) -> Analysis:
     """The step's program, schedule and couplings for these arguments."""
-    return named_analysis(here)[0]
+    return analyse_with_names(here)[0]
 
 
-def named_analysis(here: Resolved) -> tuple[Analysis, Names]:
+def analyse_with_names(here: Resolved) -> tuple[Analysis, Names]:
     """The step's program, schedule and couplings for these arguments; and what its values are called."""
     spec, output = here.step.spec, OutputTree()
     call = spec.call(here.args, here.kwargs)
-    made = analyse(spec.flat(call, output))
+    made = analyse(spec.flatten(call, output))
     arguments = argument_paths(*jax.tree.unflatten(call.treedef, call.leaves))
-    results = paths_of(output.merge([0] * output.treedef.num_leaves))
+    results = paths_of(output.unflatten([0] * output.treedef.num_leaves))
     return made, Names(made.program, arguments, results)
 
 
@@ -56,10 +56,10 @@ def reports(
       places: where its nodes would be.
       local: says of a schedule how large one device's parts of sums over nodes are, if they are divided further.
     """
-    (made, names), spec = named_analysis(here), here.step.spec
+    (made, names), spec = analyse_with_names(here), here.step.spec
     flow = made.schedule.flow
     forms = [form for var in flow.program.inputs if isinstance(form := flow.states[var].form, Slice)]
-    batches = {form.outer * form.units: form.outer * flow.local(form) for form in forms}
+    batches = {form.outer * form.units: form.outer * flow.node_elements(form) for form in forms}
     several: dict[str, Any] = {"batches": tuple(sorted(batches.items()))} if len(batches) > 1 else {}
     divided_by_xla = sharded_over_nodes(here) if spec.options.automatic else ()
 
@@ -67,18 +67,18 @@ def reports(
         emitted = emitted_schedule(made.schedule, spec.options, place.together)
         parts = {} if local is None else local(emitted)
         reduction = Reduction(spec.options.reduction, spec.options.lane, divided_by_xla, parts)
-        return report(emitted, place, spec.name, made.couplings, reduction, names).found_by(here.found)
+        return describe_schedule(emitted, place, spec.name, made.couplings, reduction, names).found_by(here.found)
 
     return [dataclasses.replace(of_place(place), **several) for place in places]
 
 
-def layout(here: Resolved, devices: int) -> Layout:
+def even_layout(here: Resolved, devices: int) -> Layout:
     """How `on` would spread the nodes over a number of devices, which need not be there."""
     options = here.step.spec.options
     return Layout(tuple(even_counts(options.virtual_nodes, devices, options.lane)))
 
 
-def temporary(here: Resolved, place: Placement | Layout) -> int | None:
+def temporary_bytes(here: Resolved, place: Placement | Layout) -> int | None:
     """Compiles the step for a place and asks for the bytes of temporary memory that a device needs.
 
     Returns:
@@ -102,7 +102,7 @@ def sharded_over_nodes(here: Resolved) -> tuple[str, ...]:
     axis = here.step.placement.axis
     return tuple(
         f"{positional_name(i, here.step.spec.positional)}{jax.tree_util.keystr(path)}"
-        for i in here.step.spec.wholes(len(here.args))
+        for i in here.step.spec.unsplit_positions(len(here.args))
         for path, leaf in jax.tree.leaves_with_path(here.args[i])
         if isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding)
         and any(axis == name or (isinstance(name, tuple) and axis in name) for name in sharding.spec)

@@ -23,7 +23,7 @@ from vnode.show.units import several
 from vnode.step.argument_checks import by_argument
 from vnode.tracebacks import level_of_caller
 
-USUAL = (None, 0)
+DEFAULT_AXES = (None, 0)
 """The dimensions of examples that nobody has to say: none of the state, the first of the batch."""
 
 SHOWN = 8
@@ -51,7 +51,13 @@ def explain_failure(
     """
     if isinstance(error, VnodeError) and not isinstance(error, BatchError):
         return
-    if len(args) == 2 and not kwargs and tuple_of(in_axes) == USUAL and not works(fun, args) and works(fun, args[::-1]):
+    if (
+        len(args) == 2
+        and not kwargs
+        and tuple_of(in_axes) == DEFAULT_AXES
+        and not can_trace(fun, args)
+        and can_trace(fun, args[::-1])
+    ):
         first, second = list(by_argument(dict(enumerate(args)), {}, called))
         raise BatchError(
             layout_message(
@@ -75,7 +81,7 @@ def explain_failure(
             error.add_note(f"Leaves that are no arrays are constants of the step: {', '.join(found[:SHOWN])}.")
 
 
-def works(fun: Callable[..., Any], args: Sequence[Any]) -> bool:
+def can_trace(fun: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Whether a function can be traced with some arguments."""
     with contextlib.suppress(Exception):
         jax.eval_shape(fun, *shapes_of(tuple(args)))

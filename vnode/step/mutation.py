@@ -19,7 +19,7 @@ BUILTIN = (dict, list, tuple)
 NODES = jax.tree_util.default_registry
 
 
-class Watch:
+class MutationCheck:
     """Arguments as they are before a step runs.
 
     Args:
@@ -30,8 +30,8 @@ class Watch:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()) -> None:
         called = [*names[: len(args)], *(f"argument {i}" for i in range(len(names), len(args)))]
-        found = (entry for name, arg in zip(called, args, strict=True) for entry in objects(arg, name))
-        named = (entry for name, arg in kwargs.items() for entry in objects(arg, name))
+        found = (entry for name, arg in zip(called, args, strict=True) for entry in custom_nodes(arg, name))
+        named = (entry for name, arg in kwargs.items() for entry in custom_nodes(arg, name))
         self._before = [(path, node, children_of(node)) for path, node in (*found, *named)]
 
     def check(self, outputs: Any) -> None:
@@ -43,7 +43,7 @@ class Watch:
         Raises:
           VnodeError: there are some.
         """
-        lost = [(path, node) for path, node, before in self._before if changed(before, children_of(node), outputs)]
+        lost = [(path, node) for path, node, before in self._before if is_changed(before, children_of(node), outputs)]
         if not lost:
             return
         facts = [f"{path}: {type(node).__module__}.{type(node).__qualname__}" for path, node in lost]
@@ -61,7 +61,7 @@ class Watch:
         )
 
 
-def changed(before: list[Any], after: list[Any], outputs: Any) -> bool:
+def is_changed(before: list[Any], after: list[Any], outputs: Any) -> bool:
     """Whether an object has other children than before, and some of what they hold is not returned."""
     if len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True)):
         return False
@@ -71,14 +71,14 @@ def changed(before: list[Any], after: list[Any], outputs: Any) -> bool:
     return any(isinstance(leaf, jax.Array) and id(leaf) not in returned for leaf in new)
 
 
-def objects(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+def custom_nodes(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     """The nodes of a pytree that are neither builtin containers nor leaves, with their places."""
     if tree is None or not (level := NODES.flatten_one_level_with_keys(tree)):
         return
     if not isinstance(tree, BUILTIN):
         yield path, tree
     for key, child in level[0]:
-        yield from objects(child, path + str(key))
+        yield from custom_nodes(child, path + str(key))
 
 
 def children_of(node: Any) -> list[Any]:

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from vnode.analysis.batch_flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Slice
 from vnode.analysis.passes import Schedule
-from vnode.analysis.program import Made, Program, message_about
+from vnode.analysis.program import Program, ResultIndex, message_about
 from vnode.analysis.schedule import schedule
 from vnode.analysis.separate_sums import separate_sums
 from vnode.analysis.states import Coupling, State
@@ -49,9 +49,9 @@ from vnode.runtime.tree import Tree
 from vnode.runtime.values import inner_axes
 from vnode.spmd.layout import Axes, Layout, from_spec
 from vnode.step.collector import collector_paused
-from vnode.step.coupling_policy import Option, check_couplings, mode_of, of_step
+from vnode.step.coupling_policy import Option, check_couplings, couplings_in_schedule, mode_of
 from vnode.step.result_layouts import Specs
-from vnode.step.uneven_state import InRooms
+from vnode.step.uneven_state import UnevenState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Options:
     automatic: bool = False
     patterns: Patterns = ()
     host: tuple[Pattern, ...] = ()
-    again: tuple[Made, ...] = ()
-    away: tuple[Made, ...] = ()
-    far: int = 0
+    recomputed: tuple[ResultIndex, ...] = ()
+    offloaded: tuple[ResultIndex, ...] = ()
+    host_accumulators: int = 0
     records: Records | None = None
     planned: bool = False
 
@@ -111,14 +111,17 @@ class FlatStep:
     size: int
     options: Options
     specs: Specs = ()
-    rooms: InRooms | None = None
-    specs_after: Callable[[Sequence[Any]], Sequence[PartitionSpec | None]] | None = None
+    uneven_state: UnevenState | None = None
+    result_specs: Callable[[Sequence[Any]], Sequence[PartitionSpec | None]] | None = None
     parts: Sequence[int | None] = ()
 
     @property
     def shapes(self) -> list[Any]:
         """The types of its arguments as the function takes them."""
-        return [shape_of(leaf) for leaf in (self.leaves if self.rooms is None else self.rooms.own(self.leaves))]
+        return [
+            shape_of(leaf)
+            for leaf in (self.leaves if self.uneven_state is None else self.uneven_state.own_shapes(self.leaves))
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +141,7 @@ class Analysis:
 OUTER_DEVICES: contextvars.ContextVar[frozenset[Any] | None] = contextvars.ContextVar("devices", default=None)
 
 
-SEEN: contextvars.ContextVar[list[Program] | None] = contextvars.ContextVar("programs", default=None)
+TRACED_PROGRAMS: contextvars.ContextVar[list[Program] | None] = contextvars.ContextVar("programs", default=None)
 """Where programs are noted, before anything is made of them, as they are traced; None if nobody asks."""
 
 
@@ -177,24 +180,24 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
             states.append(State(WHOLE, model=axis is None))
         else:  # a batch of several times the parts is several runs of them, so that batches can be concatenated
             runs = leaf.shape[axis] // parts
-            states.append(State(Slice(Batch(parts), axis % len(leaf.shape), runs, Fraction(1)), given=True))
+            states.append(State(Slice(Batch(parts), axis % len(leaf.shape), runs, Fraction(1)), materialized=True))
     states += [State(WHOLE, model=True)] * len(traced.captured)
 
     batched = [i for i, axis in enumerate(flat.axes) if axis is not None and flat.size > 1]
     program = traced.program
     check_estimates(flat)
-    if (seen := SEEN.get()) is not None:
+    if (seen := TRACED_PROGRAMS.get()) is not None:
         seen.append(program)
-    if options.again or options.away:  # a plan's: other steps need none of what follows
-        from vnode.remat.apply_memory_plan import keeping_less
+    if options.recomputed or options.offloaded:  # a plan's: other steps need none of what follows
+        from vnode.remat.apply_memory_plan import apply_memory_plan
 
-        program = keeping_less(program, options.again, batched, options.away)
+        program = apply_memory_plan(program, options.recomputed, batched, options.offloaded)
 
     def follow(option: Option) -> tuple[Schedule, list[Coupling]]:
         follower = Follower(batch, options.virtual_nodes, functools.partial(mode_of, option))
         flow = follower.follow(program, states)
         made = schedule(flow, options.accumulate_dtype, options.recompute_budget)
-        return made, of_step(made, follower.couplings)
+        return made, couplings_in_schedule(made, follower.couplings)
 
     made, couplings = follow(options.coupling)
     check_couplings(made, couplings, options.coupling, options.recompute_budget, follow)
@@ -231,7 +234,7 @@ def emitted_schedule(made: Schedule, options: Options, together: int) -> Schedul
       together: devices that compute a node together. They have parts of sums already, and may have other parts of what
         these are made of.
     """
-    decided = options.planned or options.again or options.away or options.far
+    decided = options.planned or options.recomputed or options.offloaded or options.host_accumulators
     if options.reduction != "invariant" or decided:
         return made
     tree = Tree.from_lanes(options.virtual_nodes, options.lane)
@@ -257,10 +260,10 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
     mode = Mode.DIFFERENTIABLE if differentiable else Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
     values = [*flat.leaves, *made.traced.captured]
 
-    over_nodes = any(placement.axis in names(spec) for spec in flat.specs)
+    over_nodes = any(placement.axis in spec_axes(spec) for spec in flat.specs)
     axes = once_axes(placement, over_nodes and not options.automatic)
     division = Division(
-        layouts_of(flat, made.traced.captured, axes),
+        input_layouts(flat, made.traced.captured, axes),
         over_nodes,
         options.automatic,
         options.records,
@@ -268,16 +271,18 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
         planned=options.planned,
     )
     types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in made.program.outputs]
-    if flat.specs_after is not None and axes:
-        division = dataclasses.replace(division, ends=ends_of(flat.specs_after(types), types, axes))
-    if flat.rooms is not None:
-        flat.rooms.share.check(inner_axes(placement))
-        rooms = UnevenValues(flat.rooms.share, flat.rooms.inputs, flat.rooms.outputs(types))
+    if flat.result_specs is not None and axes:
+        division = dataclasses.replace(division, ends=sharded_result_layouts(flat.result_specs(types), types, axes))
+    if flat.uneven_state is not None:
+        flat.uneven_state.share.check(inner_axes(placement))
+        rooms = UnevenValues(flat.uneven_state.share, flat.uneven_state.inputs, flat.uneven_state.outputs(types))
         division = dataclasses.replace(division, rooms=rooms)
 
     def step(*values: Any) -> list[Any]:
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
-            return emit(emitted, placement, values, mode, options.lane, division=division, far=options.far)
+            return emit(
+                emitted, placement, values, mode, options.lane, division=division, far=options.host_accumulators
+            )
 
     mesh = typed_mesh(values)
     if mesh is not None:
@@ -287,7 +292,7 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
     return restore_weak_types(step(*values), made.program.outputs)
 
 
-def layouts_of(flat: FlatStep, captured: Sequence[Any], axes: Axes) -> list[Layout | None]:
+def input_layouts(flat: FlatStep, captured: Sequence[Any], axes: Axes) -> list[Layout | None]:
     """How the inputs of a step lie over axes of the placement's mesh; None where nobody says."""
     specs: list[Any] = [*flat.specs, *[None] * (len(flat.leaves) - len(flat.specs))]
     specs += [None if isinstance(value, jax.core.Tracer) else partition(value) for value in captured]
@@ -295,14 +300,16 @@ def layouts_of(flat: FlatStep, captured: Sequence[Any], axes: Axes) -> list[Layo
     return [None if spec is None else from_spec(spec, shape, axes) for spec, shape in zip(specs, shapes, strict=True)]
 
 
-def ends_of(specs: Sequence[PartitionSpec | None], types: Sequence[Any], axes: Axes) -> list[Layout | None]:
+def sharded_result_layouts(
+    specs: Sequence[PartitionSpec | None], types: Sequence[Any], axes: Axes
+) -> list[Layout | None]:
     """How results of a step shall lie that are sharded; what all devices shall have is left open."""
     several = zip(specs, types, strict=True)
     found = [None if spec is None else from_spec(spec, each.shape, axes) for spec, each in several]
     return [None if layout is None or layout.is_whole else layout for layout in found]
 
 
-def names(spec: PartitionSpec | None) -> set[str]:
+def spec_axes(spec: PartitionSpec | None) -> set[str]:
     """The mesh axes that a spec names."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec or () if entry is not None]
     return {name for entry in entries for name in entry}
@@ -318,9 +325,9 @@ def with_derivative(
         flat.specs,
         [*flat.parts, *[None] * (len(flat.leaves) + len(made.traced.captured) - len(flat.parts))],
     )  # not `flat`: jax keeps what is kept here
-    in_rooms = flat.rooms is not None
+    in_rooms = flat.uneven_state is not None
     # The step itself was accepted; of its derivative no plan knows.
-    unlimited = dataclasses.replace(flat.options, recompute_budget=math.inf, records=None, again=(), away=())
+    unlimited = dataclasses.replace(flat.options, recompute_budget=math.inf, records=None, recomputed=(), offloaded=())
     step = jax.custom_jvp(step)
 
     @step.defjvp
@@ -385,7 +392,7 @@ def program_of_groups(flat: FlatStep, placement: Placement, name: str) -> GroupP
     Raises:
       PlacementError: the step has effects, which every group would have.
     """
-    if flat.rooms is not None:
+    if flat.uneven_state is not None:
         raise PlacementError("a state that is shared out unevenly is for devices of one program, not for groups")
     made = analyse(flat, placement.devices)
     for eqn in made.program.equations:

@@ -47,7 +47,7 @@ class Resolved:
         self.step = step  # of no dataclass: a step in a class is a method to type checkers
         self.args = args
         self.kwargs = kwargs
-        self.found = found
+        self.search_lines = found
         self.chosen = chosen
 
 

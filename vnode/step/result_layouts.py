@@ -28,7 +28,7 @@ from vnode.runtime.host_prefetch import is_on_host
 Specs = tuple[PartitionSpec | None, ...]
 
 
-class Surroundings(NamedTuple):
+class ProgramContext(NamedTuple):
     """What a program depends on besides its arguments' types.
 
     Attributes:
@@ -62,7 +62,7 @@ def specs_of(args: Sequence[Any], wholes: Sequence[int], placement: Placement) -
     return tuple(specs) if len(placement.devices) > placement.size or any(specs) else ()
 
 
-def types_of(args: Sequence[Any], wholes: Sequence[int]) -> Specs:
+def typed_specs(args: Sequence[Any], wholes: Sequence[int]) -> Specs:
     """The same of arguments within a program, as far as a mesh with explicit axes is part of their types."""
     return tuple(
         jax.typeof(leaf).sharding.spec if i in wholes and is_typed(leaf) else None
@@ -71,7 +71,7 @@ def types_of(args: Sequence[Any], wholes: Sequence[int]) -> Specs:
     )
 
 
-def laid_out(results: Any, args: Sequence[Any], specs: Specs, mesh: Mesh | AbstractMesh) -> Any:
+def constrain_results(results: Any, args: Sequence[Any], specs: Specs, mesh: Mesh | AbstractMesh) -> Any:
     """Results in the layouts of the arguments that they succeed, and in the memory, the host's or that of devices.
 
     Args:
@@ -110,7 +110,7 @@ def replicated_specs(args: Sequence[Any], wholes: Sequence[int]) -> Specs:
     )
 
 
-class Restored:
+class ShardingRestorer:
     """Results with the very shardings of the arguments that they succeed.
 
     `laid_out` has them lie so, but XLA gives back neither the dimensions at a spec's end that are not sharded, nor axes
@@ -146,7 +146,7 @@ class Restored:
             if now == target or not isinstance(target, NamedSharding):
                 continue
             if leaves[k].size == 0 and not leaves[k].is_fully_addressable:
-                leaves[k] = made_of_nothing(leaves[k], target)
+                leaves[k] = empty_array(leaves[k], target)
             elif leaves[k].size == 0 or now.is_equivalent_to(target, leaves[k].ndim):
                 renamed.append(k)
                 targets.append(target)
@@ -162,7 +162,7 @@ class Restored:
         self._pairs.clear()
 
 
-def made_of_nothing(leaf: jax.Array, target: NamedSharding) -> jax.Array:
+def empty_array(leaf: jax.Array, target: NamedSharding) -> jax.Array:
     """An array without elements on devices of several processes, each of which makes its own parts."""
     part = target.shard_shape(leaf.shape)
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -175,7 +175,7 @@ def leaves_of(arg: Any) -> list[Any]:
     return jax.tree.leaves(arg, is_leaf=is_sharded_batch)
 
 
-def specs_after(results: Any, args: Sequence[Any], specs: Specs) -> list[PartitionSpec | None]:
+def result_specs(results: Any, args: Sequence[Any], specs: Specs) -> list[PartitionSpec | None]:
     """For each leaf of a step's results how it will be laid out, as `laid_out` has it; None where nobody says."""
     before = successors(results, args, [spec is not None for spec in specs])
     return [None if i is None else specs[i] for i in before]

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec
 from vnode.step.argument_checks import check_signature, positional_names, takes_any
 from vnode.step.call import Call, OutputTree, with_static
 from vnode.step.pipeline import FlatStep, Options
-from vnode.step.result_layouts import Specs, specs_after
-from vnode.step.uneven_state import in_rooms
+from vnode.step.result_layouts import Specs, result_specs
+from vnode.step.uneven_state import find_uneven_state
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,14 +60,16 @@ class StepSpec:
         if isinstance(self.in_axes, Mapping) or (in_order and len(self.in_axes) > len(args)):
             check_signature(self.fun, args, kwargs, self.name)
         static = self.with_static(args, kwargs)
-        return Call.of(*static, self.in_axes, self.positional, self.options.virtual_nodes)
+        return Call.from_arguments(*static, self.in_axes, self.positional, self.options.virtual_nodes)
 
     @functools.cached_property
     def positional(self) -> tuple[str, ...]:
         """What the function calls the arguments that can be given by position; nothing if it does not tell."""
         return positional_names(self.fun)
 
-    def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def bind_positional(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments with a batch by position that is given by keyword, and what stands before it, if it can be.
 
         So there is one program however it is given. A loop that has a state and a batch gives both by position: a batch
@@ -92,21 +94,23 @@ class StepSpec:
         """Arguments, those that are compile-time constants as structure."""
         return with_static(args, kwargs, self.static_argnums, self.static_argnames, self.positional)
 
-    def flat(self, call: Call, output: OutputTree, leaves: Sequence[Any] | None = None, specs: Specs = ()) -> FlatStep:
+    def flatten(
+        self, call: Call, output: OutputTree, leaves: Sequence[Any] | None = None, specs: Specs = ()
+    ) -> FlatStep:
         """The step on the arrays of a call, or on others in their place; `output` is told what else it returns."""
         given = call.leaves if leaves is None else leaves
-        rooms = in_rooms(call, output, self.options.patterns, self.wholes)
-        after = functools.partial(self.specs_after, call, output, specs) if any(specs) else None
-        function = call.flat(self.fun, output)
+        rooms = find_uneven_state(call, output, self.options.patterns, self.unsplit_positions)
+        after = functools.partial(self.result_specs, call, output, specs) if any(specs) else None
+        function = call.flat_function(self.fun, output)
         return FlatStep(function, given, call.axes, call.size, self.options, specs, rooms, after, call.parts)
 
     @staticmethod
-    def specs_after(call: Call, output: OutputTree, specs: Specs, types: Sequence[Any]) -> list[PartitionSpec | None]:
+    def result_specs(call: Call, output: OutputTree, specs: Specs, types: Sequence[Any]) -> list[PartitionSpec | None]:
         """How the arrays that a call returns will be laid out, given their types; None where nobody says."""
         args, _ = jax.tree.unflatten(call.treedef, call.leaves)
-        return specs_after(output.merge(types), args, specs)
+        return result_specs(output.unflatten(types), args, specs)
 
-    def splits(self, name: str) -> bool:
+    def splits_keyword(self, name: str) -> bool:
         """Whether an argument is split that is given by keyword."""
         if isinstance(self.in_axes, Mapping):
             return self.in_axes.get(name) is not None
@@ -116,7 +120,7 @@ class StepSpec:
     def has_one_state(self) -> bool:
         """Whether nothing is split of one argument alone, as far as `in_axes` says."""
         count = len(self.positional) if isinstance(self.in_axes, Mapping) else len(self.axes)
-        return count > 0 and len(self.wholes(count)) == 1
+        return count > 0 and len(self.unsplit_positions(count)) == 1
 
     @functools.cached_property
     def axes(self) -> Sequence[Any]:
@@ -125,7 +129,7 @@ class StepSpec:
             return [self.in_axes.get(name) for name in self.positional]
         return self.in_axes if isinstance(self.in_axes, tuple | list) else ()
 
-    def wholes(self, count: int) -> list[int]:
+    def unsplit_positions(self, count: int) -> list[int]:
         """Positions of the arguments of which nothing is split, of `count`."""
         axes = (self.in_axes,) * count if isinstance(self.in_axes, int) else self.axes
         return [i for i in range(count) if i not in self.static_argnums and (i >= len(axes) or axes[i] is None)]

@@ -61,12 +61,12 @@ def identity_of(spec: StepSpec, placement: Placement, program: Fingerprint | Non
     }
 
 
-def form_of(leaves: Sequence[Any], structure: Any) -> Any:
+def argument_types(leaves: Sequence[Any], structure: Any) -> Any:
     """What a program is known by: the structure of its arguments, and the types of the arrays in them."""
     return structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
 
 
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def program_differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """How two programs differ, given as `Fingerprint.to_json` says them; a line each."""
     lines = Fingerprint.from_json(one).differences(Fingerprint.from_json(other))
     return [*lines[:SHOWN], *([f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])]

@@ -90,8 +90,8 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
       PartitionError: counts do not fit the mesh.
     """
     share = share_of(patterns)
-    if share is None or not divides(placement, share):
-        return by_name(leaving(tree, patterns, placement), patterns, placement, host)
+    if share is None or not has_uneven_axis(placement, share):
+        return by_name(restore_for_placement(tree, patterns, placement), patterns, placement, host)
     if len(placement.groups) > 1:
         raise PlacementError("a state that is shared out unevenly is for devices of one program, not for groups")
     share.check(long_axes(placement.mesh), next(spec.counts for _, spec in patterns if isinstance(spec, UnevenSpec)))
@@ -102,7 +102,7 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
         spec = spec_of(path, leaf, patterns)
         if spec is None or not hasattr(leaf, "dtype") or spec.dim >= len(np.shape(leaf)):
             return leaf
-        is_stored = stored_dim(path, leaf, patterns) is not None and is_known(path, leaf, spec)
+        is_stored = stored_dim(path, leaf, patterns) is not None and is_known_stored(path, leaf, spec)
         sharding = NamedSharding(placement.mesh, PartitionSpec(*[None] * spec.dim, spec.axis))
         if isinstance(leaf, jax.ShapeDtypeStruct):
             shape = list(leaf.shape)
@@ -118,15 +118,15 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
     return by_name(placed, patterns, placement, host)
 
 
-def divides(placement: Placement, share: Share) -> bool:
+def has_uneven_axis(placement: Placement, share: Share) -> bool:
     """Whether a placement's mesh has an axis along which devices are unequal; where it has none, nothing is stored."""
     return any(name in long_axes(placement.mesh) for name in share.axes)
 
 
-def leaving(tree: Any, patterns: Patterns, placement: Placement) -> Any:
+def restore_for_placement(tree: Any, patterns: Patterns, placement: Placement) -> Any:
     """A tree that goes to a mesh without the axis of unequal devices, where its leaves have their own shapes."""
     share = share_of(patterns)
-    return tree if share is None or divides(placement, share) else taken_back(tree, patterns)
+    return tree if share is None or has_uneven_axis(placement, share) else restore_shapes(tree, patterns)
 
 
 def lies_along(spec: UnevenSpec, leaf: Any) -> bool:
@@ -136,7 +136,7 @@ def lies_along(spec: UnevenSpec, leaf: Any) -> bool:
     return len(names) > spec.dim and names[spec.dim] in (spec.axis, (spec.axis,))
 
 
-def is_known(path: tuple[Any, ...], leaf: Any, spec: UnevenSpec) -> bool:
+def is_known_stored(path: tuple[Any, ...], leaf: Any, spec: UnevenSpec) -> bool:
     """Whether an array with the length of a stored one is known to be stored: by lying as such ones do.
 
     Raises:
@@ -169,10 +169,10 @@ def check_known(args: Sequence[Any], wholes: Sequence[int], patterns: Patterns) 
             for path, leaf in jax.tree_util.tree_leaves_with_path(args[i], is_leaf=is_sharded_batch):
                 spec = spec_of(path, leaf, patterns)
                 if spec is not None and stored_dim(path, leaf, patterns) is not None:
-                    is_known(path, leaf, spec)
+                    is_known_stored(path, leaf, spec)
 
 
-def taken_back(tree: Any, patterns: Patterns) -> Any:
+def restore_shapes(tree: Any, patterns: Patterns) -> Any:
     """A tree with leaves in their own shapes, or their types: undoes `put_by_name`."""
     share = share_of(patterns)
     if share is None:
@@ -182,7 +182,7 @@ def taken_back(tree: Any, patterns: Patterns) -> Any:
     for i, (path, leaf) in enumerate(paths):
         spec = spec_of(path, leaf, patterns)
         length = np.shape(leaf)[spec.dim : spec.dim + 1] if spec is not None else ()
-        if spec is None or length != (spec.room,) or not is_known(path, leaf, spec):
+        if spec is None or length != (spec.room,) or not is_known_stored(path, leaf, spec):
             continue
         if isinstance(leaf, jax.ShapeDtypeStruct):
             leaves[i] = own_shape(leaf, spec.dim, share)
@@ -196,7 +196,7 @@ def taken_back(tree: Any, patterns: Patterns) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class InRooms:
+class UnevenState:
     """What of a call is stored in blocks.
 
     Attributes:
@@ -209,14 +209,14 @@ class InRooms:
     inputs: Sequence[int | None]
     outputs: Callable[[Sequence[Any]], list[int | None]]
 
-    def own(self, leaves: Sequence[Any]) -> list[Any]:
+    def own_shapes(self, leaves: Sequence[Any]) -> list[Any]:
         """The types of arrays in their own shapes."""
         return [own_shape(leaf, dim, self.share) for leaf, dim in zip(leaves, self.inputs, strict=True)]
 
 
-def in_rooms(
+def find_uneven_state(
     call: Call, output: OutputTree, patterns: Patterns, wholes: Callable[[int], Sequence[int]]
-) -> InRooms | None:
+) -> UnevenState | None:
     """What of a call is stored in blocks; None if nothing is.
 
     Args:
@@ -242,7 +242,7 @@ def in_rooms(
     def outputs(types: Sequence[Any]) -> list[int | None]:
         own = [own_shape(leaf, dim, share) for leaf, dim in zip(call.leaves, dims, strict=True)]
         given = jax.tree.unflatten(call.treedef, own)[0]
-        before = successors(output.merge(types), given, [dim is not None for dim in dims[:count]])
+        before = successors(output.unflatten(types), given, [dim is not None for dim in dims[:count]])
         return [None if i is None else dims[i] for i in before]
 
-    return InRooms(share, dims, outputs)
+    return UnevenState(share, dims, outputs)

@@ -25,16 +25,16 @@ from vnode.placement.trace_context import call_in_mesh, current_mesh, with_jit, 
 from vnode.placement.transfer import tracing
 from vnode.placement.world import world
 from vnode.step.argument_checks import check_placed, check_values
-from vnode.step.compile_ahead import Preparation, warm_ups
+from vnode.step.compile_ahead import Preparation, warm_up_tasks
 from vnode.step.executor import Executor
 from vnode.step.likely_mistakes import explain_failure, warn_of_waste
 from vnode.step.pipeline import Options, outer_devices
 from vnode.step.protocol import P, R, Resolved, Step
 from vnode.step.spec import StepSpec
-from vnode.step.uneven_state import leaving, put_by_name, taken_back
+from vnode.step.uneven_state import put_by_name, restore_for_placement, restore_shapes
 from vnode.tracebacks import api_boundary, remove_frames
 
-REMEMBERED = 16
+MAX_PLACEMENTS = 16
 """Placements whose programs are kept; those that were asked for longest ago are compiled again."""
 
 
@@ -48,14 +48,14 @@ class VirtualStep(Step[P, R]):
       family: the step on all placements.
     """
 
-    def __init__(self, spec: StepSpec, placement: Placement | None, family: Family | None = None) -> None:
+    def __init__(self, spec: StepSpec, placement: Placement | None, family: StepFamily | None = None) -> None:
         world()  # from here on the others learn of this process's end
         functools.update_wrapper(self, spec.fun)
         self.spec = spec
         self._placement = placement
         self._chosen = placement is not None  # by the user, and not by default
         self._executor: Executor | None = None
-        self.family = Family() if family is None else family
+        self.family = StepFamily() if family is None else family
         self._preparation: Preparation | None = None
         if placement is not None:
             if placement.virtual_nodes != spec.options.virtual_nodes:
@@ -144,11 +144,11 @@ class VirtualStep(Step[P, R]):
           >>> step.prepare(step.placement.resize(jax.devices()[:1])).wait().done()
           True
         """
-        steps = self.members(placements)
-        args, kwargs = self.or_last(args, kwargs)
+        steps = self.steps_on(placements)
+        args, kwargs = self.arguments_or_last(args, kwargs)
         args, kwargs = shapes_of((args, kwargs), sharding="committed")
         mesh = current_mesh()
-        return prepared(
+        return prepare_steps(
             steps, [functools.partial(call_in_mesh, mesh, step.executor.compile_for, args, kwargs) for step in steps]
         )
 
@@ -178,13 +178,15 @@ class VirtualStep(Step[P, R]):
           >>> step.warm_up(jax.devices()[:1], jnp.ones(3), jnp.ones((8, 3))).wait().done()
           True
         """
-        steps, mesh = self.members(placements), current_mesh()
-        args, kwargs = self.spec.bound(args, kwargs)
+        steps, mesh = self.steps_on(placements), current_mesh()
+        args, kwargs = self.spec.bind_positional(args, kwargs)
 
         def run(step: VirtualStep, *args: Any, **kwargs: Any) -> Any:
             return call_in_mesh(mesh, step.executor.run_copy, args, kwargs)
 
-        preparation = prepared(steps, warm_ups([functools.partial(run, step) for step in steps], args, kwargs))
+        preparation = prepare_steps(
+            steps, warm_up_tasks([functools.partial(run, step) for step in steps], args, kwargs)
+        )
         if world().has_others:  # what runs beside it in one process would run before it in another
             preparation.wait()
         return preparation
@@ -214,7 +216,7 @@ class VirtualStep(Step[P, R]):
         if self.spec.has_one_state:  # what a plan names is in all arguments, the batch's too
             check_matched([tree], tuple(each for each in patterns if not isinstance(each[0], Exactly)))
         with without_mesh():
-            placed = put(leaving(tree, patterns, self.placement), self.placement)
+            placed = put(restore_for_placement(tree, patterns, self.placement), self.placement)
             return put_by_name(placed, patterns, self.placement, host) if patterns or host else placed
 
     def get(self, tree: Any) -> Any:
@@ -230,7 +232,7 @@ class VirtualStep(Step[P, R]):
           PlacementError: a leaf has another shape than the `partition` says.
         """
         with without_mesh():
-            return taken_back(tree, self.options.patterns)
+            return restore_shapes(tree, self.options.patterns)
 
     @contextlib.contextmanager
     def resolved(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, choose: bool = True) -> Iterator[Resolved]:
@@ -239,12 +241,12 @@ class VirtualStep(Step[P, R]):
         Raises:
           BatchError: no arguments are given, and the step has not been called.
         """
-        yield Resolved(self, *self.or_last(args, kwargs))
+        yield Resolved(self, *self.arguments_or_last(args, kwargs))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             if kwargs or isinstance(self.spec.in_axes, Mapping):
-                return self._call(*self.spec.bound(args, kwargs))
+                return self._call(*self.spec.bind_positional(args, kwargs))
             return self._call(args, kwargs)
         except Exception as error:
             remove_frames(error)
@@ -254,7 +256,7 @@ class VirtualStep(Step[P, R]):
         """The call, with arguments in their place."""
         around = outer_devices()
         if around is not None:
-            return self._inside(around, args, kwargs)
+            return self._call_inside(around, args, kwargs)
         executor = self.executor
         if self._preparation is not None:
             self._await()
@@ -277,7 +279,7 @@ class VirtualStep(Step[P, R]):
     def __repr__(self) -> str:
         return f"VirtualStep({self.spec.name}, {self._placement or f'{self.options.virtual_nodes} nodes'})"
 
-    def _inside(self, around: frozenset[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_inside(self, around: frozenset[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call within another virtualized step, whose nodes then divide this one too.
 
         Raises:
@@ -305,7 +307,7 @@ class VirtualStep(Step[P, R]):
             )
         return self.spec.fun(*args, **kwargs)
 
-    def members(self, placements: Any) -> list[VirtualStep]:
+    def steps_on(self, placements: Any) -> list[VirtualStep]:
         """The step on each of several placements, or on one."""
         single = isinstance(placements, Placement | jax.sharding.Mesh)
         wanted = [placements] if single else list(placements)
@@ -317,14 +319,16 @@ class VirtualStep(Step[P, R]):
         """Nodes of each device, in whole lanes."""
         return even_counts(self.options.virtual_nodes, devices, self.options.lane) if devices else None
 
-    def or_last(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments_or_last(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments; where there are none, the shapes of those for which the step was compiled last.
 
         Raises:
           BatchError: it was not compiled yet.
         """
         if args or kwargs:
-            return self.spec.bound(tuple(args), kwargs)
+            return self.spec.bind_positional(tuple(args), kwargs)
         if self.family.last is None:
             raise BatchError(
                 layout_message(
@@ -347,7 +351,7 @@ class VirtualStep(Step[P, R]):
             preparation.wait(self.placement)
 
 
-class Family:
+class StepFamily:
     """A step on all placements.
 
     A step may leave a mesh for devices without some of its axes, over which nothing is divided then. But axes that no
@@ -362,7 +366,7 @@ class Family:
     """
 
     def __init__(self, patterns: Patterns = ()) -> None:
-        self.unmet = patterns
+        self.unmet_patterns = patterns
         self._members: collections.OrderedDict[Placement, VirtualStep] = collections.OrderedDict()
         self.warned = False
         self.last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -374,10 +378,10 @@ class Family:
             self._members.move_to_end(placement)
         return found
 
-    def meet(self, placement: Placement) -> None:
+    def note_axes(self, placement: Placement) -> None:
         """Takes note of a placement that the step is for."""
-        if all(name in placement.mesh.shape for _, spec in self.unmet for name in axes_of(spec)):
-            self.unmet = ()
+        if all(name in placement.mesh.shape for _, spec in self.unmet_patterns for name in axes_of(spec)):
+            self.unmet_patterns = ()
 
     def check(self, placement: Placement) -> None:
         """Refuses to divide nothing on a placement, for want of axes that no other one had either.
@@ -385,13 +389,13 @@ class Family:
         Raises:
           PlacementError: there are such axes.
         """
-        check_axes(self.unmet, placement.mesh.axis_names)
+        check_axes(self.unmet_patterns, placement.mesh.axis_names)
 
     def add(self, step: VirtualStep) -> None:
         """Remembers a step, and forgets the programs of the one that was asked for longest ago."""
-        self.meet(step.placement)
+        self.note_axes(step.placement)
         self._members[step.placement] = step
-        while len(self._members) > REMEMBERED:
+        while len(self._members) > MAX_PLACEMENTS:
             self.drop(next(iter(self._members.values())))
 
     def forget_shapes(self, placement: Placement) -> None:
@@ -430,7 +434,9 @@ def with_nodes(step: VirtualStep, virtual_nodes: int, template: Placement) -> Vi
         placement = Placement(virtual_nodes, groups=groups, counts=counts, axis=template.axis)
     else:
         placement = Placement(virtual_nodes, mesh=template.mesh, counts=counts, axis=template.axis)
-    return VirtualStep(dataclasses.replace(step.spec, options=options), placement, Family(step.family.unmet))
+    return VirtualStep(
+        dataclasses.replace(step.spec, options=options), placement, StepFamily(step.family.unmet_patterns)
+    )
 
 
 def first_nodes(
@@ -454,14 +460,14 @@ def first_nodes(
         if axis is None or parts is None:
             return leaf
         stop = min(nodes * -(-parts // spec.options.virtual_nodes), parts)
-        return leading(leaf, axis, stop * leaf.shape[axis] // parts)
+        return leading_examples(leaf, axis, stop * leaf.shape[axis] // parts)
 
     leaves = list(map(first, call.leaves, call.axes, call.parts))
     options = dataclasses.replace(spec.options, virtual_nodes=nodes)
     return VirtualStep(dataclasses.replace(spec, options=options), placement), call.arguments(leaves)[0]
 
 
-def leading(leaf: Any, axis: int, stop: int) -> Any:
+def leading_examples(leaf: Any, axis: int, stop: int) -> Any:
     """The first `stop` examples of an array, or of what stands for one."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         shape = list(leaf.shape)
@@ -470,7 +476,7 @@ def leading(leaf: Any, axis: int, stop: int) -> Any:
     return leaf[(slice(None),) * (axis % len(leaf.shape)) + (slice(stop),)]
 
 
-def prepared(steps: Sequence[VirtualStep], tasks: Sequence[Callable[[], Any]]) -> Preparation:
+def prepare_steps(steps: Sequence[VirtualStep], tasks: Sequence[Callable[[], Any]]) -> Preparation:
     """Does a task for each of several steps in the background; a call of one of them waits for its own."""
     preparation = Preparation({step.placement: task for step, task in zip(steps, tasks, strict=True)})
     for step in steps:

@@ -55,7 +55,7 @@ def main(folder: Path) -> int:
         if is_no_room(error):
             return LATER
         text = str(error) if isinstance(error, WorkerError) else f"the job cannot run in {facts['directory']}: {error}"
-        files.write(folder / REFUSED, text, WorkerError)
+        files.write_text(folder / REFUSED, text, WorkerError)
         print(f"vnode: {text}", file=sys.stderr)
         return 2
     handle_signals(supervisor)

@@ -313,7 +313,7 @@ class Entry:
             raise WorkerError(
                 layout_message(
                     f"cannot write to the folder of checkpoints {checkpoint}.",
-                    facts=[files.reason(error)],
+                    facts=[files.failure_reason(error)],
                     remedies=["give --checkpoint a folder that this process may write to"],
                 )
             ) from error
@@ -321,7 +321,7 @@ class Entry:
     def save(self, **facts: Any) -> None:
         """Writes down what the folder says of the job."""
         self.facts.update(facts)
-        files.write(self.folder / "job.json", json.dumps(self.facts, indent=1), WorkerError)
+        files.write_text(self.folder / "job.json", json.dumps(self.facts, indent=1), WorkerError)
 
     def event(self, record: Record) -> dict[str, Any]:
         """Writes an event down; returns it as it stands in the file."""

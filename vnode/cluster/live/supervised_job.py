@@ -87,7 +87,7 @@ def start(folder: Path, spec: Mapping[str, Any], directory: str, env: Mapping[st
     for each in (output.parent, output, folder):
         each.mkdir(mode=0o700, exist_ok=True)
     facts = {"spec": spec, "env": dict(env), "directory": directory}
-    files.write(folder / SPEC, json.dumps(facts), ClusterError)
+    files.write_text(folder / SPEC, json.dumps(facts), ClusterError)
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         assert fcntl is not None

@@ -51,7 +51,7 @@ def plan_seconds(path: Path, count: int) -> float:
       ClusterError: the file cannot be read.
       ValueError: it is no plan, is not as it was written, predicts nothing, or is for another number of devices.
     """
-    text = files.read(path, ClusterError, ["save it there: plan.save(path)"])
+    text = files.read_text(path, ClusterError, ["save it there: plan.save(path)"])
     try:
         found = json.loads(text)
         if not isinstance(found, dict) or found.get("format") != "vnode plan":

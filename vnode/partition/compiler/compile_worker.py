@@ -60,7 +60,7 @@ def compile_folder(folder: Path) -> dict[str, Any]:
     from vnode.compat import compile_requested
     from vnode.partition.compiler.stats import compiled_stats
     from vnode.partition.compiler.target import Topology
-    from vnode.plan.nodes.device_memory import refusal
+    from vnode.plan.nodes.device_memory import memory_refusal
 
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     topology = request["topology"]
@@ -75,7 +75,7 @@ def compile_folder(folder: Path) -> dict[str, Any]:
     try:
         executable = compile_requested(module, options, devices)
     except jax.errors.JaxRuntimeError as error:
-        refused, needed = refusal(error)
+        refused, needed = memory_refusal(error)
         if refused:
             return {"refused": True, "needed": needed}
         return {"failed": str(error).splitlines()[0][:500]}

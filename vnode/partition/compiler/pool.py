@@ -34,7 +34,7 @@ from vnode.errors import ProfileError
 from vnode.partition.compiler.stats import CompiledStats, compiled_stats
 from vnode.partition.compiler.target import CompileTarget
 from vnode.partition.cost.cache import Cache
-from vnode.plan.nodes.device_memory import refusal
+from vnode.plan.nodes.device_memory import memory_refusal
 from vnode.show.units import size
 
 AT_ONCE = 2
@@ -228,7 +228,7 @@ class CompilePool:
         try:
             each.job.stats = compiled_stats(each.lowered.compile(), each.over_nodes)
         except jax.errors.JaxRuntimeError as error:
-            refused, each.job.needed = refusal(error)
+            refused, each.job.needed = memory_refusal(error)
             each.job.failure = "" if refused else str(error).splitlines()[0]
             each.job.refused = refused
 

@@ -132,7 +132,7 @@ def simplified(program: Program) -> Program:
         if wanted.intersection(eqn.outvars):
             kept.append(eqn)
             wanted.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
-    return program.derived(program.inputs, kept[::-1], outputs)
+    return program.derive(program.inputs, kept[::-1], outputs)
 
 
 def identity(atom: Any) -> object:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
-from vnode.analysis.program import Program, where
+from vnode.analysis.program import Program, source_line
 from vnode.operators.control_flow import Region, region_of
 from vnode.operators.cost import all_bytes, nbytes
 from vnode.operators.memory_spaces import is_on_host
@@ -113,13 +113,13 @@ def memory_of(device: DeviceProgram, calibration: Calibration) -> Memory:
     at, most, sizes = max(moments, key=lambda moment: moment[1], default=(-1, 0, {}))
     makers = program.definitions
     held = [
-        Held(need, var.aval.str_short(short_dtypes=True), where(makers[var]))
+        Held(need, var.aval.str_short(short_dtypes=True), source_line(makers[var]))
         for var, need in sizes.items()
         if need and var in makers
     ]
     inside = most - sum(sizes.values())
     if inside > 0:
-        held.append(Held(inside, "in a loop or branch", where(kernels.kernels[at].root)))
+        held.append(Held(inside, "in a loop or branch", source_line(kernels.kernels[at].root)))
     held.sort(key=lambda each: -each.bytes)
     arguments = sum(nbytes(var.aval) for var in program.inputs)
     outputs = sum(nbytes(atom.aval) for atom in program.outputs)

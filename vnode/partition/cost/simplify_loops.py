@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.program import Program, inline
-from vnode.analysis.scan_rewriting import scan_of
+from vnode.analysis.scan_rewriting import rebuild_scan
 from vnode.operators import Algebra, describe
 from vnode.operators.control_flow import Loop, region_of
 from vnode.operators.cost import nbytes
@@ -106,7 +106,7 @@ def taken_out(eqn: JaxprEqn, loop: Loop) -> list[JaxprEqn]:
     changed = Program([*handed, *(inner.inputs[i] for i in kept)], inner.constants, left, inner.outputs)
     constants = len(handed) + sum(i < loop.constants for i in kept)
     operands = [*(outer[var] for var in handed), *(eqn.invars[i] for i in kept)]
-    return [*before, scan_of(eqn, changed, operands, constants, eqn.outvars)]
+    return [*before, rebuild_scan(eqn, changed, operands, constants, eqn.outvars)]
 
 
 def moves(eqn: JaxprEqn) -> bool:

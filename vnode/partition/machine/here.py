@@ -18,7 +18,7 @@ from vnode.partition.machine.networks import Network
 from vnode.partition.machine.torus import Axis, Torus
 from vnode.placement.placement import device_list
 from vnode.placement.world import is_local
-from vnode.plan.nodes.device_memory import reported
+from vnode.plan.nodes.device_memory import reported_bytes
 
 
 def here(devices: Sequence[Any] | None, measure: bool) -> Parts:
@@ -32,7 +32,7 @@ def here(devices: Sequence[Any] | None, measure: bool) -> Parts:
     kinds, links = dict[str, Kind](), dict[str, Link | None]()
     for name, group in by_kind.items():
         known = KINDS.get(JAX_NAMES.get(name, ""))
-        memory = min((n for n in map(reported, group) if n), default=0)
+        memory = min((n for n in map(reported_bytes, group) if n), default=0)
         if known is None or measure:
             result = own(name, group, memory)
             kinds[name], links[name] = result.kind, link(result)

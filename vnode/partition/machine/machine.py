@@ -210,7 +210,7 @@ class Machine(Drawn):
         """
         from vnode.partition.machine.machine_file import written
 
-        files.write(path, written(self.name, self.devices, self.networks), MachineError)
+        files.write_text(path, written(self.name, self.devices, self.networks), MachineError)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Machine:
@@ -228,7 +228,7 @@ class Machine(Drawn):
         """
         from vnode.partition.machine.machine_file import read
 
-        said = files.read(path, MachineError, ["machines are written by machine.save(path), or by hand"])
+        said = files.read_text(path, MachineError, ["machines are written by machine.save(path), or by hand"])
         try:
             return Machine(*read(said))
         except MachineError as error:

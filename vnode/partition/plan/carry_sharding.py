@@ -217,7 +217,7 @@ def led(
     following = Leading.of(program, after, program.outputs, wanted).flow(lying, axes, exact)
     outputs = [own if end is None else end for own, end in zip(following.outputs, ends, strict=True)]
     steps = (*passes, *following.steps)
-    ordered = program.derived(program.inputs, [step.eqn for step in steps], program.outputs)
+    ordered = program.derive(program.inputs, [step.eqn for step in steps], program.outputs)
     return Flow(ordered, tuple(inputs), steps, tuple(outputs), following.ends)
 
 
@@ -256,7 +256,7 @@ class Leading:
         made = {var for eqn in eqns for var in eqn.outvars}
         read = dict.fromkeys(a for a in (*(a for eqn in eqns for a in eqn.invars), *outputs) if isinstance(a, Var))
         given = [var for var in read if var not in made and var not in program.constants]
-        return Leading(program.derived(given, eqns, [*outputs]), ends)
+        return Leading(program.derive(given, eqns, [*outputs]), ends)
 
     def flow(self, lying: Lying, axes: Axes, exact: Collection[str]) -> Flow:
         """Layouts through it, of which those over some axes must not show in bits."""

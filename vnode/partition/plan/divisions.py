@@ -9,7 +9,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from vnode.analysis.program import where
+from vnode.analysis.program import source_line
 from vnode.operators import Algebra, Free, Reduced, Windowed
 from vnode.partition.plan.replica import NodeFlow
 from vnode.spmd.op_sharding import FactorSharding, OpSharding
@@ -73,7 +73,7 @@ def _collect(flow: Flow, times: int, found: dict[Alike, list[float]], at: Mappin
         if description is None or not description.has(Algebra.CONTRACTS):
             continue
         axes = tuple(sorted({**at, **parts_of(step)}.items()))
-        found[where(step.eqn), step.eqn.primitive.name, in_words(step), axes].append(times * description.flops)
+        found[source_line(step.eqn), step.eqn.primitive.name, in_words(step), axes].append(times * description.flops)
 
 
 def parts_of(step: Step) -> dict[str, str]:

@@ -29,8 +29,8 @@ import scipy.optimize
 import scipy.sparse
 from jax.extend.core import JaxprEqn, Var
 
-from vnode.analysis.program import Made
-from vnode.analysis.scan_rewriting import stacked
+from vnode.analysis.program import ResultIndex
+from vnode.analysis.scan_rewriting import stacked_variable
 from vnode.operators.cost import all_bytes
 from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.fusion import kernels_of
@@ -39,9 +39,9 @@ from vnode.partition.cost.roofline import Roofline
 from vnode.partition.machine import Kind, Machine
 from vnode.partition.plan.search_subject import Subject
 from vnode.partition.searches.integer_program import milp
-from vnode.remat.offload import is_movable
-from vnode.remat.recompute import Late
-from vnode.remat.residual_remat import Kept
+from vnode.remat.offload import is_offloadable
+from vnode.remat.recompute import TurningPoint
+from vnode.remat.residual_remat import Residual
 
 STEP = 0.85
 """Of two limits that are tried one after the other, the second is so many times the first."""
@@ -90,8 +90,8 @@ class Less(NamedTuple):
       away: what is on the host; results that a loop carries stand for what its turns begin with.
     """
 
-    again: tuple[Made, ...] = ()
-    away: tuple[Made, ...] = ()
+    again: tuple[ResultIndex, ...] = ()
+    away: tuple[ResultIndex, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Keeping:
       platform: what is compiled for; CPUs have no other memory of their host.
     """
 
-    def __init__(self, late: Late, kept: Mapping[Made, Kept], kind: Kind, platform: str) -> None:
+    def __init__(self, late: TurningPoint, kept: Mapping[ResultIndex, Residual], kind: Kind, platform: str) -> None:
         self.late = late
         self.stacked = stacked_of(late, kept, kind, platform != "cpu")
         without = {late.program.equations[k].outvars[j] for k, j in kept}
@@ -179,7 +179,7 @@ class Keeping:
         again, places = chosen
         numbers = {k for var in again for k in self.values[var].equations}
         kept = {var for var in self.values if var not in again}
-        made = {each for each, var in self.late.repeatable.items() if each[0] in numbers and var not in kept}
+        made = {each for each, var in self.late.recomputable.items() if each[0] in numbers and var not in kept}
         several = [(each, of, place) for (each, of), place in zip(self.stacked.items(), places, strict=True)]
         made |= {each for each, of, place in several if place is NOWHERE and not of.optional}
         return Less(tuple(sorted(made)), tuple(sorted(each for each, _, place in several if place is HOST)))
@@ -196,7 +196,9 @@ class Place(enum.Enum):
 DEVICE, HOST, NOWHERE = Place.DEVICE, Place.HOST, Place.NOWHERE
 
 
-def stacked_of(late: Late, kept: Mapping[Made, Kept], kind: Kind, host: bool) -> dict[Made, Stacked]:
+def stacked_of(
+    late: TurningPoint, kept: Mapping[ResultIndex, Residual], kind: Kind, host: bool
+) -> dict[ResultIndex, Stacked]:
     """What loops could keep: what they stack, and what their turns begin with, called by what is carried.
 
     Args:
@@ -210,23 +212,23 @@ def stacked_of(late: Late, kept: Mapping[Made, Kept], kind: Kind, host: bool) ->
 
     def way(var: Var, like: Var, turns: int) -> float | None:
         """Seconds of something's way to the host and back, turn by turn, if it depends on examples as `like` does."""
-        if not host or like not in late.varying or not is_movable(var):
+        if not host or like not in late.varying or not is_offloadable(var):
             return None
         return 2 * (all_bytes(var.aval) / kind.host_bandwidth + turns * kind.host_latency)
 
-    begun = {(made[0], each.begins[0]): made for made, each in kept.items() if each.is_begin}
-    others = {(k, n): each.turns for (k, _), each in kept.items() for n in each.begins if (k, n) not in begun}
+    begun = {(made[0], each.carries[0]): made for made, each in kept.items() if each.is_carry}
+    others = {(k, n): each.trip_count for (k, _), each in kept.items() for n in each.carries if (k, n) not in begun}
     numbers = {made: i for i, made in enumerate((*kept, *others))}
     numbers.update({place: numbers[made] for place, made in begun.items()})
-    found: dict[Made, Stacked] = {}
+    found: dict[ResultIndex, Stacked] = {}
     for (k, j), each in kept.items():
         var = equations[k].outvars[j]
-        seconds = None if each.is_begin else each.flops / rate
-        needs = () if each.is_begin else tuple(numbers[k, n] for n in each.begins)
-        found[k, j] = Stacked(each.bytes, each.bytes // each.turns, seconds, way(var, var, each.turns), needs)
+        seconds = None if each.is_carry else each.flops / rate
+        needs = () if each.is_carry else tuple(numbers[k, n] for n in each.carries)
+        found[k, j] = Stacked(each.bytes, each.bytes // each.trip_count, seconds, way(var, var, each.trip_count), needs)
     for (k, n), turns in others.items():
         carried = equations[k].outvars[n]
-        whole, part = stacked(carried.aval, turns), all_bytes(carried.aval)
+        whole, part = stacked_variable(carried.aval, turns), all_bytes(carried.aval)
         found[k, n] = Stacked(turns * part, part, 0.0, way(whole, carried, turns), optional=True)
     return found
 
@@ -241,7 +243,7 @@ class _Values:
       kind: of device.
     """
 
-    def __init__(self, late: Late, kernels: Kernels, without: Collection[Var], kind: Kind) -> None:
+    def __init__(self, late: TurningPoint, kernels: Kernels, without: Collection[Var], kind: Kind) -> None:
         self.late, self.kernels, self.kind = late, kernels, kind
         self.number = {id(eqn): k for k, eqn in enumerate(late.program.equations)}
         self.maker: dict[Var, Kernel] = {}
@@ -294,7 +296,7 @@ class _Values:
         """Whether a value can be computed again."""
         return var in self.maker and {
             self.number[id(eqn)] for eqn in self.maker[var].piece.equations if self.varies(eqn)
-        } <= {k for k, _ in self.late.repeatable}
+        } <= {k for k, _ in self.late.recomputable}
 
     def varies(self, eqn: JaxprEqn) -> bool:
         """Whether an equation's results depend on examples."""

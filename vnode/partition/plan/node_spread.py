@@ -40,13 +40,13 @@ class Spread:
 
     def fits(self, flow: Flow) -> bool:
         """Whether rows have equal parts of a batch, without padding: they are shards of an array then."""
-        return self.even and flow.filled_by(self.nodes)
+        return self.even and flow.needs_no_padding(self.nodes)
 
     def part(self, flow: Flow, var: Var) -> tuple[int, ...]:
         """The shape of a row's part of a batched value."""
         form, shape = flow.states[var].form, list(var.aval.shape)
         assert isinstance(form, Slice)
-        shape[form.dim] = form.outer * self.turns * flow.local(form)
+        shape[form.dim] = form.outer * self.turns * flow.node_elements(form)
         return tuple(shape)
 
     def given(self, flow: Flow, var: Var) -> bool:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from vnode.analysis.fingerprint import Fingerprint
 from vnode.analysis.passes import Schedule
-from vnode.analysis.program import Made
+from vnode.analysis.program import ResultIndex
 from vnode.errors import Bound, MemoryLimitError, PartitionError, PlacementError, layout_message
 from vnode.partition.accept import TOLERANCE, Acceptance, compared, counted_exchanges
 from vnode.partition.cost.calibration import Calibration
@@ -40,8 +40,8 @@ from vnode.placement.patterns import Exactly
 from vnode.placement.placement import Placement, device_list, neighbours_of_one_kind
 from vnode.placement.trace_context import with_jit
 from vnode.placement.uneven_dimension import UnevenSpec
-from vnode.plan.nodes.device_memory import refusal
-from vnode.report.sources import short
+from vnode.plan.nodes.device_memory import memory_refusal
+from vnode.report.sources import short_source
 from vnode.report.step_report import Report
 from vnode.show.drawable import Drawn
 from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
@@ -172,12 +172,12 @@ class Plan(Drawn, Bound):
         return found
 
     @property
-    def away(self) -> tuple[Made, ...]:
+    def away(self) -> tuple[ResultIndex, ...]:
         """What loops keep on the host for later ones: results of equations; for those that they carry, beginnings."""
         return self.pattern.options.away
 
     @property
-    def again(self) -> tuple[Made, ...]:
+    def again(self) -> tuple[ResultIndex, ...]:
         """What the step does not keep for its backward pass, which computes it again: results of equations."""
         return self.pattern.options.again
 
@@ -230,7 +230,7 @@ class Plan(Drawn, Bound):
             automatic=False,
             patterns=patterns(self.specs),
             host=tuple(map(Exactly, self.host)),
-            far=self.far,
+            host_accumulators=self.far,
             records=dict(self.records) or None,
             planned=True,
         )
@@ -266,7 +266,7 @@ class Plan(Drawn, Bound):
         try:
             compiled = step.executor.compile_for(self.args, {})
         except jax.errors.JaxRuntimeError as error:
-            refused, needed = refusal(error)
+            refused, needed = memory_refusal(error)
             if not refused:
                 raise
             raise MemoryLimitError(self._refused(needed)) from error
@@ -283,7 +283,7 @@ class Plan(Drawn, Bound):
             platforms=None if wanted == given else (wanted, given),
         )
 
-    def instead(self) -> str:
+    def pickle_remedy(self) -> str:
         """What to do in place of pickling it."""
         return "save it, plan.save(path), and read it where it is needed: vnode.partition.Plan.load(path, step, args)"
 
@@ -530,7 +530,7 @@ class Plan(Drawn, Bound):
                 *(Cell("whole", quiet=True) if p is None else Cell(p, PARTS[of(p)], hue=HUES[of(p)]) for p in parts),
                 Cell(each.cut),
                 Cell(str(each.count)),
-                Cell(short(each.where), each.where),
+                Cell(short_source(each.where), each.where),
             )
 
         rows = tuple(map(row, self.divisions))

@@ -94,7 +94,7 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "away": [list(each) for each in plan.away],
     }
     content["checksum"] = checksum(content)
-    files.write(path, json.dumps(content, separators=(",", ":")), PartitionError)
+    files.write_text(path, json.dumps(content, separators=(",", ":")), PartitionError)
 
 
 def checksum(content: Mapping[str, Any]) -> str:
@@ -189,7 +189,7 @@ def prediction_of(content: Mapping[str, Any]) -> Prediction:
 def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Plan:
     """See `Plan.load`."""
     check_args(args)
-    text = files.read(path, PartitionError, [WRITTEN])
+    text = files.read_text(path, PartitionError, [WRITTEN])
     with damaged(path):
         content = json.loads(text)
         if not isinstance(content, dict) or content.get("format") != FORMAT:

@@ -258,8 +258,8 @@ class Remedies:
             reduction=reduction,
             lanes=change.lanes or step.options.lanes,
             automatic=False,
-            again=(),
-            away=(),
+            recomputed=(),
+            offloaded=(),
         )
         donated = (*step.spec.donate_argnums, *change.donated)
         spec = dataclasses.replace(step.spec, options=options, donate_argnums=donated)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from vnode.analysis.forms import Form, Slice
-from vnode.analysis.meshless import without_mesh
+from vnode.analysis.meshless import remove_mesh_closed
 from vnode.analysis.passes import Accumulator, Pass, Schedule
 from vnode.analysis.program import Atom, Program, bind, context_of, inline
 from vnode.analysis.recipe import Evaluation
@@ -244,7 +244,7 @@ class Row(Emission):
 
     def in_part(self, form: Slice, value: Any, dim: int, there: bool) -> Any:
         """A batched value as the row's part of it; see `in_turns`."""
-        units = self.spread.turns * self.flow.local(form)
+        units = self.spread.turns * self.flow.node_elements(form)
         return self.arranged(self.in_turns(form, value, dim, there), form, units)
 
     def arranged(self, value: Any, form: Slice, units: int) -> Any:
@@ -253,11 +253,11 @@ class Row(Emission):
         Raises:
           PartitionError: blocks of a factor, of which a room may hold more, are one dimension with examples.
         """
-        if value.shape[form.dim + 1] != form.outer * self.flow.local(form):
+        if value.shape[form.dim + 1] != form.outer * self.flow.node_elements(form):
             raise PartitionError(
                 "a dimension of examples has another factor in it, which cannot be shared out in blocks"
             )
-        return restore_batch_order(value, form, self.flow.local(form), units)
+        return restore_batch_order(value, form, self.flow.node_elements(form), units)
 
     def taken_as(self, form: Form | None, atom: Atom) -> Any:
         in_part = self.in_parts_inside and isinstance(form, Slice)  # others are read whole, batched ones too
@@ -284,7 +284,7 @@ class Row(Emission):
         """A batched value, or the row's part of it, as the parts of the row's nodes, ``[turns, ...]``."""
         if there:
             return jnp.moveaxis(value, dim, 0)
-        turns, n = self.spread.turns, self.flow.local(form)
+        turns, n = self.spread.turns, self.flow.node_elements(form)
         if value.shape[dim] != turns * n:
             value = jax.lax.slice_in_dim(value, 0, turns * n, axis=dim)
         value = jnp.moveaxis(value.reshape(*value.shape[:dim], turns, n, *value.shape[dim + 1 :]), dim, 0)
@@ -336,17 +336,17 @@ class Row(Emission):
         return outputs
 
     def run_pass(self, nodes: Pass) -> Any:
-        kept = [var in self.collected for var, _ in nodes.sliced]
-        shards = [self.shard(var) for var, _ in nodes.sliced]
-        whole = [self.as_stored(var) for var in nodes.wholes]
+        kept = [var in self.collected for var, _ in nodes.sliced_inputs]
+        shards = [self.shard(var) for var, _ in nodes.sliced_inputs]
+        whole = [self.as_stored(var) for var in nodes.whole_inputs]
         made = trace_to_jaxpr(
             functools.partial(self.node_function, nodes), self.node_input_shapes(nodes), self.mesh_axes
         )
-        plain = without_mesh(made)
+        plain = remove_mesh_closed(made)
         written = inline(plain.jaxpr, plain.consts)
         groups = tuple(self.groups[len(self.nodes)]) if len(self.nodes) < len(self.groups) else ()
         program = group_equations(written, groups) if groups else written
-        program, dims = self.blocked(program, [None, *(var for var, _ in nodes.sliced), *nodes.wholes])
+        program, dims = self.blocked(program, [None, *(var for var, _ in nodes.sliced_inputs), *nodes.whole_inputs])
         made_so = [*(a.var for a in nodes.accumulators), *(var for var, _ in nodes.collected)]
         self.dims.update((var, dim) for var, dim in zip(made_so, dims, strict=True) if dim is not None)
         sums = [
@@ -355,7 +355,7 @@ class Row(Emission):
         ]
         captured = [value for value in made.consts if isinstance(value, jax.core.Tracer)]
         given = frozenset(i for i, there in enumerate(kept) if not there)
-        examples = tuple(form.dim for _, form in nodes.sliced)
+        examples = tuple(form.dim for _, form in nodes.sliced_inputs)
         own = tuple(dims[: len(sums)])
         self.nodes.append(Node(program, examples, given, written, groups, tuple(nodes.accumulators), own))
 
@@ -371,7 +371,7 @@ class Row(Emission):
                 return totals, values[len(sums) :]
             return node_loops.add_all(sums, totals, pieces), values[len(sums) :]
 
-        held = zip(nodes.sliced, shards, kept, strict=True)
+        held = zip(nodes.sliced_inputs, shards, kept, strict=True)
         several = [self.in_turns(form, *shard, there) for (_, form), shard, there in held]
         numbers = NUMBERS.bind(turns=self.spread.turns)
         totals, results = jax.lax.scan(turn, [s.identity() for s in sums], [numbers, *several])
@@ -422,7 +422,7 @@ def row_program(
         return jax.ShapeDtypeStruct(shape, var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False))
 
     shapes = list(map(type_of, flow.program.inputs, dims))
-    closed = without_mesh(trace_to_jaxpr(lambda values: whole(*values), shapes, axes))
+    closed = remove_mesh_closed(trace_to_jaxpr(lambda values: whole(*values), shapes, axes))
     return RowProgram(inline(closed.jaxpr, closed.consts), tuple(nodes))
 
 

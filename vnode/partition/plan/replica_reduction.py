@@ -173,7 +173,7 @@ def added(flow: Flow, across: Across) -> Flow:
             steps += [by_itself(step, inner) for step in several]
     program = flow.program
     equations = [step.eqn for step in steps]
-    made = program.derived(program.inputs, equations, program.outputs)
+    made = program.derive(program.inputs, equations, program.outputs)
     return dataclasses.replace(flow, program=made, steps=tuple(steps))
 
 

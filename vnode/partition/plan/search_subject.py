@@ -16,13 +16,13 @@ from jax.extend.core import Var
 from vnode.analysis.fingerprint import Fingerprint, Writer
 from vnode.analysis.forms import Slice
 from vnode.analysis.passes import Schedule
-from vnode.analysis.program import Made
+from vnode.analysis.program import ResultIndex
 from vnode.errors import PartitionError, layout_message
 from vnode.placement.leaves import is_number, shape_of, shapes_of
 from vnode.placement.patterns import full_name, name_of
 from vnode.placement.placement import node_count
-from vnode.remat.recompute import Late
-from vnode.remat.residual_remat import Kept, kept_for_later
+from vnode.remat.recompute import TurningPoint
+from vnode.remat.residual_remat import Residual, loop_residuals
 from vnode.step.call import OutputTree, wrap
 from vnode.step.pipeline import analyse
 from vnode.step.protocol import Step
@@ -57,7 +57,7 @@ class Subject:
     donated: frozenset[int]
     carried: Mapping[int, int]
     examples: int
-    kept: Mapping[Made, Kept] = dataclasses.field(default_factory=dict)
+    kept: Mapping[ResultIndex, Residual] = dataclasses.field(default_factory=dict)
 
     @property
     def state(self) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class Subject:
     def parameters(self) -> frozenset[str]:
         """Names of the leaves of the state that passes read, or what is made of them before: no slots."""
         program = self.schedule.flow.program
-        read = {var for nodes in self.schedule.passes for var in nodes.wholes}
+        read = {var for nodes in self.schedule.passes for var in nodes.whole_inputs}
         for eqn in reversed(program.equations):
             if not read.isdisjoint(eqn.outvars):
                 read.update(atom for atom in eqn.invars if isinstance(atom, Var))
@@ -100,9 +100,9 @@ class Subject:
         return [several for several in found.values() if len(several) > 1]
 
     @functools.cached_property
-    def late(self) -> Late:
+    def late(self) -> TurningPoint:
         """What its program reads late, if nothing of it is computed again."""
-        return Late.of(self.schedule.flow.program, self.batch)
+        return TurningPoint.from_program(self.schedule.flow.program, self.batch)
 
     @property
     def inputs(self) -> Sequence[Any]:
@@ -153,9 +153,9 @@ def check_args(args: Any) -> None:
         raise PartitionError(f"args are the arguments of the step, in a tuple, not {type(args).__name__}")
 
 
-def computing_again(step: Any, several: Collection[Made], away: Collection[Made] = ()) -> Any:
+def computing_again(step: Any, several: Collection[ResultIndex], away: Collection[ResultIndex] = ()) -> Any:
     """A step, a `VirtualStep`, that computes some values again where they are read late, and has others on the host."""
-    options = dataclasses.replace(step.options, again=tuple(sorted(several)), away=tuple(sorted(away)))
+    options = dataclasses.replace(step.options, recomputed=tuple(sorted(several)), offloaded=tuple(sorted(away)))
     return VirtualStep(dataclasses.replace(step.spec, options=options), None)
 
 
@@ -181,8 +181,8 @@ def subject_of(step: Any, args: Sequence[Any]) -> Subject:
     wholes = set(spec.wholes(len(placed)))
     leaves = [(path[0].idx, path[1:]) for path, _ in jax.tree.leaves_with_path(placed)]
     named = [name_of(path) if i in wholes else None for i, path in leaves]
-    kept = kept_for_later(program)
-    results = output.merge([jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in program.outputs])
+    kept = loop_residuals(program)
+    results = output.unflatten([jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in program.outputs])
     before = successors(results, placed, [i in wholes for i, _ in leaves])
     forms = made.schedule.flow.output_forms  # what nodes return a part of succeeds nothing that all of them have
     more = len(program.inputs) - len(leaves)  # what the function closed over and is being traced

@@ -34,7 +34,7 @@ def write(timeline: Timeline, path: str | os.PathLike[str]) -> None:
       TaskGraphError: it cannot be written.
     """
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events(timeline))
-    files.write(path, f'{{"displayTimeUnit":"ns","traceEvents":[\n{lines}\n]}}\n', TaskGraphError)
+    files.write_text(path, f'{{"displayTimeUnit":"ns","traceEvents":[\n{lines}\n]}}\n', TaskGraphError)
 
 
 def events(timeline: Timeline) -> Iterator[dict[str, Any]]:

@@ -125,10 +125,10 @@ class Balance:
         Raises:
           PlacementError: there are fewer devices of a kind than the placement needs.
         """
-        return place(self.virtual_nodes, self.counts, by_kind(devices))
+        return place_nodes(self.virtual_nodes, self.counts, by_kind(devices))
 
     def __repr__(self) -> str:
-        return f"Balance({self.virtual_nodes} nodes, {self.seconds:.4g} s a step: {text(self.counts)})"
+        return f"Balance({self.virtual_nodes} nodes, {self.seconds:.4g} s a step: {counts_text(self.counts)})"
 
     def __str__(self) -> str:
         devices = self.best.devices
@@ -137,7 +137,7 @@ class Balance:
         gain = "no single kind holds them" if self.gain is None else f"{self.gain:.1%} over the best of one kind"
         rows = [("chosen", self.best), *((f"{kind} alone", found) for kind, found in self.single.items())]
         rows += [] if self.even is None else [("all, evenly", self.even)]
-        table = [(name, text(found.counts), f"{found.seconds:.4g} s") for name, found in rows]
+        table = [(name, counts_text(found.counts), f"{found.seconds:.4g} s") for name, found in rows]
         widths = [max(len(row[i]) for row in table) for i in range(3)]
         lines = [
             f"{self.virtual_nodes} virtual nodes on {several(devices, 'device')}: {self.seconds:.4g} s a step",
@@ -240,7 +240,7 @@ def balance(
                         if profile.bytes(1)
                         else ""
                     )
-                    for profile, most in zip(profiles.kinds, search.most, strict=True)
+                    for profile, most in zip(profiles.kinds, search.max_nodes, strict=True)
                 ],
                 remedies=["more devices", "more virtual nodes, which are smaller, and profiles of these"],
             )
@@ -255,7 +255,14 @@ def balance(
         if spare := available[i] - chosen[i]:
             more = search.best([chosen[i] + 1 if j == i else 0 for j in range(len(available))], available)
             left_out.append(LeftOut(profile.kind, spare, None if more is None else search.seconds(more)))
-    return Balance(profiles, virtual_nodes, best, single, evenly(profiles, virtual_nodes, search.most), tuple(left_out))
+    return Balance(
+        profiles,
+        virtual_nodes,
+        best,
+        single,
+        even_candidate(profiles, virtual_nodes, search.max_nodes),
+        tuple(left_out),
+    )
 
 
 class CountSearch:
@@ -270,17 +277,17 @@ class CountSearch:
     def __init__(self, profiles: Profiles, nodes: int, most: Sequence[int]) -> None:
         self.profiles = profiles
         self.nodes = nodes
-        self.most = [min(n, nodes) for n in most]
+        self.max_nodes = [min(n, nodes) for n in most]
         self.node = [profile.node * profiles.lane for profile in profiles.kinds]
 
     def best(self, low: Sequence[int], high: Sequence[int]) -> tuple[int, ...] | None:
         """How many devices of each kind, within bounds, make the shortest step; None if the nodes fit on none."""
         found, least = None, (math.inf, 0)
-        for use in choices(low, [n if most else 0 for n, most in zip(high, self.most, strict=True)]):
-            if not sum(use) <= self.nodes <= sum(n * most for n, most in zip(use, self.most, strict=True)):
+        for use in device_counts(low, [n if most else 0 for n, most in zip(high, self.max_nodes, strict=True)]):
+            if not sum(use) <= self.nodes <= sum(n * most for n, most in zip(use, self.max_nodes, strict=True)):
                 continue
             speed = sum(n / each for n, each in zip(use, self.node, strict=True))
-            rest = self.rest(use)
+            rest = self.fixed_seconds(use)
             if (self.nodes / speed + rest) * (1 - 1e-9) > least[0]:  # rounding must not hide an equal one
                 continue
             key = (self.seconds(use), sum(use))
@@ -288,14 +295,14 @@ class CountSearch:
                 found, least = use, key
         return found
 
-    def rest(self, use: Sequence[int]) -> float:
+    def fixed_seconds(self, use: Sequence[int]) -> float:
         """Seconds besides the nodes."""
         kinds = [profile for profile, n in zip(self.profiles.kinds, use, strict=True) if n]
         return self.profiles.rest(kinds, sum(use))
 
     def seconds(self, use: Sequence[int]) -> float:
         """Of a step, with the nodes spread best."""
-        return self.slowest(use) + self.rest(use)
+        return self.slowest(use) + self.fixed_seconds(use)
 
     def slowest(self, use: Sequence[int]) -> float:
         """The least time in which the devices compute the nodes, each at least one."""
@@ -304,8 +311,8 @@ class CountSearch:
 
         def held(i: int, seconds: float) -> int:
             """Nodes that a device of a kind has done by then: the most n with n * node <= seconds, exactly."""
-            n = min(int(seconds / self.node[i]), self.most[i])
-            while n < self.most[i] and (n + 1) * self.node[i] <= seconds:
+            n = min(int(seconds / self.node[i]), self.max_nodes[i])
+            while n < self.max_nodes[i] and (n + 1) * self.node[i] <= seconds:
                 n += 1
             while n * self.node[i] > seconds:
                 n -= 1
@@ -314,7 +321,7 @@ class CountSearch:
         found = math.inf
         for k in kinds:  # the slowest device is of this kind: the least number of nodes with which all are done
             first = max(1, math.ceil(floor / self.node[k] * (1 - 1e-9)))
-            numbers_of = range(first, self.most[k] + 1)
+            numbers_of = range(first, self.max_nodes[k] + 1)
             at = bisect.bisect_left(
                 numbers_of,
                 True,
@@ -328,18 +335,18 @@ class CountSearch:
 
     def counts(self, use: Sequence[int]) -> Counts:
         """Nodes of each device: one each, then each further one to the device that would be done with it first."""
-        heap = [(2 * self.node[i], i, d) for i, n in enumerate(use) for d in range(n) if self.most[i] > 1]
+        heap = [(2 * self.node[i], i, d) for i, n in enumerate(use) for d in range(n) if self.max_nodes[i] > 1]
         given = [[1] * n for n in use]
         heapq.heapify(heap)
         for _ in range(self.nodes - sum(use)):
             _, i, d = heapq.heappop(heap)
             given[i][d] += 1
-            if given[i][d] < self.most[i]:
+            if given[i][d] < self.max_nodes[i]:
                 heapq.heappush(heap, ((given[i][d] + 1) * self.node[i], i, d))
         return {p.kind: tuple(nodes) for p, nodes in zip(self.profiles.kinds, given, strict=True) if nodes}
 
 
-def choices(low: Sequence[int], high: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def device_counts(low: Sequence[int], high: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Numbers of devices of each kind within bounds, most devices first: they tend to be fast, and bound the others."""
     return itertools.product(*(range(b, a - 1, -1) for a, b in zip(low, high, strict=True)))
 
@@ -367,7 +374,7 @@ def capacity(profile: Profile, virtual_nodes: int, memory: int | str | Mapping[s
     return bisect.bisect_right(sizes, most, key=lambda n: profile.bytes(n) or 0)
 
 
-def evenly(profiles: Profiles, virtual_nodes: int, most: Sequence[int]) -> Candidate | None:
+def even_candidate(profiles: Profiles, virtual_nodes: int, most: Sequence[int]) -> Candidate | None:
     """All devices, as even as possible, if their memory allows."""
     split = even_counts(virtual_nodes, sum(profile.devices for profile in profiles.kinds), profiles.lane)
     counts = {}
@@ -380,7 +387,9 @@ def evenly(profiles: Profiles, virtual_nodes: int, most: Sequence[int]) -> Candi
     return Candidate(counts, profiles.seconds(counts))
 
 
-def place(virtual_nodes: int, counts: Mapping[str, Sequence[int]], devices: Mapping[str, Sequence[Any]]) -> Placement:
+def place_nodes(
+    virtual_nodes: int, counts: Mapping[str, Sequence[int]], devices: Mapping[str, Sequence[Any]]
+) -> Placement:
     """A placement on the first devices of each kind.
 
     Raises:
@@ -400,7 +409,7 @@ def place(virtual_nodes: int, counts: Mapping[str, Sequence[int]], devices: Mapp
     return Placement(virtual_nodes, chosen, counts=[n for nodes in counts.values() for n in nodes])
 
 
-def text(counts: Mapping[str, Sequence[int]]) -> str:
+def counts_text(counts: Mapping[str, Sequence[int]]) -> str:
     """Counts for people; runs of equal ones are counted.
 
     >>> text({"V100": (6, 6), "P100": (1, 1, 1, 1)})

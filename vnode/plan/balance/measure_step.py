@@ -27,10 +27,10 @@ from vnode.errors import MemoryLimitError, ProfileError, layout_message
 from vnode.placement.devices_by_kind import by_kind
 from vnode.placement.placement import Placement
 from vnode.placement.process_barrier import check_own
-from vnode.plan.balance.profiles import Measurement, Profile, Profiles, Signature, different
-from vnode.plan.nodes.device_memory import byte_count, program_memory, reported
+from vnode.plan.balance.profiles import Measurement, Profile, Profiles, Signature, signature_difference
+from vnode.plan.nodes.device_memory import byte_count, program_memory, reported_bytes
 from vnode.step.argument_checks import check_values
-from vnode.step.explain import analysis
+from vnode.step.explain import analyse_step
 from vnode.step.protocol import Resolved, Step
 from vnode.step.virtual import VirtualStep, first_nodes
 from vnode.tracebacks import api_boundary
@@ -103,10 +103,10 @@ def profile(
         )
     with step.resolved(args, {}) as here:
         check_values(here.args, here.kwargs, here.step.spec.positional)
-        return measured(here.step, here.args, groups, nodes, steps, memory, mixed, file)
+        return measure_groups(here.step, here.args, groups, nodes, steps, memory, mixed, file)
 
 
-def measured(
+def measure_groups(
     step: VirtualStep,
     args: tuple[Any, ...],
     groups: Mapping[str, Sequence[Any]],
@@ -117,21 +117,21 @@ def measured(
     path: Path | None,
 ) -> Profiles:
     """`profile` of a step on arrays, by kinds of devices."""
-    shape = signature(step, args, None if nodes is None else 1)
+    shape = step_signature(step, args, None if nodes is None else 1)
     if path is not None and path.exists():
-        return checked(Profiles.load(path), shape, groups, path)
+        return check_loaded(Profiles.load(path), shape, groups, path)
 
     total = step.options.virtual_nodes
-    sizes = None if nodes is None else usable(nodes, total, step.options.lane)
+    sizes = None if nodes is None else usable_sizes(nodes, total, step.options.lane)
     programs: dict[tuple[str, int, int], Callable[[], float]] = {}
     sizes_in_memory: dict[tuple[str, int, int], int | None] = {}
     for kind, group in groups.items():
         for count, each in configurations(len(group), total, step.options.lane, sizes):
             key = (kind, count, each)
-            programs[key], sizes_in_memory[key] = program(step, args, group[:count], [each] * count)
-    if mixed and sizes is not None and len(groups) > 1 and (each := largest(sizes, total, len(groups))):
+            programs[key], sizes_in_memory[key] = compile_part(step, args, group[:count], [each] * count)
+    if mixed and sizes is not None and len(groups) > 1 and (each := largest_size(sizes, total, len(groups))):
         first = [group[0] for group in groups.values()]
-        programs["", len(first), each], _ = program(step, args, first, [each] * len(first))
+        programs["", len(first), each], _ = compile_part(step, args, first, [each] * len(first))
     for run in programs.values():
         run()
     times: dict[tuple[str, int, int], list[float]] = {key: [] for key in programs}
@@ -145,7 +145,7 @@ def measured(
             kind,
             len(group),
             tuple(Measurement(k[1], k[2], seconds[k], sizes_in_memory[k]) for k in seconds if k[0] == kind),
-            limit(kind, group, memory),
+            memory_limit(kind, group, memory),
         )
         for kind, group in groups.items()
     )
@@ -168,16 +168,16 @@ def configurations(available: int, total: int, lane: int, sizes: Sequence[int] |
     counts = sorted({available, *(2**i for i in range(available.bit_length()))})
     if sizes is None:
         return [(count, total // count) for count in counts if total % (count * lane) == 0]
-    several = [(count, each) for count in counts[1:] if (each := largest(sizes, total, count))]
+    several = [(count, each) for count in counts[1:] if (each := largest_size(sizes, total, count))]
     return [(1, each) for each in sizes] + several
 
 
-def largest(sizes: Sequence[int], total: int, devices: int) -> int:
+def largest_size(sizes: Sequence[int], total: int, devices: int) -> int:
     """The largest number of nodes that each device can have; 0 if there is none."""
     return max((each for each in sizes if each * devices <= total), default=0)
 
 
-def usable(nodes: Sequence[int], total: int, lane: int) -> list[int]:
+def usable_sizes(nodes: Sequence[int], total: int, lane: int) -> list[int]:
     """Numbers of nodes in whole lanes, as far as the batch has that many.
 
     >>> usable((2, 4, 8), 6, 1), usable((2, 4, 8), 1, 1), usable((2, 4), 32, 4)
@@ -189,12 +189,12 @@ def usable(nodes: Sequence[int], total: int, lane: int) -> list[int]:
     return [n for n in whole if n <= total] or [total]
 
 
-def program(
+def compile_part(
     step: VirtualStep, args: tuple[Any, ...], devices: Sequence[Any], counts: Sequence[int]
 ) -> tuple[Callable[[], float], int | None]:
     """A compiled step on the first nodes of the batch: what runs and times it, and the memory it needs on a device."""
     total = sum(counts)
-    with fewer(total, step.options.virtual_nodes):
+    with note_part_of_batch(total, step.options.virtual_nodes):
         placement = Placement(total, devices, counts=counts)
         cut, inputs = first_nodes(step, total, placement, args)
         one = len(placement.groups) == 1
@@ -207,11 +207,11 @@ def program(
         jax.block_until_ready(compiled(*mine))
         return time.perf_counter() - began
 
-    return run, needed(compiled) if one else None
+    return run, needed_bytes(compiled) if one else None
 
 
 @contextlib.contextmanager
-def fewer(nodes: int, virtual_nodes: int) -> Iterator[None]:
+def note_part_of_batch(nodes: int, virtual_nodes: int) -> Iterator[None]:
     """Says in errors of the user's step that it was run on a part of the batch."""
     try:
         yield
@@ -224,7 +224,7 @@ def fewer(nodes: int, virtual_nodes: int) -> Iterator[None]:
         raise
 
 
-def needed(compiled: Any) -> int | None:
+def needed_bytes(compiled: Any) -> int | None:
     """Bytes that a compiled program needs on a device; None where the compiler does not say."""
     try:
         return program_memory(compiled)
@@ -232,21 +232,21 @@ def needed(compiled: Any) -> int | None:
         return None
 
 
-def limit(kind: str, group: Sequence[Any], memory: int | str | Mapping[str, int | str] | None) -> int | None:
+def memory_limit(kind: str, group: Sequence[Any], memory: int | str | Mapping[str, int | str] | None) -> int | None:
     """Bytes of a device of a kind, the smallest of what the devices say unless the user does."""
     if memory is not None:
         given = memory.get(kind) if isinstance(memory, Mapping) else memory
         return None if given is None else byte_count(given)
-    return min((n for n in map(reported, group) if n), default=None)
+    return min((n for n in map(reported_bytes, group) if n), default=None)
 
 
-def signature(step: VirtualStep, args: tuple[Any, ...], nodes: int | None) -> Signature:
+def step_signature(step: VirtualStep, args: tuple[Any, ...], nodes: int | None) -> Signature:
     """Of which program times are: the step cut to so many nodes, or whole."""
     whole = step.options.virtual_nodes
     size = -(-step.spec.call(args, {}).size // whole)
     cut, few = first_nodes(step, nodes, None, args) if nodes else (step, args)
-    with fewer(nodes or whole, whole):
-        made = analysis(Resolved(cut, few, {})).schedule
+    with note_part_of_batch(nodes or whole, whole):
+        made = analyse_step(Resolved(cut, few, {})).schedule
     content = hashlib.sha256(repr(dataclasses.replace(step.options, virtual_nodes=1)).encode())
     for var in made.flow.program.inputs:
         content.update(f"{var.aval}\n".encode())
@@ -257,14 +257,14 @@ def signature(step: VirtualStep, args: tuple[Any, ...], nodes: int | None) -> Si
     return Signature(step.spec.name, nodes or whole, size, content.hexdigest()[:16], jax.__version__)
 
 
-def checked(found: Profiles, shape: Signature, groups: Mapping[str, Sequence[Any]], path: Path) -> Profiles:
+def check_loaded(found: Profiles, shape: Signature, groups: Mapping[str, Sequence[Any]], path: Path) -> Profiles:
     """Profiles from a file, of these devices, if they are of this step and these kinds.
 
     Raises:
       ProfileError: they are not.
     """
     if found.signature != shape:
-        raise ProfileError(f"{path}: {different(found.signature, shape)}")
+        raise ProfileError(f"{path}: {signature_difference(found.signature, shape)}")
     missing = [kind for kind in groups if kind not in [p.kind for p in found.kinds]]
     if missing:
         raise ProfileError(

@@ -215,7 +215,7 @@ class Profiles:
           ProfileError: they are of different programs, or of the same kind.
         """
         if self.signature != other.signature or self.lane != other.lane:
-            raise ProfileError(different(self.signature, other.signature))
+            raise ProfileError(signature_difference(self.signature, other.signature))
         return dataclasses.replace(self, kinds=self.kinds + other.kinds, between=max(self.between, other.between))
 
     def seconds(self, counts: Mapping[str, Sequence[int]]) -> float:
@@ -247,7 +247,7 @@ class Profiles:
           ProfileError: it cannot be written there.
         """
         content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
-        files.write(path, json.dumps(content, indent=1) + "\n", ProfileError)
+        files.write_text(path, json.dumps(content, indent=1) + "\n", ProfileError)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Profiles:
@@ -256,7 +256,7 @@ class Profiles:
         Raises:
           ProfileError: the file is not there, is something else, or from another version of the format.
         """
-        said = files.read(path, ProfileError, [MEASURE])
+        said = files.read_text(path, ProfileError, [MEASURE])
         try:
             content = json.loads(said)
             if content.get("format") != FORMAT or content.get("version") != VERSION:
@@ -315,7 +315,7 @@ def nonnegative_fit(columns: np.ndarray) -> tuple[float, float, float]:
     return best
 
 
-def different(mine: Signature | None, others: Signature | None) -> str:
+def signature_difference(mine: Signature | None, others: Signature | None) -> str:
     """Says in which way two measured programs differ."""
     a, b = (({} if s is None else dataclasses.asdict(s)) for s in (mine, others))
     facts: list[Any] = [f"{name}: {a.get(name)} and {b.get(name)}" for name in {**a, **b} if a.get(name) != b.get(name)]

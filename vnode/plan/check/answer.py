@@ -67,7 +67,7 @@ class Check(Drawn):
             first = "equal to the plain step, " + ("bit for bit" if exact else "up to rounding")
         else:
             first = "not compared with the plain step"
-        where = listed(self.places)
+        where = join_names(self.places)
         if not self.repeatable:
             return f"{first}; a second run on {self.places[0]} gave other bits"
         if len(self.places) == 1:
@@ -78,7 +78,7 @@ class Check(Drawn):
     def others(self) -> str:
         """The places whose bits are not those of the first."""
         differ = [p for i, p in enumerate(self.places) if not all(leaf.bits[i] for leaf in self.leaves)]
-        return f"{listed(differ)} than on {self.places[0]}"
+        return f"{join_names(differ)} than on {self.places[0]}"
 
     def page(self) -> Page:
         """What there is to see."""
@@ -87,7 +87,7 @@ class Check(Drawn):
             Fact(
                 "rounding", f"{SAMPLES} runs of it with changed roundings", f"allowed: {MULTIPLE:g} times their effect"
             ),
-            Fact("ran on", listed(self.places), "and once more on the first"),
+            Fact("ran on", join_names(self.places), "and once more on the first"),
         ]
         if not self.promised:
             facts.append(Fact("", "reduction='fast' does not promise the same bits"))
@@ -129,11 +129,11 @@ class Check(Drawn):
             Cell(verdict, leaf.note, strong=leaf.verdict == DIFFERENT, quiet=leaf.verdict == EQUAL),
             Cell(f"{leaf.relative:.0e}" if leaf.relative else "0" if compared else "-"),
             Cell(f"{leaf.ulps:,.0f}" if leaf.ulps < 1e6 else f"{leaf.ulps:.0e}") if compared else Cell("-"),
-            Cell(f"DIFFERENT on {listed(differ)}" if differ else "same", strong=bool(differ), quiet=not differ),
+            Cell(f"DIFFERENT on {join_names(differ)}" if differ else "same", strong=bool(differ), quiet=not differ),
         )
 
 
-def listed(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     """Names in a row.
 
     >>> listed(["1 cpu device", "2 cpu devices", "3 cpu devices"])

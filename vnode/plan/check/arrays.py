@@ -50,14 +50,14 @@ class Leaf:
     note: str = ""
 
 
-def host(leaf: Any) -> np.ndarray:
+def to_host(leaf: Any) -> np.ndarray:
     """An array on the host; of random keys their data."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return np.asarray(leaf)
 
 
-def same(a: np.ndarray, b: np.ndarray) -> bool:
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two arrays have the same type, shape and bits."""
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
@@ -72,7 +72,7 @@ def distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.where(alike, 0.0, np.where(np.isfinite(apart), apart, np.inf))
 
 
-def compared(path: str, got: np.ndarray, want: Any, spread: Any, bits: tuple[bool, ...], known: bool) -> Leaf:
+def compare_leaf(path: str, got: np.ndarray, want: Any, spread: Any, bits: tuple[bool, ...], known: bool) -> Leaf:
     """What there is to say of an array.
 
     Args:
@@ -90,8 +90,8 @@ def compared(path: str, got: np.ndarray, want: Any, spread: Any, bits: tuple[boo
         note = f"{want.dtype}{list(want.shape)} in the plain step"
         return dataclasses.replace(leaf, verdict=DIFFERENT, wrong=got.size, note=note)
     apart = distance(got, want)
-    if same(got, want) or not apart.any():
-        return dataclasses.replace(leaf, verdict=EQUAL if same(got, want) else ROUNDING)
+    if same_bits(got, want) or not apart.any():
+        return dataclasses.replace(leaf, verdict=EQUAL if same_bits(got, want) else ROUNDING)
     magnitude = np.abs(want.astype(np.complex128 if np.iscomplexobj(want) else np.float64))
     finite = np.isfinite(magnitude)
     relative = float(apart.max() / max(magnitude[finite].max(initial=0.0), np.finfo(np.float64).tiny))
@@ -103,7 +103,7 @@ def compared(path: str, got: np.ndarray, want: Any, spread: Any, bits: tuple[boo
     ulps = float((apart / last).max())
     if not known:
         return dataclasses.replace(leaf, relative=relative, ulps=ulps, note="its rounding is unknown: too large")
-    allowed = bound(spread, last) if inexact else spread
+    allowed = rounding_bound(spread, last) if inexact else spread
     with np.errstate(all="ignore"):
         ratio = np.where(apart > 0, apart / allowed, 0.0)
     wrong = int((ratio > MULTIPLE).sum())
@@ -113,7 +113,7 @@ def compared(path: str, got: np.ndarray, want: Any, spread: Any, bits: tuple[boo
     )
 
 
-def bound(spread: np.ndarray, last: Any) -> np.ndarray:
+def rounding_bound(spread: np.ndarray, last: Any) -> np.ndarray:
     """How far elements move with other roundings, given a few runs.
 
     An element may have moved little in all of them by chance. So it counts as moved by at least one unit in the last

@@ -18,7 +18,7 @@ from vnode.placement.placement import Placement
 from vnode.placement.process_barrier import check_own
 from vnode.placement.sharded import whole_batches
 from vnode.plan.check.answer import Check
-from vnode.plan.check.arrays import DIFFERENT, EQUAL, ROUNDING, UNKNOWN, compared, host, same
+from vnode.plan.check.arrays import DIFFERENT, EQUAL, ROUNDING, UNKNOWN, compare_leaf, same_bits, to_host
 from vnode.plan.check.plain import Reference
 from vnode.show.units import several
 from vnode.step.argument_checks import check_arguments, check_values
@@ -76,7 +76,7 @@ def check(
         check_values(here.args, here.kwargs, here.step.spec.positional)
         check_arguments(dict(enumerate(here.args)), here.kwargs, names=here.step.spec.positional)
         virtual = here.step
-        places = places_of(virtual, devices)
+        places = requested_places(virtual, devices)
         check_own(
             "vnode.check",
             {device for place in places for device in virtual.on(place).placement.devices},
@@ -88,19 +88,19 @@ def check(
         reference = Reference(here, virtual.on(places[0]).placement.devices[0]) if plain else None
 
         def run(place: Any) -> list[tuple[str, Any]]:
-            return results(virtual.get(virtual.on(place)(*copied(here.args), **copied(here.kwargs))))
+            return named_results(virtual.get(virtual.on(place)(*copy_arrays(here.args), **copy_arrays(here.kwargs))))
 
         first = run(places[0])
         again = run(places[0])
-        repeatable = all(same(a, b) for (_, a), (_, b) in zip(first, again, strict=True))
+        repeatable = all(same_bits(a, b) for (_, a), (_, b) in zip(first, again, strict=True))
         bits = [[True] for _ in first]
         for place in places[1:]:
             for held, (_, a), (_, b) in zip(bits, first, run(place), strict=True):
-                held.append(same(a, b))
+                held.append(same_bits(a, b))
     wants = reference.results(len(first)) if reference else [(None, None)] * len(first)
     known = reference is not None and reference.noisy
     found = [
-        compared(path, got, want, spread, tuple(held), known)
+        compare_leaf(path, got, want, spread, tuple(held), known)
         for (path, got), (want, spread), held in zip(first, wants, bits, strict=True)
     ]
     order = (DIFFERENT, UNKNOWN, ROUNDING, EQUAL)
@@ -108,7 +108,7 @@ def check(
     return Check(
         virtual.spec.name,
         tuple(found),
-        tuple(words_of(virtual.on(place).placement) for place in places),
+        tuple(placement_text(virtual.on(place).placement) for place in places),
         virtual.options.reduction == "invariant",
         repeatable,
         "not asked for" if reference is None else reference.absent,
@@ -116,7 +116,7 @@ def check(
     )
 
 
-def copied(tree: Any) -> Any:
+def copy_arrays(tree: Any) -> Any:
     """A tree with arrays of its own, which may be donated, on the same devices."""
 
     def copy(leaf: Any) -> Any:
@@ -129,16 +129,16 @@ def copied(tree: Any) -> Any:
     return jax.tree.map(copy, tree)
 
 
-def results(tree: Any) -> list[tuple[str, Any]]:
+def named_results(tree: Any) -> list[tuple[str, Any]]:
     """Path and value of every array of what a step returned."""
     return [
-        (jax.tree_util.keystr(path, simple=True, separator="/") or "the result", host(leaf))
+        (jax.tree_util.keystr(path, simple=True, separator="/") or "the result", to_host(leaf))
         for path, leaf in jax.tree.leaves_with_path(whole_batches(tree))
         if isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
     ]
 
 
-def places_of(step: Any, devices: Any) -> list[Any]:
+def requested_places(step: Any, devices: Any) -> list[Any]:
     """What the user means by devices, as `on` takes it.
 
     Raises:
@@ -156,12 +156,12 @@ def places_of(step: Any, devices: Any) -> list[Any]:
     entries = list(devices)
     if entries and all(hasattr(entry, "platform") for entry in entries):
         entries = [entries]
-    return [some(there, entry) if isinstance(entry, int | np.integer) else entry for entry in entries] or [
-        some(there, 0)
+    return [first_devices(there, entry) if isinstance(entry, int | np.integer) else entry for entry in entries] or [
+        first_devices(there, 0)
     ]
 
 
-def some(there: Sequence[Any], number: Any) -> list[Any]:
+def first_devices(there: Sequence[Any], number: Any) -> list[Any]:
     """The first so many devices.
 
     Raises:
@@ -183,7 +183,7 @@ def some(there: Sequence[Any], number: Any) -> list[Any]:
     return list(there[:count])
 
 
-def words_of(placement: Placement) -> str:
+def placement_text(placement: Placement) -> str:
     """A placement in a few words."""
     kinds = {device.platform for device in placement.devices}
     return several(len(placement.devices), f"{'/'.join(sorted(kinds))} device")

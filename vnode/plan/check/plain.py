@@ -16,11 +16,11 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from vnode.analysis.tracing import outside_of_meshes
+from vnode.analysis.tracing import meshless_function
 from vnode.placement.sharded import is_sharded_batch
 from vnode.placement.trace_context import call_in_mesh, current_mesh, use_mesh
-from vnode.plan.check.arrays import distance, host
-from vnode.plan.nodes.device_memory import planned, program_memory, refusal, reported
+from vnode.plan.check.arrays import distance, to_host
+from vnode.plan.nodes.device_memory import compiler_planned_bytes, memory_refusal, program_memory, reported_bytes
 from vnode.runtime.rounding_noise import with_rounding_noise
 from vnode.show.units import size
 from vnode.step.call import OutputTree
@@ -29,7 +29,7 @@ from vnode.step.protocol import Resolved
 SAMPLES = 4
 """Runs of the plain step with other roundings."""
 
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """How those runs are compiled for a CPU: they need not be fast, and compiling takes most of the time."""
 
 
@@ -48,7 +48,7 @@ class Reference:
     def __init__(self, here: Resolved, device: Any) -> None:
         spec = here.step.spec
         call = spec.call(here.args, here.kwargs)
-        fun, leaves = call.flat(spec.fun, OutputTree()), call.leaves
+        fun, leaves = call.flat_function(spec.fun, OutputTree()), call.leaves
         self.absent, self.noisy = "", False
         self._wants: list[Any] = []
         self._spreads: list[Any] = []
@@ -59,19 +59,19 @@ class Reference:
             try:
                 placed = [jax.device_put(leaf, there) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
                 if mesh is not None:
-                    fun = call_in_mesh(mesh, outside_of_meshes, fun, *placed)
-                compiled = fitting(jax.jit(fun), device, *placed)
-                self._wants = list(map(host, compiled(*placed)))
+                    fun = call_in_mesh(mesh, meshless_function, fun, *placed)
+                compiled = compile_fitting(jax.jit(fun), device, *placed)
+                self._wants = list(map(to_host, compiled(*placed)))
             except TooLarge as error:
                 self.absent = f"{error}; a smaller batch would fit, with as many nodes"
                 return
             try:
                 other = jax.jit(
-                    with_rounding_noise(fun), compiler_options=QUICKLY if device.platform == "cpu" else None
+                    with_rounding_noise(fun), compiler_options=QUICK_COMPILE if device.platform == "cpu" else None
                 )
-                compiled = fitting(other, device, np.uint32(0), *placed)
+                compiled = compile_fitting(other, device, np.uint32(0), *placed)
                 for seed in range(1, SAMPLES + 1):
-                    others = map(host, compiled(np.uint32(seed), *placed))
+                    others = map(to_host, compiled(np.uint32(seed), *placed))
                     moved = [distance(other, want) for other, want in zip(others, self._wants, strict=True)]
                     self._spreads = list(map(np.fmax, self._spreads, moved)) if self._spreads else moved
                 self.noisy = True
@@ -88,16 +88,16 @@ class TooLarge(Exception):
     """A program does not fit in a device's memory."""
 
 
-def fitting(program: Any, device: Any, *args: Any) -> Any:
+def compile_fitting(program: Any, device: Any, *args: Any) -> Any:
     """A function compiled for a device, that raises `TooLarge` where it does not fit."""
-    room = reported(device) or planned(device) or free_memory()
+    room = reported_bytes(device) or compiler_planned_bytes(device) or free_memory()
     compiled = None
 
     def guarded(attempt: Any, *values: Any) -> Any:
         try:
             return jax.block_until_ready(attempt(*values))
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
-            if isinstance(error, MemoryError) or refusal(error)[0]:
+            if isinstance(error, MemoryError) or memory_refusal(error)[0]:
                 raise TooLarge("does not fit in the device's memory") from None
             raise
 

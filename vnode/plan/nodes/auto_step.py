@@ -19,8 +19,8 @@ from vnode.placement.placement import Placement
 from vnode.placement.process_arrays import gather_from_all
 from vnode.placement.process_barrier import tell_failure
 from vnode.placement.world import in_world, is_local, is_shared, world, world_of
-from vnode.plan.nodes.device_memory import device_memory, planned, reported
-from vnode.plan.nodes.node_search import Need, NodeSearch, in_fewer_lanes, search
+from vnode.plan.nodes.device_memory import compiler_planned_bytes, device_memory, reported_bytes
+from vnode.plan.nodes.node_search import Need, NodeSearch, search, with_lanes
 from vnode.step.compile_ahead import Preparation
 from vnode.step.protocol import P, R, Resolved, Step
 from vnode.step.virtual import VirtualStep, with_nodes
@@ -34,11 +34,11 @@ REMEDIES = (
     "more devices: each then holds fewer examples, and fewer sums over nodes",
 )
 
-MOST = 2**62
+NO_LIMIT = 2**62
 """Bytes: no limit."""
 
 
-class Choice:
+class SharedChoice:
     """What the members of a family, one for each set of devices, have in common: the number, once it is found.
 
     Attributes:
@@ -68,17 +68,17 @@ class AutoStep(Step[P, R]):
         pattern: VirtualStep[P, R],
         template: Placement | None,
         memory: int | None,
-        choice: Choice | None = None,
+        choice: SharedChoice | None = None,
         fewer_lanes: bool = False,
     ) -> None:
         functools.update_wrapper(self, pattern.spec.fun)
         self.pattern = pattern
         self._template = template
         if template is not None:
-            pattern.family.meet(template)
+            pattern.family.note_axes(template)
         self._memory = memory
         self._fewer_lanes = fewer_lanes
-        self._choice = choice or Choice()
+        self._choice = choice or SharedChoice()
         self._step: Any = None
 
     @property
@@ -94,7 +94,7 @@ class AutoStep(Step[P, R]):
         return self._choice.search
 
     @property
-    def searched(self) -> tuple[str, ...]:
+    def search_lines(self) -> tuple[str, ...]:
         """The search in lines; none before V is chosen."""
         return () if self.search is None else (self.search.verdict, *self.search.lines)
 
@@ -105,7 +105,7 @@ class AutoStep(Step[P, R]):
         Raises:
           PlacementError: V is not chosen yet.
         """
-        return self._known("placement").placement
+        return self._chosen_for("placement").placement
 
     def on(self, devices: Any, *, counts: Sequence[int] | None = None) -> Step[P, R]:
         """The same step on other devices; the number of nodes stays, once it is chosen.
@@ -118,7 +118,7 @@ class AutoStep(Step[P, R]):
           A `VirtualStep`, or an `AutoStep` before V is chosen. Whichever of these is called first chooses for all.
         """
         if self._choice.step is not None:
-            return self._chosen().on(devices, counts=counts)
+            return self._choose().on(devices, counts=counts)
         if isinstance(devices, Placement):
             if counts is not None:
                 raise PlacementError("a Placement has counts of its own: give counts with devices only")
@@ -139,25 +139,25 @@ class AutoStep(Step[P, R]):
         Raises:
           BatchError: no arguments are given, and the step has not been called.
         """
-        args, kwargs = self._or_last(args, kwargs)
-        return self._chosen(args, kwargs).prepare(placements, *args, **kwargs)
+        args, kwargs = self._arguments_or_last(args, kwargs)
+        return self._choose(args, kwargs).prepare(placements, *args, **kwargs)
 
     def warm_up(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
         """As `prepare`, and runs the step there once; see `VirtualStep.warm_up`. Chooses V at once."""
-        return self._chosen(args, kwargs).warm_up(placements, *args, **kwargs)
+        return self._choose(args, kwargs).warm_up(placements, *args, **kwargs)
 
     def put(self, tree: Any) -> Any:
         """Places a state on the devices; see `VirtualStep.put`. The number of nodes does not matter."""
-        return self._least().put(tree)
+        return self._smallest_step().put(tree)
 
     def get(self, tree: Any) -> Any:
         """A state in its own shapes; see `VirtualStep.get`."""
-        return self._least().get(tree)
+        return self._smallest_step().get(tree)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             step = self._step
-            return (self._chosen(args, kwargs) if step is None else step)(*args, **kwargs)
+            return (self._choose(args, kwargs) if step is None else step)(*args, **kwargs)
         except Exception as error:
             remove_frames(error)
             raise
@@ -165,23 +165,23 @@ class AutoStep(Step[P, R]):
     @contextlib.contextmanager
     def resolved(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, choose: bool = True) -> Iterator[Resolved]:
         """The step on the number of nodes that is chosen, or on the smallest there may be; arguments as they are."""
-        args, kwargs = self._or_last(args, kwargs)
+        args, kwargs = self._arguments_or_last(args, kwargs)
         if choose:
-            step = self._chosen(args, kwargs)  # before it is asked how it was found
-            yield Resolved(step, args, kwargs, self.searched)
+            step = self._choose(args, kwargs)  # before it is asked how it was found
+            yield Resolved(step, args, kwargs, self.search_lines)
         else:
-            yield Resolved(self._least(), args, kwargs, chosen=False)
+            yield Resolved(self._smallest_step(), args, kwargs, chosen=False)
 
     def __repr__(self) -> str:
         return (
-            f"AutoStep({self.pattern.spec.name}, {'V not chosen yet' if self._choice.step is None else self._chosen()})"
+            f"AutoStep({self.pattern.spec.name}, {'V not chosen yet' if self._choice.step is None else self._choose()})"
         )
 
     def chosen(self, *args: Any, **kwargs: Any) -> VirtualStep[P, R]:
         """The `VirtualStep` on the number of nodes that is chosen; chooses it for these arguments where none is."""
-        return self._chosen(args, kwargs)
+        return self._choose(args, kwargs)
 
-    def as_before(self, virtual_nodes: int, lane: int) -> VirtualStep[P, R]:
+    def restore_choice(self, virtual_nodes: int, lane: int) -> VirtualStep[P, R]:
         """The step as it was chosen before, on the devices of now.
 
         Args:
@@ -190,17 +190,19 @@ class AutoStep(Step[P, R]):
         """
         chosen = self._fewer_lanes and lane > 1
         lanes = -(-virtual_nodes // lane) if chosen else self.pattern.options.lanes
-        return with_nodes(in_fewer_lanes(self.pattern, lanes), virtual_nodes, self.template)
+        return with_nodes(with_lanes(self.pattern, lanes), virtual_nodes, self.template)
 
-    def _least(self) -> VirtualStep[P, R]:
+    def _smallest_step(self) -> VirtualStep[P, R]:
         """The step on the fewest nodes there may be."""
         return with_nodes(self.pattern, self.template.virtual_nodes, self.template)
 
-    def _or_last(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments_or_last(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments; where there are none, the shapes of those for which the step was compiled last."""
-        return (self._choice.step or self.pattern).or_last(args, kwargs)
+        return (self._choice.step or self.pattern).arguments_or_last(args, kwargs)
 
-    def _known(self, what: str) -> Any:
+    def _chosen_for(self, what: str) -> Any:
         if self._choice.step is None:
             raise PlacementError(
                 layout_message(
@@ -211,9 +213,9 @@ class AutoStep(Step[P, R]):
                     ],
                 )
             )
-        return self._chosen()
+        return self._choose()
 
-    def _chosen(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def _choose(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """The step on the number of nodes that is chosen, on these devices; chooses where none is."""
         if self._step is not None:
             return self._step
@@ -234,10 +236,10 @@ class AutoStep(Step[P, R]):
                         )
                     )
                 self.pattern.family.check(self.template)
-                shapes, named = jax.tree.map(untraced, (args, kwargs or {}))
+                shapes, named = jax.tree.map(abstract_tracer, (args, kwargs or {}))
                 limit, fewer = self._limit(), self._fewer_lanes
                 try:
-                    found, step = search(self.pattern, self.template, limit, shapes, named, settled, fewer)
+                    found, step = search(self.pattern, self.template, limit, shapes, named, agree_on_need, fewer)
                 except Exception as error:  # the other processes would wait for this one's answer
                     tell_failure(error, range(world().count))
                     raise
@@ -272,8 +274,15 @@ def common_limit(memory: int | None, devices: Sequence[Any]) -> int:
       MemoryLimitError: some process does not know.
     """
     own = [device for device in devices if is_local(device)]
-    mine = min((reported(device) or planned(device) for device in own), default=MOST) if memory is None else memory
-    limits = [join(*words) for words in gather_from_all(split(mine), "to agree about the memory of a device").tolist()]
+    mine = (
+        min((reported_bytes(device) or compiler_planned_bytes(device) for device in own), default=NO_LIMIT)
+        if memory is None
+        else memory
+    )
+    limits = [
+        join_words(*words)
+        for words in gather_from_all(split_words(mine), "to agree about the memory of a device").tolist()
+    ]
     if 0 in limits:
         raise MemoryLimitError(
             layout_message(
@@ -288,25 +297,25 @@ def common_limit(memory: int | None, devices: Sequence[Any]) -> int:
     return min(limits)
 
 
-def settled(need: Need) -> Need:
+def agree_on_need(need: Need) -> Need:
     """The most that a program needs on the devices of any process; refused if any compiler refused it.
 
     Compilers of several processes might differ by a little, and then one process would go on with another number of
     nodes than the others.
     """
     refused, needed = need
-    mine = (int(refused), int(needed is not None), *split(needed or 0))
+    mine = (int(refused), int(needed is not None), *split_words(needed or 0))
     everyones = gather_from_all(mine, "to agree about the number of virtual nodes").tolist()
-    known = [join(high, low) for _, there, high, low in everyones if there]
+    known = [join_words(high, low) for _, there, high, low in everyones if there]
     return any(words[0] for words in everyones), max(known, default=None)
 
 
-def split(number: int) -> tuple[int, int]:
+def split_words(number: int) -> tuple[int, int]:
     """The two words of 32 bits of a number."""
     return number >> 32, number % 2**32
 
 
-def join(high: int, low: int) -> int:
+def join_words(high: int, low: int) -> int:
     """The number that two words are.
 
     >>> join(*split(10**12))
@@ -315,6 +324,6 @@ def join(high: int, low: int) -> int:
     return (high << 32) + low
 
 
-def untraced(leaf: Any) -> Any:
+def abstract_tracer(leaf: Any) -> Any:
     """What a value within `jax.jit` will be; others stay."""
     return shape_of(leaf) if isinstance(leaf, jax.core.Tracer) else leaf

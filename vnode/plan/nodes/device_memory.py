@@ -84,7 +84,7 @@ def device_memory(devices: Sequence[Any]) -> int:
     Raises:
       MemoryLimitError: a device reports no limit, as CPUs do, and is no TPU of a kind that is known.
     """
-    limits = {device: reported(device) or planned(device) for device in devices}
+    limits = {device: reported_bytes(device) or compiler_planned_bytes(device) for device in devices}
     unknown = [device for device, limit in limits.items() if not limit]
     if unknown:
         raise MemoryLimitError(
@@ -100,7 +100,7 @@ def device_memory(devices: Sequence[Any]) -> int:
     return min(limits.values())
 
 
-def reported(device: Any) -> int:
+def reported_bytes(device: Any) -> int:
     """Bytes that a device reports, or 0."""
     try:
         return int((device.memory_stats() or {}).get("bytes_limit", 0))
@@ -108,7 +108,7 @@ def reported(device: Any) -> int:
         return 0
 
 
-def planned(device: Any) -> int:
+def compiler_planned_bytes(device: Any) -> int:
     """Bytes that the TPU compiler plans with for a device, or 0."""
     return int(TPU_HBM.get((device.device_kind, getattr(device, "num_cores", 1) or 1), 0) * 2**30)
 
@@ -151,7 +151,7 @@ def program_memory(compiled: Any) -> int:
     )
 
 
-def refusal(error: Exception) -> tuple[bool, int | None]:
+def memory_refusal(error: Exception) -> tuple[bool, int | None]:
     """Whether an error is a compiler's refusal of a program that is too large for the device.
 
     Args:

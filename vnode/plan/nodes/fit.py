@@ -18,7 +18,7 @@ import jax
 from vnode.errors import PlacementError, VnodeError, layout_message
 from vnode.placement.placement import Placement, device_list
 from vnode.plan.nodes.device_memory import byte_count, device_memory
-from vnode.plan.nodes.node_search import NodeSearch, Trial, search, trial
+from vnode.plan.nodes.node_search import NodeSearch, Trial, search, try_step
 from vnode.step.protocol import Step
 from vnode.step.virtual import with_nodes
 from vnode.tracebacks import api_boundary
@@ -130,7 +130,7 @@ def fit(
     entries = []
     with step.resolved(args, {}, choose=False) as here:
         pattern, given = here.step, here.step.options.virtual_nodes if here.chosen else None
-        for name, template in groups(devices if topology is None else topology, pattern.placement.axis):
+        for name, template in target_placements(devices if topology is None else topology, pattern.placement.axis):
             those = template.devices
             allowed = device_memory(those) if limit is None else limit
             found, _ = search(pattern, template, allowed, here.args, here.kwargs)
@@ -141,13 +141,13 @@ def fit(
                 own = (
                     same[0]
                     if same
-                    else trial(with_nodes(pattern, given, template), batch, allowed, here.args, here.kwargs)
+                    else try_step(with_nodes(pattern, given, template), batch, allowed, here.args, here.kwargs)
                 )
             entries.append(KindFit(name, those[0].device_kind, len(those), found, own))
     return Fit(entries)
 
 
-def groups(topology: Any, axis: str) -> list[tuple[str, Placement]]:
+def target_placements(topology: Any, axis: str) -> list[tuple[str, Placement]]:
     """Names of topologies, and one node on each of their devices.
 
     Raises:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vnode.placement.placement import MOST_NODES, Placement
-from vnode.plan.nodes.device_memory import program_memory, refusal
+from vnode.plan.nodes.device_memory import memory_refusal, program_memory
 from vnode.show.units import several, size
 from vnode.step.virtual import VirtualStep, with_nodes
 
@@ -61,7 +61,7 @@ class NodeSearch:
             f"{t.virtual_nodes:>8}  {t.waves:>6}  {t.node_size:>8}  {'?' if t.bytes is None else size(t.bytes, 2):>10}"
             + ("" if not t.fits else "  chosen" if t.virtual_nodes == self.chosen else "  fits")
             + ("" if t.fits else "  too much")
-            + in_lanes(t.lanes)
+            + lanes_text(t.lanes)
             for t in sorted(self.trials, key=lambda t: t.virtual_nodes)
         )
 
@@ -72,7 +72,7 @@ class NodeSearch:
         if self.chosen is None:
             return f"no V fits {limit}"
         lanes = next((t.lanes for t in self.trials if t.fits and t.virtual_nodes == self.chosen), None)
-        return f"V = {self.chosen}{in_lanes(lanes)}, the smallest that fits {limit}"
+        return f"V = {self.chosen}{lanes_text(lanes)}, the smallest that fits {limit}"
 
     @property
     def floor(self) -> str:
@@ -87,7 +87,7 @@ class NodeSearch:
         return f"NodeSearch({self.verdict}; {len(self.trials)} tried)"
 
 
-def in_lanes(lanes: int | None) -> str:
+def lanes_text(lanes: int | None) -> str:
     """So many lanes, after something else; nothing where there are as many as nodes.
 
     >>> in_lanes(4), in_lanes(1), in_lanes(None)
@@ -131,7 +131,7 @@ def candidates(batch: int, unit: int, least: int = 1) -> list[int]:
     return allowed or [-(-least // unit) * unit]
 
 
-def smallest(count: int, measure: Callable[[int], Trial]) -> int | None:
+def smallest_fitting(count: int, measure: Callable[[int], Trial]) -> int | None:
     """The first of some candidates that fits, looking at few of them.
 
     Doubles the index until one fits, then halves the interval to the last that does not. If none fits on the way,
@@ -163,7 +163,7 @@ def smallest(count: int, measure: Callable[[int], Trial]) -> int | None:
     index = 0
     while not fits(index) and index < count - 1:
         index = min(2 * index + 1, count - 1)
-    high = index if fits(index) else valley(seen, fits)
+    high = index if fits(index) else search_valley(seen, fits)
     if high is None:
         return None
     while True:
@@ -176,7 +176,7 @@ def smallest(count: int, measure: Callable[[int], Trial]) -> int | None:
         high -= 2
 
 
-def valley(seen: dict[int, Trial], fits: Callable[[int], bool]) -> int | None:
+def search_valley(seen: dict[int, Trial], fits: Callable[[int], bool]) -> int | None:
     """An index that fits between those that were seen and do not, where memory falls and then rises; or None."""
 
     def size(index: int) -> float:
@@ -198,7 +198,7 @@ Need = tuple[bool, int | None]
 """Whether the compiler refused a program, and the bytes that it needs on a device, if that is known."""
 
 
-def as_found(need: Need) -> Need:
+def own_need(need: Need) -> Need:
     """What one process finds, by itself."""
     return need
 
@@ -209,7 +209,7 @@ def search(
     limit: int,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    settle: Callable[[Need], Need] = as_found,
+    settle: Callable[[Need], Need] = own_need,
     fewer_lanes: bool = False,
 ) -> tuple[NodeSearch, Any]:
     """Finds the smallest number of nodes of a step that fits.
@@ -234,31 +234,31 @@ def search(
 
     def measure(index: int) -> Trial:
         for lanes in [step.options.lanes, *([template.size] if fewer_lanes and numbers[index] > template.size else [])]:
-            here = with_nodes(in_fewer_lanes(step, lanes), numbers[index], template)
-            trials.append(trial(here, batch, limit, args, kwargs, settle))
+            here = with_nodes(with_lanes(step, lanes), numbers[index], template)
+            trials.append(try_step(here, batch, limit, args, kwargs, settle))
             if trials[-1].fits:
                 fitting[index] = here
                 break
         return trials[-1]
 
-    index = smallest(len(numbers), measure)
+    index = smallest_fitting(len(numbers), measure)
     found = None if index is None else fitting[index]
     return NodeSearch(limit, tuple(trials), None if index is None else numbers[index]), found
 
 
-def in_fewer_lanes(step: VirtualStep, lanes: int | None) -> VirtualStep:
+def with_lanes(step: VirtualStep, lanes: int | None) -> VirtualStep:
     """A step whose nodes are in so many lanes."""
     options = dataclasses.replace(step.options, lanes=lanes)
     return VirtualStep(dataclasses.replace(step.spec, options=options), None)
 
 
-def trial(
+def try_step(
     step: VirtualStep,
     batch: int,
     limit: int,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    settle: Callable[[Need], Need] = as_found,
+    settle: Callable[[Need], Need] = own_need,
 ) -> Trial:
     """Compiles a step and reads what it needs."""
     placement = step.placement
@@ -266,7 +266,7 @@ def trial(
     try:
         needed = program_memory(step.executor.compile_for(args, kwargs, together=True))
     except Exception as error:
-        refused, needed = refusal(error)
+        refused, needed = memory_refusal(error)
         if not refused:
             raise
     refused, needed = settle((refused, needed))
