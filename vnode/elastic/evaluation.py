@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from vnode.data.source import loader
-from vnode.elastic.options import whole
+from vnode.elastic.options import check_integer
 from vnode.elastic.run_checks import check_step, form, name_of
 from vnode.errors import BatchError, VnodeError, layout_message
 from vnode.placement.host_copy import on_host
@@ -60,7 +60,7 @@ class Evaluation:
     ) -> None:
         check_evaluating_step(step)
         self.step = step
-        self.batches = batches_in(data) if batches is None else whole("batches", batches, 1)
+        self.batches = batches_in(data) if batches is None else check_integer("batches", batches, 1)
         self.load = loader(data, self.batches)
         self.combine = combine or weighted_mean
 

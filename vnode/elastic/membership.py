@@ -178,13 +178,13 @@ class Membership:
             except (WireError, OSError):
                 break
             with self.changed:
-                self.take(message)
+                self.handle_message(message)
                 self.changed.notify_all()
         with self.changed:
             self.closed = True
             self.changed.notify_all()
 
-    def take(self, message: dict[str, Any]) -> None:
+    def handle_message(self, message: dict[str, Any]) -> None:
         """Takes note of a message."""
         kind, generation = message["kind"], message.get("generation", 0)
         if kind == "prepare":

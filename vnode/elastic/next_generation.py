@@ -49,7 +49,7 @@ SCOPE = "run 0"
 """The name of a run to the workers of a generation, of which each has one run."""
 
 
-class Coming:
+class NextGeneration:
     """The generation to come, as one of its workers makes it.
 
     Args:
@@ -93,9 +93,9 @@ class Coming:
         self.error: BaseException | None = None
         self.closed = False
         with in_world(ALONE):  # or the thread would hold the world that it is called in
-            self.thread = background(self.make, "vnode-coming", awaited=True)
+            self.thread = background(self.work, "vnode-coming", awaited=True)
 
-    def make(self) -> None:
+    def work(self) -> None:
         """The thread that makes it, and tells the supervisor when all workers may switch to it."""
         began = time.monotonic()
         try:
@@ -146,7 +146,7 @@ class Coming:
             self.check_wanted()
             self.step = self.home.on(world.devices)
             placement = self.step.placement
-            types = self.types if self.types is not None else self.asked_types()
+            types = self.types if self.types is not None else self.fetch_types()
             state = abstract_state(self.like, types, placement)
             args, kwargs = self.step.spec.bound((state, self.batch(placement)), {})
             self.step.executor.compile_for(args, kwargs)
@@ -193,7 +193,7 @@ class Coming:
         if not self.is_wanted:
             raise ProcessError(f"generation {self.generation} is not wanted any longer.")
 
-    def asked_types(self) -> list[Leaf] | None:
+    def fetch_types(self) -> list[Leaf] | None:
         """The arrays of the state as those that train have them; None if nobody trains yet."""
         for each in self.members:
             if each["worker"] != self.member.number:

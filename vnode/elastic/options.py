@@ -59,7 +59,7 @@ class RunOptions:
         for name, least in LEAST.items():
             value = getattr(self, name)
             if not (value is None and name in MAY_BE_NONE):
-                object.__setattr__(self, name, whole(name, value, least))
+                object.__setattr__(self, name, check_integer(name, value, least))
         seconds = self.checkpoint_seconds
         if seconds is not None and not (isinstance(seconds, numbers.Real) and 0 < seconds < math.inf):
             raise ValueError(f"checkpoint_seconds must be a positive time, or None, not {seconds!r}")
@@ -145,7 +145,7 @@ LEAST = {
 MAY_BE_NONE = ("keep_every", "checkpoint_every", "checkpoints_kept", "evaluate_every")
 
 
-def whole(name: str, value: Any, least: int) -> int:
+def check_integer(name: str, value: Any, least: int) -> int:
     """A whole number.
 
     Raises:

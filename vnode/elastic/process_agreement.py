@@ -66,7 +66,7 @@ class Agreement:
         here.launches[frozenset(range(here.count))] += 1
         mine = np.array([number, *checked, *flags], np.uint32)
         votes = following([rows(mine, here.devices)], 0)[0]
-        self.votes.append(counted(votes))
+        self.votes.append(exchange_votes(votes))
         leave(self.votes, -1)
         if len(self.votes) <= self.delay:
             return [False] * len(flags)
@@ -76,17 +76,17 @@ class Agreement:
         return [bool(flag) for flag in votes[:, 1 + len(checked) :].max(axis=0)]
 
 
-def counted(votes: jax.Array) -> jax.Array:
+def exchange_votes(votes: jax.Array) -> jax.Array:
     """The votes of all processes, in each of them.
 
     On CPUs jax runs programs of less than 1,000 operations in the thread that calls them, which could then not see that
     another process has failed. So this one has more.
     """
-    return counting(NamedSharding(votes.sharding.mesh, PartitionSpec()))(votes)[0]  # pyright: ignore
+    return vote_program(NamedSharding(votes.sharding.mesh, PartitionSpec()))(votes)[0]  # pyright: ignore
 
 
 @device_cache(maxsize=4)
-def counting(target: NamedSharding) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+def vote_program(target: NamedSharding) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
     """A program that sends votes to all processes."""
 
     def count(votes: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -25,7 +25,7 @@ from etils import epath
 from jax.errors import JaxRuntimeError
 from jax.sharding import Sharding
 
-from vnode.elastic.checkpoint_contents import Entry, Leaf, Path, check, check_width, text, type_of
+from vnode.elastic.checkpoint_contents import Entry, Leaf, Path, check, check_width, path_text, type_of
 from vnode.elastic.integrity import checksums, digest
 from vnode.errors import CheckpointError, DamagedCheckpointError, VnodeError, layout_message
 from vnode.placement.host_copy import with_weak_type
@@ -78,7 +78,7 @@ class Header:
             raise ValueError("its metadata do not have the checksum that they had when it was saved")
         if said["format"] != FORMAT:
             raise ValueError(f"it has format {said['format']}; this version of vnode reads format {FORMAT}")
-        entries = {tuple(array.pop("path")): Entry.read(array) for array in said["arrays"]}
+        entries = {tuple(array.pop("path")): Entry.from_json(array) for array in said["arrays"]}
         return cls(said["step"], entries, said["facts"])
 
 
@@ -284,12 +284,12 @@ class Reader:
             if not hasattr(array, "shape"):
                 return array
             shape = tuple(array.shape)
-            return jax.ShapeDtypeStruct(shape, array.dtype, sharding=where(text(path), shape))
+            return jax.ShapeDtypeStruct(shape, array.dtype, sharding=where(path_text(path), shape))
 
         targets = jax.tree_util.tree_map_with_path(target, tree)
         entries = header.entries if header is not None else {}
         wanted = {
-            text(path): Entry(".".join(text(path)), type_of(leaf), leaf.shape, str(leaf.dtype))
+            path_text(path): Entry(".".join(path_text(path)), type_of(leaf), leaf.shape, str(leaf.dtype))
             for path, leaf in jax.tree.leaves_with_path(targets)
             if isinstance(leaf, jax.ShapeDtypeStruct)
         }
@@ -297,7 +297,7 @@ class Reader:
         arrays = {}
         if wanted:
             restored = handler.restore(item, args=ocp.args.StandardRestore(targets))
-            arrays = {text(path): leaf for path, leaf in jax.tree.leaves_with_path(restored)}
+            arrays = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(restored)}
         if header is None:
             return {path: leaf for path, leaf in arrays.items() if isinstance(leaf, jax.Array)}
         whole = {}

@@ -195,7 +195,7 @@ def compare(before: dict[str, Any], run: Identity, where: str) -> list[str]:
     if before.get("versions") and before["versions"] != now["versions"]:
         facts = changes(before["versions"], now["versions"])
         warnings.append(f"{where} was written under other versions, whose bits may differ: {'; '.join(facts)}")
-    if (order := before.get("order of sums", twos(before))) is not None and order != now["order of sums"]:
+    if (order := before.get("order of sums", tree_branches(before))) is not None and order != now["order of sums"]:
         orders = f"a tree of {order} branches then, of {now['order of sums']} now"
         warnings.append(f"{where} was written by a version that adds in another order, whose bits may differ: {orders}")
     if before.get("devices") and before["devices"] != now["devices"]:
@@ -214,7 +214,7 @@ def compare(before: dict[str, Any], run: Identity, where: str) -> list[str]:
     return warnings
 
 
-def twos(before: dict[str, Any]) -> list[int] | None:
+def tree_branches(before: dict[str, Any]) -> list[int] | None:
     """The branches of the tree, in checkpoints of versions that had no other and did not say; None if that is unknown.
 
     >>> twos({"step": {"virtual_nodes": 16, "reduction": "invariant", "nodes in a lane": 4}})

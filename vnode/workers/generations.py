@@ -162,7 +162,7 @@ class Generations(Decisions):
 
     # What workers say
 
-    def take(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
+    def handle_message(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
         """Takes in one message."""
         if kind == "progress":
             self.take_progress(worker, message)
@@ -282,7 +282,7 @@ class Generations(Decisions):
         if not self.over:
             self.fill(now)
             self.end_services()
-        return self.taken()
+        return self.take_actions()
 
     def expired(self, now: float) -> bool:
         """Looks at the deadlines. Returns whether one has passed."""

@@ -276,7 +276,7 @@ class Entry:
         }
         self.lock: int | None = None
         if self.checkpoint is not None and "://" not in self.checkpoint:
-            self.take(Path(self.checkpoint))
+            self.claim(Path(self.checkpoint))
         self.folder.mkdir(mode=0o700)
         (self.folder / END).write_bytes(b" " * ROOM)
         self.token = secrets.token_hex(32)
@@ -291,7 +291,7 @@ class Entry:
         """Where workers read the token."""
         return self.folder / "token"
 
-    def take(self, checkpoint: Path) -> None:
+    def claim(self, checkpoint: Path) -> None:
         """Makes this supervisor the only one of a folder of checkpoints."""
         try:
             checkpoint.mkdir(parents=True, exist_ok=True)
@@ -304,7 +304,7 @@ class Entry:
             os.pwrite(self.lock, json.dumps(said).encode(), 0)
         except BlockingIOError as error:
             self.release()
-            raise held(checkpoint) from error
+            raise running_error(checkpoint) from error
         except WorkerError:
             self.release()
             raise
@@ -396,7 +396,7 @@ def wait_for_workers(before: dict[str, Any], checkpoint: Path) -> None:
         time.sleep(0.1)
 
 
-def held(checkpoint: Path) -> WorkerError:
+def running_error(checkpoint: Path) -> WorkerError:
     """The error of a folder that another supervisor has."""
     try:
         facts = json.loads((checkpoint / LINK).read_text(encoding="utf-8"))

@@ -22,7 +22,7 @@ from vnode.errors import WorkerError
 from vnode.workers import job_registry
 from vnode.workers.start_job import Spec, target_command
 from vnode.workers.supervisor import search_path
-from vnode.workers.supervisor_client import ask
+from vnode.workers.supervisor_client import request
 
 KILL_SECONDS = 30
 """How long a supervisor may take to end a job that is killed."""
@@ -56,17 +56,17 @@ class Job:
         Raises:
           WorkerError: so many cannot be, or the job has ended.
         """
-        ask(self.found(), "resize", workers=workers)
+        request(self.found(), "resize", workers=workers)
 
     def stop(self) -> None:
         """Asks the run to end with a checkpoint, as SIGTERM does."""
         if self.process.poll() is None:
-            ask(self.found(), "stop", why="job.stop()")
+            request(self.found(), "stop", why="job.stop()")
 
     def kill(self) -> None:
         """Ends all workers at once."""
         if self.process.poll() is None:
-            ask(self.found(), "kill")
+            request(self.found(), "kill")
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the end of the job.
@@ -97,7 +97,7 @@ class Job:
         """What the supervisor says; once it has ended, what it left."""
         if self.process.poll() is None:
             try:
-                return ask(self.found(), "status")
+                return request(self.found(), "status")
             except WorkerError:  # it is about to end
                 self.process.wait(KILL_SECONDS)
         return {"workers": [], "step": self.found().facts.get("step")}

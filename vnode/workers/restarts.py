@@ -124,11 +124,11 @@ class Restarts(Decisions):
         if not any(w.state == READY for w in self.workers.values()):
             self.end(code, f"Stopped before it trained{' again' if self.trained else ''}: {why}.")
         elif not self.anew:
-            self.ask(why, now, anew=self.ends_scripts)
+            self.request_end(why, now, anew=self.ends_scripts)
 
     # What workers say
 
-    def take(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
+    def handle_message(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
         """Takes in one message."""
         if kind == "progress":
             self.take_progress(worker, message)
@@ -183,7 +183,7 @@ class Restarts(Decisions):
         if not self.over:
             self.expire(now)
             self.follow(now)
-        return self.taken()
+        return self.take_actions()
 
     def expire(self, now: float) -> None:
         """Looks at the deadlines."""
@@ -280,13 +280,13 @@ class Restarts(Decisions):
         if self.anew or self.stopping or self.broken is not None:
             return
         if all(w.state == READY for w in self.workers.values()):
-            self.ask(why, now, anew=True)
+            self.request_end(why, now, anew=True)
         else:
             for worker in list(self.workers.values()):
                 self.put_down(worker)
         self.anew = why
 
-    def ask(self, why: str, now: float, *, anew: bool) -> None:
+    def request_end(self, why: str, now: float, *, anew: bool) -> None:
         """Asks all workers to save a checkpoint and end: for good, or so that others go on."""
         self.asked = now + self.limits.busy
         for worker in self.workers.values():

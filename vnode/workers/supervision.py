@@ -85,7 +85,7 @@ class Decisions(abc.ABC):
             return []
         worker.heard = now
         try:
-            self.take(worker, message["kind"], message, now)
+            self.handle_message(worker, message["kind"], message, now)
         except (KeyError, TypeError, ValueError) as error:
             self.lose(worker, f"sent a message that cannot be read ({type(error).__name__}: {error})", now)
         return self.settle(now)
@@ -144,7 +144,7 @@ class Decisions(abc.ABC):
     # What follows
 
     @abc.abstractmethod
-    def take(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
+    def handle_message(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
         """Takes in one message."""
 
     @abc.abstractmethod
@@ -213,7 +213,7 @@ class Decisions(abc.ABC):
         if not self.over:
             self.actions.append(action)
 
-    def taken(self) -> list[Action]:
+    def take_actions(self) -> list[Action]:
         """The actions since the last event."""
         done, self.actions = self.actions, []
         return done
