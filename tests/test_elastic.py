@@ -28,7 +28,7 @@ import vnode
 from tests.test_virtual_step import compilations
 from vnode.elastic.metrics import metrics_line
 from vnode.elastic.run import run
-from vnode.elastic.run_devices import Devices, responds, remaining_placement
+from vnode.elastic.run_devices import Devices, remaining_placement, responds
 from vnode.errors import CheckpointError, DeviceLost, PlacementError, VnodeError
 from vnode.placement.host_copy import HostCopy, abstract
 

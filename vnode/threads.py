@@ -113,7 +113,7 @@ def parked() -> Iterator[None]:
 
 @atexit.register
 def exit_without_cleanup() -> None:
-    """If a thread is left: has the process end as soon as Python has, without what C++ would then destroy."""
+    """Ends the process right after Python, without destructors of C++, if a background thread is left."""
     await_threads()
     c = glibc()
     if c is not None and any(thread.is_alive() for thread in STARTED):

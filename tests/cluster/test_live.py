@@ -228,14 +228,14 @@ def test_the_socket_is_for_its_user_and_takes_nonsense(served: Served) -> None:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(str(path))
             sock.sendall(nonsense)
-    for request in (
+    for each in (
         {"kind": "dance"},
         {"kind": "submit"},
         {"kind": "submit", "job": {"command": 3}},
         {"kind": "status"},
     ):
         with pytest.raises(ClusterError, match=r"does not know 'dance'|cannot be read"):
-            request(request.pop("kind"), str(served.state), **request)
+            request(each.pop("kind"), str(served.state), **each)
     assert request("queue")["answer"]["jobs"] == []
 
 

@@ -140,5 +140,5 @@ class Result:
 
 
 def json_value(value: Any) -> Any:
-    """A value for JSON: None in place of what is not known."""
+    """A value for JSON: None in place of NaN."""
     return None if isinstance(value, float) and math.isnan(value) else value

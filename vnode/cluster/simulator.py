@@ -131,7 +131,7 @@ class Simulator:
             return False
         return not self.costs.tick or self.tick_after(self.now) <= self.now
 
-    # What has happened
+    # Events
 
     def take_arrivals(self) -> None:
         """Jobs that arrive."""
@@ -226,7 +226,7 @@ class Simulator:
         self.table.remaining[jobs] = np.maximum(self.table.remaining[jobs] - done, 0.0)
         self.since[jobs] = np.maximum(self.since[jobs], self.now)
 
-    # What is decided
+    # Decisions
 
     def decide(self) -> None:
         """Asks the policy, and does what it says.

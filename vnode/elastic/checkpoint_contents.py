@@ -1,4 +1,4 @@
-"""What a checkpoint says of the arrays of a state.
+"""Turns the arrays of a state into entries of a checkpoint's metadata, by path, and compares the two.
 
 Knows pytrees, and what makes an array the one it was. Must not know files.
 
@@ -35,7 +35,7 @@ class Leaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What a checkpoint says of one array.
+    """The metadata of one array in a checkpoint.
 
     Attributes:
       label: what messages call it.
@@ -57,7 +57,7 @@ class Entry:
 
     @classmethod
     def from_leaf(cls, leaf: Leaf, checksum: str) -> Entry:
-        """What to say of an array."""
+        """The entry of an array."""
         key = is_key(leaf.value)
         data = jax.eval_shape(jax.random.key_data, leaf.value) if key else leaf.value
         implementation = str(jax.random.key_impl(leaf.value)) if key else None
@@ -100,7 +100,7 @@ def path_text(path: Iterable[Any]) -> Path:
 
 
 def stored_arrays(state: Any) -> Any:
-    """What of a state is written: its arrays that have elements, in the structure that the state has.
+    """The arrays of a state that are written, those with elements, in the structure of the state.
 
     So a reader that has the same structure reads it as it is. Other leaves are None.
     """
@@ -147,8 +147,8 @@ def check(entries: Mapping[Path, Entry], leaves: Mapping[Path, Leaf], where: str
     """Refuses a checkpoint of a state of another structure, and one that this process cannot hold.
 
     Args:
-      entries: what the checkpoint has.
-      leaves: what is needed; of their arrays, shapes and dtypes.
+      entries: those of the checkpoint.
+      leaves: the arrays that are needed; their shapes and dtypes are compared.
       where: which checkpoint.
 
     Raises:

@@ -2,7 +2,7 @@
 
 Knows orbax and what a state is made of. Must not know steps, nor when a checkpoint is due.
 
-Orbax writes to a temporary folder and renames it, so that an unfinished checkpoint is none.
+Orbax writes to a temporary folder and renames it, so that an unfinished checkpoint is never taken for a good one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.errors import JaxRuntimeError
 
-from vnode.elastic.checkpoint_contents import Entry, with_arrays, arrays_by_path, stored_arrays
+from vnode.elastic.checkpoint_contents import Entry, arrays_by_path, stored_arrays, with_arrays
 from vnode.elastic.integrity import checksums
 from vnode.elastic.lock import NAME as LOCK
 from vnode.elastic.lock import FolderLock, prepare
@@ -60,7 +60,7 @@ class Checkpoints(SharedReader):
     Args:
       path: the folder, which is made if it is not there; or an `orbax.checkpoint.CheckpointManager`, which then
         decides what it keeps, and is not closed.
-      keep: how many of the last checkpoints stay. What else is in the folder stays too.
+      keep: how many of the last checkpoints stay. Other files in the folder stay, too.
 
     Raises:
       CheckpointError: the folder cannot be written, or another run writes to it.
@@ -328,7 +328,7 @@ def check_save(error: BaseException) -> None:
 
 
 def remedies_of(error: BaseException | None) -> list[str]:
-    """What to do about a save that failed.
+    """Remedies for a save that failed.
 
     >>> remedies_of(OSError(28, "No space left on device"))
     ['make room on the disk']

@@ -24,7 +24,7 @@ import numpy as np
 from vnode.data.prefetch import Prefetch
 from vnode.elastic.evaluation import Evaluation
 from vnode.elastic.integrity import OwnCopy, vote_words
-from vnode.elastic.metrics import by_name, are_computed, not_finite, scalars, metrics_line
+from vnode.elastic.metrics import are_computed, by_name, metrics_line, not_finite, scalars
 from vnode.elastic.options import RunOptions, takes
 from vnode.elastic.process_agreement import Agreement, Checked, check_copies, check_present
 from vnode.elastic.recovery import Recovery, has_nan, may_be_a_device
@@ -69,7 +69,7 @@ class Driver:
       data: where the batches come from.
       feed: the batches, loaded ahead.
       state: the state before step `options.start`.
-      options: what was asked for.
+      options: the options of the run.
       checkpoints: where to save, if anywhere.
       stop: whether a signal has asked for the end.
 
@@ -153,7 +153,7 @@ class Driver:
             self.recovery.copy_to_host(self.number, self.state)
 
     def move_to_first_devices(self, number: int) -> Placement:
-        """Goes to the devices that are asked for before the first step.
+        """Moves the step to the devices that are requested for the first step.
 
         Raises:
           CheckpointError: the run cannot begin with that step.
@@ -198,7 +198,7 @@ class Driver:
         """The loop, begun again after each failure.
 
         Raises:
-          BaseException: what ended it; the state is saved before, if there is where.
+          BaseException: the error that ended it; the state is saved before, if there is a folder.
         """
         failure: Exception | None = None
         try:
@@ -227,7 +227,7 @@ class Driver:
             raise
 
     def end_run(self, result: Result) -> None:
-        """The run has ended: waits until all checkpoints are written.
+        """Ends the run: waits until all checkpoints are written.
 
         Raises:
           CheckpointError: one cannot be; the error has the state.
@@ -242,11 +242,11 @@ class Driver:
             raise
 
     def fails_unnoticed(self, error: Exception) -> bool:
-        """Whether other processes know nothing of an error, and would go on: one of their runtimes may have none."""
+        """Whether other processes may not see an error, and would continue."""
         return bool(self.agreement.delay) and not isinstance(error, DeviceLost)
 
     def result(self) -> Result:
-        """What the run leaves."""
+        """The result of the run."""
         stopped = self.number < self.options.steps
         reason = self.reason
         if not reason and (self.stopping or self.asked_to_stop()):
@@ -315,7 +315,7 @@ class Driver:
         return self.take_flags(self.agreement.vote(self.number, self.flags(), checked))
 
     def flags(self) -> list[bool]:
-        """What this process raises its hand for: the end of the run, a checkpoint."""
+        """The flags that this process votes for: the end of the run, a checkpoint."""
         return [self.stop.asked, self.is_late()]
 
     def take_flags(self, flags: list[bool]) -> bool:
@@ -384,12 +384,12 @@ class Driver:
         self.facts = this.facts
 
     def log_message(self, text: str, level: int = logging.INFO) -> None:
-        """Tells of something in the log, and above the progress bar."""
+        """Writes a message to the log, and above the progress bar."""
         logger.log(level, text)
         self.display.line(text)
 
     def follow(self, request: Request | None) -> None:
-        """Goes on on other devices if they are asked for."""
+        """Moves to other devices if they are requested."""
         if request is None or request == self.asked:
             return
         step = self.recovery.sibling(self.step, request)
@@ -407,7 +407,7 @@ class Driver:
         )
 
     def is_compiled(self, placement: Placement) -> bool:
-        """Whether the program for a placement is there, or cannot be had; it is compiled in the background if not."""
+        """Whether the program for a placement is compiled, or failed; if not, compiles it in the background."""
         warming_up = self.options.compile_ahead == "warm_up"
         if placement == self.step.placement or self.number == self.first:
             return True  # nothing can be compiled before the first step has told shapes
@@ -425,7 +425,7 @@ class Driver:
         return self.compiling[placement].done()
 
     def record_resize(self, step: Any, change: Resize) -> None:
-        """Takes note of a change of devices; the next step tells how long it took."""
+        """Records a change of devices; the next step measures how long it took."""
         self.step = step
         self.speed.restart()
         self.resizes.append(change)
@@ -447,7 +447,7 @@ class Driver:
                 self.report_metrics(number, values)
 
     def report_metrics(self, number: int, values: Any) -> None:
-        """Passes the metrics of a step on."""
+        """Reports the metrics of a step to history, callbacks and writers."""
         self.history.append(number, values)
         named = by_name(values)
         writing = self.options.writers and world().index == 0
@@ -472,7 +472,7 @@ class Driver:
             self.end, self.reason = end, f"the callback asked for it at step {number}"
 
     def check_finite(self, number: int, named: dict[str, Any]) -> None:
-        """Looks for losses that are no numbers."""
+        """Looks for losses that are not finite."""
         names = not_finite(named)
         if not names:
             return
@@ -607,7 +607,7 @@ class Driver:
             return None
 
     def last_good(self) -> None:
-        """Goes back to the last state that is good: free of numbers that are none, behind steps with finite losses.
+        """Goes back to the last good state: it contains no NaN, and the losses of its steps were finite.
 
         The first time round finds out which it is; a state that was donated is not there to go back to.
         """
@@ -630,7 +630,7 @@ class Driver:
         self.log_message(f"{self.reason}: back to the state after {self.number} steps", logging.WARNING)
 
     def back_to(self, number: int) -> None:
-        """Forgets what was told of the steps from this one on."""
+        """Drops the recorded metrics of the steps from this one on."""
         self.history.back_to(number)
         self.evaluations = [entry for entry in self.evaluations if entry[0] <= number]
         self.told = min(self.told, number)
@@ -667,7 +667,7 @@ class Driver:
         self.record_resize(step, change)
 
     def rescue(self, error: BaseException) -> None:
-        """Saves what there is before an error ends the run; the error says so."""
+        """Saves the last good state before an error ends the run; the error says so."""
         if self.checkpoints is None or isinstance(error, CheckpointError):
             return
         if self.agreement.delay:
@@ -685,11 +685,11 @@ class Driver:
             error.add_note(f"The state could not be saved: {type(failed).__name__}: {failed}")
 
     def close(self) -> None:
-        """Drops what has not begun to compile."""
+        """Cancels compilations that have not begun."""
         for preparation in self.compiling.values():
             preparation.cancel()
 
 
 def due(number: int, every: int | None) -> bool:
-    """Whether something that is done after so many steps is due."""
+    """Whether an action that is done every so many steps is due."""
     return every is not None and number % every == 0

@@ -92,7 +92,7 @@ def batches_in(data: Any) -> int:
     """How many batches hold each example once.
 
     Raises:
-      VnodeError: nobody knows, or none do.
+      VnodeError: the number is not known, or no number does.
     """
     order = getattr(data, "order", None)
     if order is not None:
@@ -122,7 +122,7 @@ def weighted_mean(metrics: Sequence[Any], examples: Sequence[int]) -> Any:
 
 
 def check_evaluation(evaluate: Any) -> None:
-    """Refuses what a run cannot evaluate its state with, before its first step.
+    """Refuses an `evaluate` that the run cannot call, before its first step.
 
     Args:
       evaluate: an option of a run: takes the state alone, or is an `Evaluation`.

@@ -64,12 +64,12 @@ def checksums(arrays: Mapping[K, jax.Array]) -> dict[K, str]:
 
 
 def owned_shards(array: jax.Array) -> list[Any]:
-    """The shards of an array that this process is to add up: each part of the array is in one such shard of one."""
+    """The shards of an array that this process adds up: each part of the array is in one shard of one process."""
     return [shard for shard in array.addressable_shards if shard.replica_id == 0 and shard.data.size]
 
 
 def shard_sums(shard: Any, shape: tuple[int, ...]) -> jax.Array:
-    """What a shard of an array of some shape adds to its two sums."""
+    """The two sums of one shard, as its part of the checksum of an array of some shape."""
     starts = [index.start or 0 for index in shard.index]
     strides = [int(np.prod(shape[axis + 1 :], dtype=object)) % 2**32 for axis in range(len(shape))]
     places = jax.device_put(np.array([starts, strides], np.uint32).reshape(2, -1), shard.device)
@@ -117,7 +117,7 @@ def to_words(data: jax.Array) -> list[jax.Array]:
 
 
 def mix_bits(words: jax.Array) -> jax.Array:
-    """Each 32-bit word spread over all bits of another; no two become the same."""
+    """Mixes the bits of each 32-bit word; the map is a bijection."""
     words = (words ^ (words >> 16)) * np.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * np.uint32(0xC2B2AE35)
     return words ^ (words >> 16)
@@ -228,14 +228,14 @@ def copy_holders(leaf: Any) -> tuple[int, ...] | None:
 
 
 def copied_parts(state: Any) -> tuple[list[tuple[int, ...]], dict[Any, list[tuple[Place, jax.Array]]]]:
-    """What a process has of arrays that other processes have copies of.
+    """The parts that this process has of arrays with copies in other processes.
 
     Args:
       state: a state, arrays on devices.
 
     Returns:
       For each group of arrays, who has the same parts (`holders_of`); and for each device of this process the parts on
-      it, and where they count. Of a part that several of its devices have, one is taken.
+      it, and where they count. A part on several of its devices is taken once.
     """
     groups: dict[tuple[int, ...], int] = {}
     found: dict[Any, list[tuple[Place, jax.Array]]] = {}

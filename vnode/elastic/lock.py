@@ -208,7 +208,7 @@ def is_file(descriptor: int, path: epath.Path) -> bool:
 
 
 def locked_error(folder: epath.Path, holder: dict[str, Any] | None) -> CheckpointError:
-    """The error of a folder that another run has."""
+    """The error of a folder that another run holds."""
     facts, stop = [], "wait until it ends, or stop it"
     if holder is not None:
         facts = [f"held by process {holder.get('process')} on {holder.get('host')} since {holder.get('since')}"]

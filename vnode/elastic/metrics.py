@@ -1,4 +1,4 @@
-"""What metrics say: by their names, in a few words, and whether they are numbers at all.
+"""Turns a pytree of metrics into a dictionary by name, a line of text, or plain data.
 
 Knows pytrees of metrics. Must not know which step they are of, nor who is told.
 """
@@ -72,7 +72,7 @@ def are_computed(metrics: Any) -> bool:
 
 
 def not_finite(named: dict[str, Any]) -> list[str]:
-    """The names of metrics that hold infinities or what is no number: of the loss, where one is called so."""
+    """The names of metrics with infinities or NaN; only the loss is looked at, if there is one of that name."""
     found = []
     for name, value in ({"loss": named["loss"]} if "loss" in named else named).items():
         with contextlib.suppress(TypeError):  # not a kind of number

@@ -96,7 +96,7 @@ class NextGeneration:
             self.thread = background(self.work, "vnode-coming", awaited=True)
 
     def work(self) -> None:
-        """The thread that makes it, and tells the supervisor when all workers may switch to it."""
+        """Runs in a thread: makes the generation, and tells the supervisor when this worker may switch to it."""
         began = time.monotonic()
         try:
             if self.rejoins:
@@ -123,7 +123,7 @@ class NextGeneration:
         self.member.send("prepared", generation=self.generation, seconds=time.monotonic() - began)
 
     def let_begin(self) -> None:
-        """This process has left the generation before."""
+        """Says that this process has left the previous generation."""
         self.may_begin.set()
 
     def build(self) -> None:
@@ -155,10 +155,10 @@ class NextGeneration:
             vote_once(copy_groups(state))
 
     def close(self) -> threading.Thread:
-        """Lets go of its world, which this process has no part in any longer, once it is made or has been given up.
+        """Frees the generation's world in a thread, once it is made or given up.
 
         Returns:
-          The thread that does.
+          That thread.
         """
         self.closed = True
         if self.thread.is_alive():
@@ -185,7 +185,7 @@ class NextGeneration:
         return not (self.closed or self.generation in self.member.cancelled or self.generation in self.member.left)
 
     def check_wanted(self) -> None:
-        """Gives up where the supervisor has.
+        """Stops the preparation if the supervisor has cancelled it.
 
         Raises:
           ProcessError: it has.
@@ -225,7 +225,7 @@ def vote_once(groups: int) -> None:
 
 
 def abstract_state(like: Any, types: Sequence[Leaf] | None, placement: Placement) -> Any:
-    """What stands for a state on a placement's devices.
+    """The abstract state (`jax.ShapeDtypeStruct`s) on a placement's devices.
 
     Args:
       like: a state of the same structure.
@@ -239,7 +239,7 @@ def abstract_state(like: Any, types: Sequence[Leaf] | None, placement: Placement
 
 
 def abstract_leaf(leaf: Leaf, placement: Placement) -> jax.ShapeDtypeStruct:
-    """What stands for one array."""
+    """The abstract value of one array."""
     sharding, dtype = leaf.sharding(placement), jnp.dtype(leaf.dtype)
     if not leaf.key:
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding, weak_type=leaf.weak)

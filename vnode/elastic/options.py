@@ -1,6 +1,6 @@
-"""What is asked of a run, checked before anything begins.
+"""The options of a run, checked before anything begins.
 
-Knows options, and what may stand in them. Must not know what is done about them.
+Knows options and their allowed values. Must not know how they are carried out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHECKPOINTS_KEPT = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What is asked of `vnode.elastic.run`, whose arguments these are.
+    """The arguments of `vnode.elastic.run`.
 
     Raises:
       ValueError: an option is not what it must be, or has no effect without another one.
@@ -146,7 +146,7 @@ MAY_BE_NONE = ("keep_every", "checkpoint_every", "checkpoints_kept", "evaluate_e
 
 
 def check_integer(name: str, value: Any, least: int) -> int:
-    """A whole number.
+    """Checks that an option is a whole number.
 
     Raises:
       ValueError: it is none, or too small.

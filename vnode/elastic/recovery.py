@@ -175,7 +175,7 @@ class Recovery:
 
 
 def is_intact(state: Any) -> bool:
-    """Whether a state is there: not donated, and computed without an error."""
+    """Whether a state's arrays are neither donated nor failed."""
     if state is None or given_away(state, "state"):
         return False
     try:
@@ -191,7 +191,7 @@ def any_nan(leaves: list[jax.Array]) -> jax.Array:
 
 
 def has_nan(state: Any) -> bool:
-    """Whether any floating-point number of a state is none."""
+    """Whether a state contains NaN."""
     leaves = [
         leaf
         for leaf in jax.tree.leaves(state)

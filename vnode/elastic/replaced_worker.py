@@ -94,7 +94,7 @@ class ReplacedDriver(Driver):
         return bool(self.member.stop) or self.member.closed
 
     def result(self) -> Result:
-        """What the run leaves, and why if it was called off."""
+        """The result of the run, and why it was called off if it was."""
         if self.stopping and self.is_called_off():
             self.reason = self.reason or self.member.stop or "the supervisor has died"
         return super().result()

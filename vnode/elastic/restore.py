@@ -31,8 +31,8 @@ def restore(folder: str | os.PathLike[str] | ocp.CheckpointManager, like: Any = 
 
     Args:
       folder: the folder, also ``gs://...``, or an orbax manager of one.
-      like: a state of the same structure, of arrays or `jax.ShapeDtypeStruct`s of any shardings, or None. What is
-        restored has its structure and its leaves that are no arrays; each array goes where its counterpart is, or
+      like: a state of the same structure, of arrays or `jax.ShapeDtypeStruct`s of any shardings, or None. The
+        restored state has its structure and its leaves that are no arrays; each array goes where its counterpart is, or
         where its sharding says.
         If these are devices of several processes, all must call it; process 0 chooses the checkpoint.
       step: the number of steps that the state has behind it. The newest checkpoint that is good by default; damaged
@@ -62,7 +62,7 @@ def restore(folder: str | os.PathLike[str] | ocp.CheckpointManager, like: Any = 
       3
     """
     try:
-        from vnode.elastic.checkpoint_contents import with_arrays, arrays_by_path, nested_dictionaries
+        from vnode.elastic.checkpoint_contents import arrays_by_path, nested_dictionaries, with_arrays
         from vnode.elastic.logs import Quiet
         from vnode.elastic.reader import Reader
         from vnode.elastic.shared_reader import SharedReader

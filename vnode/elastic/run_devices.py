@@ -80,7 +80,7 @@ def responds(device: Any) -> bool:
 
 
 def requests(devices: Any, step: Any) -> Callable[[int], Request | None]:
-    """What asks for devices, as a function of the step number.
+    """Turns the option `devices` into a function from the step number to a request.
 
     Raises:
       PlacementError: several processes would learn of a change at different steps.

@@ -1,9 +1,9 @@
-"""What one worker holds of a state: boxes of bytes of each array, from which any worker can make its own parts.
+"""Turns the shards that a worker holds of a state into boxes of bytes, and boxes into the shards of another worker.
 
 Knows arrays, shardings and placements. Must not know workers, sockets, nor steps.
 
 An array of several processes lies in boxes: ranges of its dimensions, of which each process has some, and several may
-have the same. A worker that needs a box takes it from its own memory where it can, and else from whoever holds it. The
+have the same. A worker that needs a box takes it from its own memory if it can, and else from a holder. The
 boxes of one array do not overlap unless they are equal, since they are the shards of one sharding.
 """
 
@@ -84,7 +84,7 @@ class HeldState:
 
     @classmethod
     def from_state(cls, step: int, state: Any, *, copy: bool = False) -> HeldState:
-        """What this process holds of a state that is computed.
+        """The parts that this process holds of a computed state.
 
         Args:
           step: how many steps it has behind it.
@@ -187,16 +187,16 @@ Request = tuple[int, Box]
 def plan_fetches(
     leaves: Sequence[Leaf], own: HeldState | None, others: Mapping[Any, Sequence[Sequence[Box]]], placement: Placement
 ) -> dict[Any, list[Request]]:
-    """What this worker has to fetch, and from whom, so that all send about as much.
+    """Plans which boxes this worker fetches from which holder, so that all send about as much.
 
     Args:
       leaves: of the state.
-      own: what this worker holds itself.
+      own: the parts that this worker holds itself.
       others: for each other worker, the boxes of each array that it holds.
       placement: where the state is to be.
 
     Returns:
-      For each of the others, what to ask it for.
+      For each of the others, the boxes to fetch from it.
 
     Raises:
       IncompleteState: nobody holds some box.
@@ -275,12 +275,12 @@ def build_state(
     fetched: Mapping[Request, np.ndarray],
     placement: Placement,
 ) -> Any:
-    """A state on a placement's devices, of what this worker holds and what it has fetched; all workers make it.
+    """Builds a state on a placement's devices from held and fetched boxes; all workers must call it.
 
     Args:
       like: a state of the same structure, whose leaves that are no arrays are taken.
       leaves: the state's arrays.
-      own: what this worker holds itself.
+      own: the parts that this worker holds itself.
       fetched: the fetched boxes, as `plan_fetches` asked for them.
       placement: where the state is to be.
     """
@@ -304,7 +304,7 @@ def part_of(sources: Mapping[Box, np.ndarray], need: Box) -> np.ndarray | None:
 
 
 def part_reader(leaf: Leaf, sources: Mapping[Box, np.ndarray]) -> Callable[[Sequence[slice]], np.ndarray]:
-    """A function that gives any part of an array, of the boxes that are there."""
+    """A function that reads any part of an array from the boxes that are there."""
 
     def fill(index: Sequence[slice]) -> np.ndarray:
         need = box_of(index, leaf.shape)
@@ -322,7 +322,7 @@ def part_reader(leaf: Leaf, sources: Mapping[Box, np.ndarray]) -> Callable[[Sequ
 
 
 def build_array(leaf: Leaf, sharding: NamedSharding, fill: Callable[[Sequence[slice]], np.ndarray]) -> Any:
-    """An array of a sharding, of what `fill` gives for each part."""
+    """Builds an array of a sharding; `fill` returns the data of each shard."""
     if leaf.weak and not leaf.key:
         return with_weak_type(fill((slice(None),) * len(leaf.shape)), sharding)
     data = jax.make_array_from_callback(leaf.shape, sharding, cast(Any, fill), dtype=jnp.dtype(leaf.dtype))

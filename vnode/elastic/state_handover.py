@@ -3,8 +3,8 @@
 Knows sockets, and states as boxes of bytes (`vnode.elastic.state_boxes`). Must not know generations, nor who needs
 what.
 
-Each worker has a server. Who needs a state asks the holders for their manifests (the arrays, and which boxes of them
-each has), then each of them for its share of the boxes, from all of them at once. A holder that dies, or does not
+Each worker has a server. A worker that needs a state asks the holders for their manifests (the arrays, and which boxes
+each holder has). Then it fetches a share of the boxes from every holder, all at once. A holder that dies, or does not
 answer in time, is an error that names it.
 """
 
@@ -36,7 +36,7 @@ OFFER = 30.0
 
 
 class Handover:
-    """This worker's server: what it holds, for others to fetch.
+    """This worker's server, from which other workers fetch the parts of the state that it holds.
 
     Args:
       interface: the address at which other workers reach it.
@@ -65,7 +65,7 @@ class Handover:
             self.changed.notify_all()
 
     def withdraw(self) -> None:
-        """Offers nothing any longer: the arrays may go."""
+        """Withdraws the offer, so that the arrays may be freed."""
         with self.changed:
             self.offers = {}
 
@@ -108,7 +108,7 @@ class Handover:
                         send_box(line, extract_box(held, i, tuple((start, stop) for start, stop in box)))
 
     def await_offer(self, generation: int) -> HeldState | None:
-        """What is offered to a generation; waits for it."""
+        """The state that is offered to a generation; waits until there is one."""
         with self.changed:
             self.changed.wait_for(lambda: generation in self.offers or self.closed, OFFER)
             return self.offers.get(generation)
@@ -125,7 +125,7 @@ class Handover:
 
 
 def manifest_of(held: HeldState) -> dict[str, Any]:
-    """What is held, without the bytes."""
+    """The manifest of a held state: step, arrays and boxes, without the bytes."""
     return {
         "step": held.step,
         "leaves": [leaf.to_json() for leaf in held.leaves],
@@ -134,7 +134,7 @@ def manifest_of(held: HeldState) -> dict[str, Any]:
 
 
 def extract_box(held: HeldState, i: int, box: Box) -> np.ndarray:
-    """A box of an array, of one that is held.
+    """Cuts a box of an array out of a held one that contains it.
 
     Raises:
       KeyError: it is not.
@@ -247,7 +247,7 @@ class Source:
         return found
 
     def failed(self, error: Exception) -> ProcessError:
-        """The error of a holder that does not give what it holds."""
+        """The error of a holder that does not send its boxes."""
         return ProcessError(
             layout_message(f"the state cannot be fetched from {self.name}.", facts=[f"{type(error).__name__}: {error}"])
         )
@@ -281,10 +281,10 @@ def fetch_boxes(
     Args:
       sources: the connections, by name.
       leaves: the arrays of the state.
-      asked: what to ask each of them for.
+      asked: for each holder, the boxes to fetch from it.
 
     Raises:
-      ProcessError: one of them does not give what it holds.
+      ProcessError: one of the holders does not send its boxes.
     """
     if not asked:
         return {}

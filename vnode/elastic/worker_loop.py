@@ -1,6 +1,6 @@
 """The loop of a run in one of several workers: generations of workers follow one another, and the state goes with them.
 
-Knows the loop of a run, the supervisor's messages, and states as what workers hold of them. Must not know sockets, nor
+Knows the loop of a run, the supervisor's messages, and parts of states. Must not know sockets, nor
 how a world is made.
 
 A planned change: the next generation is made beside this one. Its members vote when all are ready, and every worker
@@ -28,14 +28,14 @@ import jax
 from vnode.elastic.driver import AHEAD, Driver, due
 from vnode.elastic.integrity import OwnCopy
 from vnode.elastic.membership import ORPHANED, WORD, Membership, Orphaned
-from vnode.elastic.metrics import are_computed, scalar_metrics, pack_metrics, unpack_metrics
+from vnode.elastic.metrics import are_computed, pack_metrics, scalar_metrics, unpack_metrics
 from vnode.elastic.next_generation import NextGeneration
 from vnode.elastic.process_agreement import Agreement
 from vnode.elastic.recovery import Recovery, is_intact
 from vnode.elastic.rehearsal import Rehearsals
 from vnode.elastic.run_identity import differing_lines, facts_of_run, script_checksum
 from vnode.elastic.run_result import FormerPlacement, Resize, Result
-from vnode.elastic.state_boxes import HeldState, IncompleteState, is_complete, build_state, plan_fetches, types_of
+from vnode.elastic.state_boxes import HeldState, IncompleteState, build_state, is_complete, plan_fetches, types_of
 from vnode.elastic.state_handover import Handover, Source, fetch_boxes
 from vnode.errors import CheckpointError, ProcessError, layout_message
 from vnode.placement.agreement import check_same
@@ -72,8 +72,8 @@ class WorkerDriver(Driver):
       coming: the generation to come, as far as it is made.
       made: the generation that it is in.
       recent: the states before the last steps, of which the last that is computed is what a loss leaves.
-      given: the newest generation of others to which this worker has offered what it holds.
-      held: what this worker holds of the last state that was whole, between two generations.
+      given: the newest generation of others to which this worker has offered its parts of the state.
+      held: the parts that this worker holds of the last complete state, between two generations.
       inherited: metrics of steps that other workers have seen, until this one knows their structure.
     """
 
@@ -127,7 +127,7 @@ class WorkerDriver(Driver):
         """The loop, generation after generation.
 
         Raises:
-          BaseException: what ended it; the supervisor is told.
+          BaseException: the error that ended it; the supervisor is told.
         """
         enters = True
         try:
@@ -204,14 +204,14 @@ class WorkerDriver(Driver):
         return coming.finished
 
     def has_orders(self) -> bool:
-        """Whether the supervisor has said something about a generation to come, or of one that is over."""
+        """Whether the supervisor has sent an order about the next generation, or a former one."""
         coming, member = self.coming, self.member
         if member.prepare is not None or member.released or member.loss() is not None or self.wanted():
             return True
         return coming is not None and (coming.generation in member.cancelled or coming.generation in member.gone)
 
     def prepare_generation(self, order: dict[str, Any], held: HeldState | None) -> NextGeneration:
-        """The generation to come, in the making."""
+        """Starts to prepare the next generation; returns it."""
         types = self.handover.types or (None if held is None else held.leaves) or None
         return NextGeneration(
             order,
@@ -298,10 +298,10 @@ class WorkerDriver(Driver):
         logger.warning(layout_message(text, facts=facts, remedies=[remedy]))
 
     def retire(self) -> threading.Thread | None:
-        """Has no part any longer in the generation that it was in.
+        """Leaves the generation that this worker was in.
 
         Returns:
-          The thread that lets go of its world, if there was one.
+          The thread that frees its world, if there was one.
         """
         self.context.close()
         made, self.made = self.made, None
@@ -339,7 +339,7 @@ class WorkerDriver(Driver):
         ready(self.state, "the state of a new run")
 
     def restore_newest(self) -> tuple[int, Any] | None:
-        """The newest checkpoint, on a device of this process alone; rank 0 asks for it."""
+        """Restores the newest checkpoint onto one device of this process; only rank 0 calls it."""
         from vnode.elastic.run_checks import check_start
 
         with in_world(ALONE):
@@ -360,7 +360,7 @@ class WorkerDriver(Driver):
         return self.checkpoints
 
     def fetch_whole_state(self) -> Any:
-        """The state that rank 0 has restored, on a device of this process alone."""
+        """Fetches the state that rank 0 has restored, onto one device of this process."""
         with in_world(ALONE):
             return self.fetch_state(self.members[:1], None, single_device_placement(self.home.placement))[1]
 
@@ -409,11 +409,11 @@ class WorkerDriver(Driver):
     def fetch_state(
         self, holders: list[dict[str, Any]], held: HeldState | None, placement: Placement
     ) -> tuple[int, Any]:
-        """The state, of what this worker holds and what others do.
+        """Builds the state from the parts that this worker and the other holders have.
 
         Args:
           holders: the others, by worker and address.
-          held: what this worker holds.
+          held: the parts that this worker holds.
           placement: where the state is to be.
 
         Raises:
@@ -455,7 +455,7 @@ class WorkerDriver(Driver):
             self.inherited += sorted(past.items())
 
     def agree(self) -> bool:
-        """Learns what is due before the next step: the end, a checkpoint, a switch to the next generation."""
+        """Votes on what is due before the next step: the end, a checkpoint, a switch to the next generation."""
         self.member.check_end()
         order = self.member.take_prepare()
         if order is not None:
@@ -467,7 +467,7 @@ class WorkerDriver(Driver):
         return super().agree()
 
     def flags(self) -> list[bool]:
-        """What this worker raises its hand for."""
+        """The flags that this worker votes for."""
         coming, closed = self.coming, self.member.closed
         switch = coming is not None and coming.generation in self.member.gone
         return [bool(self.member.stop), self.is_late(), switch, closed, not closed]
@@ -477,7 +477,7 @@ class WorkerDriver(Driver):
         return (bool(self.member.stop) or self.member.closed) and not self.agreement.delay
 
     def take_flags(self, flags: list[bool]) -> bool:
-        """Does what the workers have agreed about."""
+        """Carries out the flags on which the workers have agreed."""
         asked, self.late, switch, closed, open_ = flags
         self.stopping = asked or (closed and not open_)  # one whose connection alone has broken stops nobody
         if self.stopping:
@@ -559,7 +559,7 @@ class WorkerDriver(Driver):
         self.member.send("left", generation=loss["generation"], step=step)
 
     def last_held_state(self) -> HeldState | None:
-        """The furthest state that is computed, as what this worker holds of it."""
+        """The parts that this worker holds of the furthest computed state."""
         states = [*self.recent, (self.number, self.state)]
         for number, state in sorted(states, key=lambda each: -each[0]):
             if state is None or given_away(state, "state"):
@@ -601,7 +601,7 @@ class WorkerDriver(Driver):
         return lambda placement: self.feed.aside(number, placement)
 
     def begin_beside(self) -> None:
-        """Some steps after a generation began: begins to compile for a loss, and to compare copies of the state.
+        """Begins background work some steps into a generation: compiles for a loss, compares copies of the state.
 
         Before that, frees the clients of JAX of former generations, if there are many.
         """
@@ -617,7 +617,7 @@ class WorkerDriver(Driver):
             self.own.prepare()
 
     def withdraw_later(self) -> None:
-        """Withdraws what was offered to others, once all of them have it: they have voted on later steps."""
+        """Withdraws an offered state once all others have fetched it: they have voted on later steps."""
         if self.offered >= 0 and self.number > self.offered + AHEAD + 1:
             self.handover.withdraw()
             self.offered = -1
@@ -655,14 +655,14 @@ class WorkerDriver(Driver):
             self.log_message(f"the run goes on without a checkpoint of step {self.number}: {error}", logging.ERROR)
 
     def rescue(self, error: BaseException) -> None:
-        """Saves what there is before an error ends the run, where no other worker has it."""
+        """Saves the last good state before an error ends the run, if no other worker has it."""
         if self.saves and world().count == 1 and self.generation:
             super().rescue(error)
         elif self.generation and not isinstance(error, CheckpointError):
             error.add_note("The other workers go on without this one.")
 
     def close(self) -> None:
-        """Ends what this worker did for others."""
+        """Ends this worker's server and background work."""
         super().close()
         self.handover.close()
         self.rehearsals.close()
@@ -674,10 +674,10 @@ class WorkerDriver(Driver):
 
 
 class HeldRecovery(Recovery):
-    """Copies of what a worker holds of a state; checkpoints are read when a run begins."""
+    """Copies of the parts that a worker holds of a state; checkpoints are read when a run begins."""
 
     def copy_to_host(self, number: int, state: Any) -> None:
-        """Copies what this worker holds to the host."""
+        """Copies the parts of the state that this worker holds to the host."""
         held = HeldState.from_state(number, ready(state, f"the state after {number} steps"), copy=True)
         self.kept = number, HeldCopy(held, self.like)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -689,7 +689,7 @@ class HeldRecovery(Recovery):
 
 @dataclasses.dataclass(frozen=True)
 class HeldCopy:
-    """A copy of what a worker holds of a state, as a copy of a state.
+    """A copy of the parts that a worker holds of a state, with the interface of a copy of a state.
 
     Attributes:
       held: the copy.

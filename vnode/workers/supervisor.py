@@ -426,7 +426,7 @@ class Supervisor:
     # Actions
 
     def do(self, actions: list[Action]) -> None:
-        """Does what was decided."""
+        """Carries out the actions of a decision."""
         for action in actions:
             if isinstance(action, Send):
                 worker = self.running.get(action.worker)
@@ -513,7 +513,7 @@ class Supervisor:
         self.observe(self.entry.event(record))
 
     def observe(self, event: dict[str, Any] | None) -> None:
-        """Tells who looks what is new."""
+        """Calls the observer with the status and an event."""
         if self.observer is not None:
             with contextlib.suppress(OSError):  # nobody reads what it prints
                 self.observer(self.decisions.status(), event)
@@ -554,7 +554,7 @@ class Supervisor:
             self.events.put(lambda now, answer=answer: self.answered(answer, now))
 
     def answered(self, answer: str, now: float) -> None:
-        """A service is there."""
+        """A service has started."""
         generation = self.asked.pop(0)
         if answer.startswith("error "):
             self.over = self.over or End(1, f"No coordination service of jax can be started: {answer[6:]}")

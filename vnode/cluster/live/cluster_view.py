@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vnode.cluster.live.socket_server import VARIABLE, request, find
+from vnode.cluster.live.socket_server import VARIABLE, find, request
 from vnode.cluster.live.status_data import job_in
 from vnode.errors import ClusterError
 

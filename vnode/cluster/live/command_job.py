@@ -15,7 +15,7 @@ from typing import Any
 
 from vnode.cluster.live.arguments import add_state
 from vnode.cluster.live.cluster_view import look_at
-from vnode.cluster.live.socket_server import VARIABLE, request, find
+from vnode.cluster.live.socket_server import VARIABLE, find, request
 from vnode.errors import ClusterError
 
 LOOK = 0.3

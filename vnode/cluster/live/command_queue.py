@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vnode.cluster.live.arguments import add_state
-from vnode.cluster.live.cluster_view import read_cluster, look_at
+from vnode.cluster.live.cluster_view import look_at, read_cluster
 from vnode.errors import ClusterError
 
 HEADS = ("ID", "NAME", "STATE", "PRIORITY", "WORKERS", "STEP", "STEPS/S", "TIME", "WHY")

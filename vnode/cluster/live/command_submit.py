@@ -14,7 +14,7 @@ from typing import Any
 
 from vnode.cluster.live.arguments import add_state, plans, times, workers
 from vnode.cluster.live.cluster_view import look_at
-from vnode.cluster.live.socket_server import request, find
+from vnode.cluster.live.socket_server import find, request
 from vnode.cluster.live.submission import Submission
 from vnode.errors import ClusterError
 

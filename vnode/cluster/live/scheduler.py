@@ -2,7 +2,7 @@
 
 Knows the book, the file it is kept in, supervisors. Must not know how a policy decides, nor how a job resizes.
 
-Whatever happens is recorded before it has an effect: a scheduler may be killed at any moment, and the next one goes on.
+Every event is recorded before it has an effect: a scheduler may be killed at any moment, and the next one goes on.
 A device is free when the supervisor of its job says that no process uses it, or when that and all workers are gone.
 """
 
@@ -26,7 +26,7 @@ from vnode.cluster.live.job_book import Book, LiveJob, rows
 from vnode.cluster.live.job_outcome import outcome
 from vnode.cluster.live.policy_shares import decide, policy_of, reasons
 from vnode.cluster.live.socket_server import Door, Reply
-from vnode.cluster.live.status_data import job_in, job_data, snapshot
+from vnode.cluster.live.status_data import job_data, job_in, snapshot
 from vnode.cluster.live.step_times import Pace
 from vnode.cluster.live.submission import Submission, check_priority
 from vnode.cluster.live.supervised_job import Report, Supervised, start
@@ -207,7 +207,7 @@ class Scheduler:
 
     @contextlib.contextmanager
     def logging_failures(self, what: str) -> Any:
-        """Says of an action that fails, as on a full disk, why; it is tried again some time later.
+        """Logs why an action failed, as on a full disk; it is tried again some time later.
 
         Args:
           what: the id of a job, or a name of what concerns all.
@@ -341,7 +341,7 @@ class Scheduler:
             raise ClusterError(f"{job.called} has ended: {job.state}.")
 
     def note_cause(self, cause: str) -> None:
-        """Something after which the policy decides."""
+        """Records a cause for which the policy decides anew."""
         self.causes.append(cause)
         self.dirty = True
 

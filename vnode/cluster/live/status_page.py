@@ -174,7 +174,7 @@ class Page:
 
 
 def limited_protocol() -> type[asyncio.Protocol]:
-    """Uvicorn's protocol for few connections, of which each asks for something soon: descriptors are for jobs."""
+    """Uvicorn's protocol, limited to few connections that must send a request soon: descriptors are for jobs."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Limited(H11Protocol):

@@ -30,7 +30,7 @@ COLUMNS = {
 def read(text: str, path: str, throughputs: Mapping[str, Any], source: str, kinds: list[str]) -> Trace:
     """The jobs of a trace, with their speeds on some kinds of devices.
 
-    A speed of 0.0 means that a job did not run there: it is never placed there. What is left out so is logged.
+    A speed of 0.0 means that a job did not run there: it is never placed there. Such kinds are logged.
 
     Args:
       text: of the trace.

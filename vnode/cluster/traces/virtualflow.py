@@ -2,8 +2,8 @@
 
 Knows the fields of these files. Must not know policies.
 
-The logs tell how long each job ran on what it demanded, and when its share changed in the elastic run. What does not
-get shorter on more devices, the fixed part of its time, follows from both (`fixed_part`), unless the file has it.
+The logs tell how long each job ran on its full demand, and when its share changed in the elastic run. The fixed part of
+its time, which more devices do not shorten, follows from both (`fixed_part`), unless the file has it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from vnode.cluster.jobs import Job
 from vnode.cluster.resize_costs import VIRTUALFLOW
 from vnode.cluster.speeds import Speeds
-from vnode.cluster.traces.job_trace import Trace, array, located_errors, checked_number, mapping, number
+from vnode.cluster.traces.job_trace import Trace, array, checked_number, located_errors, mapping, number
 from vnode.errors import ClusterError
 
 

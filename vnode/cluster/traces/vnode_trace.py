@@ -16,7 +16,7 @@ from typing import Any
 from vnode.cluster.jobs import Job
 from vnode.cluster.resize_costs import FREE, Costs
 from vnode.cluster.speeds import Speeds
-from vnode.cluster.traces.job_trace import Trace, array, located_errors, checked_number, known_fields, mapping, number
+from vnode.cluster.traces.job_trace import Trace, array, checked_number, known_fields, located_errors, mapping, number
 from vnode.cluster.traces.measured_speeds import plan_seconds, speeds_of_profile
 
 SPEEDS = ("step_seconds", "profile", "plans")
@@ -35,7 +35,7 @@ FIELDS = {
     "kind",
     *SPEEDS,
 }
-"""Those that a job may have."""
+"""The fields that a job may have."""
 
 
 def read(found: Mapping[str, Any], path: Path) -> Trace:
