@@ -382,7 +382,7 @@ def test_checksums_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         assert copy.holders == [(0, 1, 0, 1), (0, 0, 0, 0)]
         begun = copy.begin(state)
         assert begun is not None
-        return integrity.total(begun)
+        return integrity.vote_words(begun)
 
     value, devices = np.arange(8, dtype=np.float32).reshape(2, 4), jax.devices()[:4]
     mine = sums(value, devices)

@@ -26,9 +26,9 @@ from jax.sharding import Mesh
 
 import vnode
 from tests.test_virtual_step import compilations
-from vnode.elastic.metrics import words
+from vnode.elastic.metrics import metrics_line
 from vnode.elastic.run import run
-from vnode.elastic.run_devices import Devices, responds, without
+from vnode.elastic.run_devices import Devices, remaining_placement, responds
 from vnode.errors import CheckpointError, DeviceLost, PlacementError, VnodeError
 from vnode.placement.host_copy import HostCopy, abstract
 
@@ -313,7 +313,7 @@ def test_lost_device_of_a_mesh(shape: tuple[int, int]) -> None:
     for axis in (0, 1):
         names = ("vnode", "model") if axis == 0 else ("model", "vnode")
         placement = vnode.Placement(8, mesh=Mesh(devices, names))
-        left = without(placement, {devices[1, 1]})
+        left = remaining_placement(placement, {devices[1, 1]})
         assert left.devices.tolist() == np.delete(devices, 1, axis).tolist()
         assert left.axis_names == names
 
@@ -551,6 +551,6 @@ def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
         run(step.on(jax.devices()[:1]), initial(), BATCHES, steps=STEPS, devices=change.get, progress=wanted)
         printed = capsys.readouterr().err
         assert ("step 4: 1 -> 3 devices" in printed) == ("12/12" in printed) == (wanted is True)
-    assert words({"loss": np.float32(1.5), "all": np.ones(3)}, step.on(jax.devices()[:3]).placement) == (
+    assert metrics_line({"loss": np.float32(1.5), "all": np.ones(3)}, step.on(jax.devices()[:3]).placement) == (
         "loss 1.5  3 devices x 3/2 nodes"
     )

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import vnode
 from tests.budget import examples
 from vnode.elastic import state_handover
-from vnode.elastic.state_boxes import Held, IncompleteState, made_state, missing
+from vnode.elastic.state_boxes import HeldState, IncompleteState, build_state, plan_fetches
 from vnode.elastic.state_handover import Handover, Source, fetch_boxes
 from vnode.errors import ProcessError
 
@@ -52,10 +52,10 @@ def is_key(leaf) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def split_among(held: Held, holders: list[set[int]]) -> list[Held]:
+def split_among(held: HeldState, holders: list[set[int]]) -> list[HeldState]:
     """Several workers' parts of a state: of the i-th box of each array, those that have i among their numbers."""
     return [
-        Held(
+        HeldState(
             held.step,
             held.leaves,
             tuple(
@@ -68,7 +68,7 @@ def split_among(held: Held, holders: list[set[int]]) -> list[Held]:
 
 
 @contextlib.contextmanager
-def served(parts: list[Held]):
+def served(parts: list[HeldState]):
     """Connections to a server for each of some workers."""
     servers = [Handover("127.0.0.1", TOKEN) for _ in parts]
     sources = {}
@@ -96,7 +96,7 @@ def test_any_holders(before, after, holders, own, seed):
     """A state is made again, bit by bit, of whatever boxes workers hold; or it is said that some are held by nobody."""
     mesh = Mesh(np.array(jax.devices()[:before]), ("vnode",))
     state = state_of(mesh, seed)
-    held = Held.from_state(5, state)
+    held = HeldState.from_state(5, state)
     mine, *others = split_among(held, [own, *holders])
     placement = vnode.Placement(24, jax.devices()[:after])
     with served(others) as sources:
@@ -106,10 +106,10 @@ def test_any_holders(before, after, holders, own, seed):
         there = set.union(own, *holders) >= set(range(before))
         if not there and before > 1:
             with pytest.raises(IncompleteState, match="no worker that is left holds"):
-                missing(held.leaves, mine, boxes, placement)
+                plan_fetches(held.leaves, mine, boxes, placement)
             return
-        asked = missing(held.leaves, mine, boxes, placement)
-        made = made_state(state, held.leaves, mine, fetch_boxes(sources, held.leaves, asked), placement)
+        asked = plan_fetches(held.leaves, mine, boxes, placement)
+        made = build_state(state, held.leaves, mine, fetch_boxes(sources, held.leaves, asked), placement)
     assert bits_of(made) == bits_of(state)
     assert made["name"] == "not an array"
     assert made["w"].sharding.device_set == set(placement.devices)
@@ -119,13 +119,15 @@ def test_large_arrays_come_from_all_holders(monkeypatch):
     """One array is fetched in pieces, about as many bytes from each holder."""
     monkeypatch.setattr("vnode.elastic.state_boxes.PIECE", 1000)
     state = {"w": jnp.arange(4096, dtype=jnp.float32).reshape(64, 64)}
-    held = Held.from_state(1, state)
+    held = HeldState.from_state(1, state)
     placement = vnode.Placement(8, jax.devices()[:2])
     with served([held, held, held]) as sources:
-        asked = missing(held.leaves, None, {name: source.manifest()[2] for name, source in sources.items()}, placement)
+        asked = plan_fetches(
+            held.leaves, None, {name: source.manifest()[2] for name, source in sources.items()}, placement
+        )
         sent = [sum((b - a) * 256 for _, ((a, b), _) in requests) for requests in asked.values()]
         assert sum(sent) == 4096 * 4 and max(sent) - min(sent) <= 1000
-        made = made_state(state, held.leaves, None, fetch_boxes(sources, held.leaves, asked), placement)
+        made = build_state(state, held.leaves, None, fetch_boxes(sources, held.leaves, asked), placement)
     np.testing.assert_array_equal(made["w"], state["w"])
 
 
@@ -133,7 +135,7 @@ def test_large_arrays_come_from_all_holders(monkeypatch):
 def test_damage(monkeypatch, damage):
     """Damaged bytes, a holder that dies, one of another job, and one that has no such state are errors that name it."""
     state = {"w": jnp.ones((8, 8))}
-    held = Held.from_state(1, state)
+    held = HeldState.from_state(1, state)
     monkeypatch.setattr(state_handover, "OFFER", 0.1)
     if damage == "bytes":
         monkeypatch.setattr("vnode.elastic.state_handover.zlib.crc32", lambda data: id(data))

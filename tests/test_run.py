@@ -640,17 +640,17 @@ def test_second_interrupt_while_saving(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_shelter() -> None:
     """Within a shelter the second Ctrl-C waits; two shelters are one."""
-    with Stop.on([signal.SIGINT]) as stop:
+    with Stop.catch([signal.SIGINT]) as stop:
         stop.handle(signal.SIGTERM, None)
         stop.handle(signal.SIGTERM, None)
         assert stop.asked and stop.name == "SIGTERM"
         inner = []
-        with pytest.raises(KeyboardInterrupt), stop.sheltered():
-            with stop.sheltered():
+        with pytest.raises(KeyboardInterrupt), stop.deferred_interrupts():
+            with stop.deferred_interrupts():
                 stop.handle(signal.SIGINT, None)
             inner.append("went on")
         assert inner
-        with stop.sheltered():  # it interrupts once
+        with stop.deferred_interrupts():  # it interrupts once
             pass
 
 

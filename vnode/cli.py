@@ -26,7 +26,7 @@ TAKE_ARGUMENTS = {"run", "submit"}
 """Commands with more behind ``--``."""
 
 REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9._-]+)\s*(\[[^]]*\])?\s*([^;]*?)\s*(?:;(.*))?$")
-"""Of a requirement: a name, its extras, its versions, and a condition."""
+"""The parts of a requirement: a name, its extras, its versions, and a condition."""
 
 EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
 

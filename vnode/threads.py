@@ -6,7 +6,8 @@ Two things go wrong if nothing is done. A thread that waits for XLA asks for Pyt
 the interpreter is ending, Python before 3.14 answers with ``pthread_exit``, which unwinds the thread's stack through
 C++ frames that allow no such thing: the process aborts. Python 3.14 lets the thread hang instead, and `parked` has
 older ones do the same. And when the interpreter has ended, ``exit`` destroys the static objects of XLA under the hands
-of its compiler: `leave` skips that, when all that Python does at its end is done and the exit status is known.
+of its compiler: `exit_without_cleanup` skips that, when all that Python does at its end is done and the exit status is
+known.
 
 A thread that makes or destroys clients of XLA is better not left there at all: the end of the process waits for it.
 """
@@ -111,8 +112,8 @@ def parked() -> Iterator[None]:
 
 
 @atexit.register
-def leave() -> None:
-    """If a thread is left: has the process end as soon as Python has, without what C++ would then destroy."""
+def exit_without_cleanup() -> None:
+    """Ends the process right after Python, without destructors of C++, if a background thread is left."""
     await_threads()
     c = glibc()
     if c is not None and any(thread.is_alive() for thread in STARTED):

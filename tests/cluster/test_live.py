@@ -23,9 +23,9 @@ import pytest
 
 import vnode.cluster
 from vnode import cli
-from vnode.cluster.live.event_store import read
+from vnode.cluster.live.event_store import read_records
 from vnode.cluster.live.job_book import Book
-from vnode.cluster.live.socket_server import ask, socket_of
+from vnode.cluster.live.socket_server import request, socket_of
 from vnode.cluster.live.submission import Submission
 from vnode.errors import ClusterError, WorkerError
 from vnode.workers import job_registry
@@ -64,7 +64,7 @@ class Served:
 
     def answers(self) -> bool:
         try:
-            ask("queue", str(self.state))
+            request("queue", str(self.state))
         except ClusterError:
             return False
         return True
@@ -78,7 +78,7 @@ class Served:
         return self.process.wait(30)
 
     def job(self, name: str) -> dict:
-        return next(job for job in ask("queue", str(self.state))["answer"]["jobs"] if job["id"] == name)
+        return next(job for job in request("queue", str(self.state))["answer"]["jobs"] if job["id"] == name)
 
 
 @pytest.fixture
@@ -86,10 +86,10 @@ def served(home: Path) -> Iterator[Served]:
     found = Served(home)
     yield found
     if found.process is not None and found.process.poll() is None:
-        for job in ask("queue", str(found.state))["answer"]["jobs"]:
+        for job in request("queue", str(found.state))["answer"]["jobs"]:
             if job["ended"] is None:
-                ask("cancel", str(found.state), job=job["id"], now=True)
-        until(lambda: all(job["ended"] for job in ask("queue", str(found.state))["answer"]["jobs"]), found.log)
+                request("cancel", str(found.state), job=job["id"], now=True)
+        until(lambda: all(job["ended"] for job in request("queue", str(found.state))["answer"]["jobs"]), found.log)
         found.end()
 
 
@@ -173,7 +173,7 @@ def test_a_worker_has_its_own_device_and_a_killed_one_gives_it_to_the_next(serve
     served.begin("--devices", "a,b,c", "--no-page", "--policy", "max_min")
     for count in (3, 2):
         command = counting(10**6, nodes=count)
-        ask("submit", job=Submission(command=command, workers=(1, 3), name=f"of-{count}").facts())
+        request("submit", job=Submission(command=command, workers=(1, 3), name=f"of-{count}").facts())
 
     def devices() -> dict[int, str]:
         found = {}
@@ -196,7 +196,7 @@ def test_a_worker_has_its_own_device_and_a_killed_one_gives_it_to_the_next(serve
     os.kill(victim, signal.SIGKILL)
     until(lambda: victim not in devices(), served.log)
     until(settled, served.log)
-    ask("cancel", job="1", now=True)
+    request("cancel", job="1", now=True)
     until(lambda: served.job("1")["state"] == "cancelled", served.log)
     until(lambda: served.job("2")["state"] == "running", served.log)
     assert len(served.job("2")["devices"]) == 2  # it has two virtual nodes
@@ -205,19 +205,19 @@ def test_a_worker_has_its_own_device_and_a_killed_one_gives_it_to_the_next(serve
 
 def test_a_supervisor_that_is_killed_is_replaced_when_its_workers_are_gone(served: Served) -> None:
     served.begin("--devices", "2", "--no-page")
-    ask("submit", job=Submission(command=counting(10**6), workers=(1, 2)).facts())
+    request("submit", job=Submission(command=counting(10**6), workers=(1, 2)).facts())
     until(lambda: served.job("1")["state"] == "running", served.log)
     first = job_registry.load(served.folder / "cluster.db.jobs" / "1" / "run-1" / "job")
     assert first is not None
     workers = first.workers_alive()
     os.kill(first.facts["pid"], signal.SIGKILL)
-    until(lambda: Book(read(served.state)).jobs["1"].attempt == 2, served.log)
+    until(lambda: Book(read_records(served.state)).jobs["1"].attempt == 2, served.log)
     assert not [pid for pid in workers if job_registry.started(pid)]
     until(lambda: served.job("1")["state"] == "running", served.log)
     second = job_registry.load(served.folder / "cluster.db.jobs" / "1" / "run-2" / "job")
     assert second is not None
     os.kill(second.facts["pid"], signal.SIGTERM)  # as at a shutdown: it goes on later
-    until(lambda: Book(read(served.state)).jobs["1"].attempt == 3, served.log)
+    until(lambda: Book(read_records(served.state)).jobs["1"].attempt == 3, served.log)
 
 
 def test_the_socket_is_for_its_user_and_takes_nonsense(served: Served) -> None:
@@ -228,15 +228,15 @@ def test_the_socket_is_for_its_user_and_takes_nonsense(served: Served) -> None:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(str(path))
             sock.sendall(nonsense)
-    for request in (
+    for each in (
         {"kind": "dance"},
         {"kind": "submit"},
         {"kind": "submit", "job": {"command": 3}},
         {"kind": "status"},
     ):
         with pytest.raises(ClusterError, match=r"does not know 'dance'|cannot be read"):
-            ask(request.pop("kind"), str(served.state), **request)
-    assert ask("queue")["answer"]["jobs"] == []
+            request(each.pop("kind"), str(served.state), **each)
+    assert request("queue")["answer"]["jobs"] == []
 
 
 def test_a_policy_may_stop_a_job_and_a_failure_harms_no_other(home: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_policy_may_stop_a_job_and_a_failure_harms_no_other(home: Path) -> Non
     assert [job["state"] for job in run.jobs.values()] == ["succeeded", "succeeded", "failed"]
     assert run.jobs["3"]["why"].endswith("KeyError: 'mine'")
     assert any("stops: job 2 (second) with priority 1 arrived" in line for line in said)
-    book = Book(read(run.state))
+    book = Book(read_records(run.state))
     assert book.jobs["1"].attempt == 2 and not book.jobs["1"].interrupted
     figures = run.result.figures()
     assert len(figures["jobs"]) == 3 and 0 < figures["utilisation_allocated"] <= 1
@@ -284,7 +284,7 @@ def test_what_a_job_leaves_is_ended_before_its_device_is_free(served: Served) ->
     served.begin("--devices", "1", "--no-page")
     ends = "sleep 300 & setsid sleep 300 & sleep 0.3"
     for lines in (ends, f"{ends}; sleep 300"):
-        ask("submit", job=Submission(command=["sh", "-c", lines], rigid=True).facts())
+        request("submit", job=Submission(command=["sh", "-c", lines], rigid=True).facts())
     first, second = (served.folder / "cluster.db.jobs" / name for name in ("1", "2"))
     until(lambda: served.job("2")["state"] == "running", served.log)
     assert served.job("1")["state"] == "succeeded" and not marked(first)
@@ -310,7 +310,7 @@ def test_a_job_runs_where_modules_are_called_as_those_of_python(served: Served) 
     job = Submission(
         command=["sh", "-c", "echo here"], rigid=True, directory=str(served.folder), env={**env, "PYTHONINSPECT": "1"}
     )
-    ask("submit", str(served.state), job=job.facts())
+    request("submit", str(served.state), job=job.facts())
     until(lambda: served.job("2")["ended"], served.log)
     assert served.job("2")["state"] == "succeeded", served.job("2")["why"]
     output = served.folder / "cluster.db.jobs"
@@ -319,20 +319,20 @@ def test_a_job_runs_where_modules_are_called_as_those_of_python(served: Served) 
 
 def test_a_stopped_supervisor_can_be_cancelled_and_a_deleted_file_is_said(served: Served) -> None:
     served.begin("--devices", "1", "--no-page")
-    ask("submit", job=Submission(command=counting(10**6)).facts())
+    request("submit", job=Submission(command=counting(10**6)).facts())
     until(lambda: served.job("1")["state"] == "running", served.log)
     found = job_registry.load(served.folder / "cluster.db.jobs" / "1" / "run-1" / "job")
     assert found is not None
     os.kill(found.facts["pid"], signal.SIGSTOP)
     until(lambda: "does not answer" in served.job("1")["why"], served.log)
-    ask("cancel", job="1", now=True)
+    request("cancel", job="1", now=True)
     until(lambda: served.job("1")["state"] == "cancelled", served.log)
     assert not found.processes()
     served.state.rename(served.folder / "moved.db")
     with pytest.raises(ClusterError, match="was deleted, moved or replaced"):
-        ask("submit", str(served.state), job=Submission(command=["true"], rigid=True).facts())
+        request("submit", str(served.state), job=Submission(command=["true"], rigid=True).facts())
     (served.folder / "moved.db").rename(served.state)
-    ask("submit", str(served.state), job=Submission(command=["true"], rigid=True).facts())
+    request("submit", str(served.state), job=Submission(command=["true"], rigid=True).facts())
     until(lambda: served.job("2")["state"] == "succeeded", served.log)
 
 

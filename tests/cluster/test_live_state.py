@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from vnode.cluster.live.event_log import Record
-from vnode.cluster.live.event_store import State, check_file_system, file_system_of, read
+from vnode.cluster.live.event_store import State, check_file_system, file_system_of, read_records
 from vnode.errors import ClusterError
 
 RECORDS = [Record(0.1 + 0.2, "submitted", "1", {"name": "ä\n"}), Record(2.0, "began", None, {"devices": ["0"]})]
@@ -28,7 +28,7 @@ def test_records_come_back_as_they_were(tmp_path: Path) -> None:
     state = State(path)
     state.append(RECORDS[:1], [("1", "a", "pending", 1.0, 0, 0.5, None, None)])
     state.append(RECORDS[1:])
-    assert read(path) == RECORDS  # while a scheduler has it
+    assert read_records(path) == RECORDS  # while a scheduler has it
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     state.close()
     again = State(path)
@@ -82,7 +82,7 @@ def test_other_files_are_refused(tmp_path: Path, damage, why: str) -> None:
     path = tmp_path / "cluster.db"
     State(path).close()
     damage(path)
-    for opened in (State, lambda path: read(path)):
+    for opened in (State, lambda path: read_records(path)):
         with pytest.raises(ClusterError, match=why):
             opened(path)
 
@@ -91,7 +91,7 @@ def test_a_folder_that_is_not_there_and_one_that_cannot_be_written(tmp_path: Pat
     with pytest.raises(ClusterError, match="No such file or directory"):
         State(tmp_path / "none" / "cluster.db")
     with pytest.raises(ClusterError, match="no file"):
-        read(tmp_path / "none.db")
+        read_records(tmp_path / "none.db")
 
 
 def test_network_file_systems_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

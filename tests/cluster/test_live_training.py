@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 from tests.cluster.test_live import PROGRAMS, Served, home, served, until  # noqa: F401
-from vnode.cluster.live.event_store import read
+from vnode.cluster.live.event_store import read_records
 from vnode.cluster.live.job_book import Book
 from vnode.cluster.live.policy_shares import replay
-from vnode.cluster.live.socket_server import ask
+from vnode.cluster.live.socket_server import request
 from vnode.cluster.live.submission import Submission
 from vnode.workers import job_registry
 
@@ -40,7 +40,7 @@ def test_jobs_that_share_workers_end_with_their_own_bits(served: Served) -> None
 
     def submit(name: str, workers: tuple[int, int] = (1, 4), priority: float = 1) -> None:
         job = Submission(command=command(steps[name], int(name)), workers=workers, priority=priority)
-        assert ask("submit", job=job.facts())["answer"] == name
+        assert request("submit", job=job.facts())["answer"] == name
 
     served.begin("--devices", "4", "--no-page", "--policy", "max_min")
     submit("1")
@@ -48,26 +48,26 @@ def test_jobs_that_share_workers_end_with_their_own_bits(served: Served) -> None
     submit("2")
     submit("3", priority=2)
     submit("4", (1, 2))
-    ask("priority", job="2", priority=5)
+    request("priority", job="2", priority=5)
     until(lambda: (served.job("1")["step"] or 0) > 20 and served.job("2")["training"], served.log, 120)
     found = job_registry.load(served.folder / "cluster.db.jobs" / "1" / "run-1" / "job")
     assert found is not None
     with contextlib.suppress(ProcessLookupError):
         os.kill(found.workers_alive()[0], signal.SIGKILL)  # of job 1
-    ask("cancel", job="4", now=True)
+    request("cancel", job="4", now=True)
     served.end(signal.SIGKILL)
     served.begin("--devices", "4", "--no-page", "--policy", "shortest_remaining")
     for name in ("5", "6", "7"):
         submit(name, priority=3)
-    until(lambda: all(job["ended"] for job in ask("queue")["answer"]["jobs"]), served.log, 400)
-    states = {job["id"]: (job["state"], job["why"]) for job in ask("queue")["answer"]["jobs"]}
+    until(lambda: all(job["ended"] for job in request("queue")["answer"]["jobs"]), served.log, 400)
+    states = {job["id"]: (job["state"], job["why"]) for job in request("queue")["answer"]["jobs"]}
     assert states.pop("4") == ("cancelled", "")
     assert set(states.values()) == {("succeeded", "")}, states
     for name in states:
         alone = subprocess.run(command(steps[name], int(name), 0), capture_output=True, text=True, check=True)
         shared = (served.folder / "cluster.db.jobs" / name / "out").read_text()
         assert hash_of(shared) == hash_of(alone.stdout), f"job {name}"
-    records = read(served.state)
+    records = read_records(served.state)
     assert all(dict(again.shares) == dict(record.facts["shares"]) for record, again in replay(records))
     assert Book(records).jobs["1"].attempt >= 1
 
@@ -83,8 +83,8 @@ def test_a_job_that_made_room_goes_on_from_its_checkpoint(home: Path) -> None:  
         Submission(command=command(20, 2), workers=2, name="second", arrival=6),
     ]
     run = vnode.cluster.run(asked, 2, newest, state=home / "cluster.db")
-    book = Book(read(run.state))
-    stopped = [record for record in read(run.state) if record.kind == "pending"]
+    book = Book(read_records(run.state))
+    stopped = [record for record in read_records(run.state) if record.kind == "pending"]
     assert book.jobs["1"].state == "succeeded" and book.jobs["1"].attempt == 2
     assert [record.facts["why"] for record in stopped] == ["it made room for others"] and stopped[0].facts["step"] > 0
     alone = subprocess.run(command(120, 1, 0), capture_output=True, text=True, check=True)

@@ -21,10 +21,10 @@ import threading
 import time
 from pathlib import Path
 
-from vnode.cluster.live.event_store import State, read
+from vnode.cluster.live.event_store import State, read_records
 from vnode.cluster.live.job_book import Book
 from vnode.cluster.live.policy_shares import replay
-from vnode.cluster.live.socket_server import ask
+from vnode.cluster.live.socket_server import request
 from vnode.cluster.live.submission import Submission
 from vnode.errors import ClusterError
 
@@ -66,7 +66,7 @@ def main() -> int:
         for job in submissions(folder, own, chosen.jobs):
             while True:
                 try:
-                    answered.append(ask("submit", state, job=job.facts())["answer"])
+                    answered.append(request("submit", state, job=job.facts())["answer"])
                     break
                 except ClusterError:  # the scheduler was just killed: whether the job is there, nobody knows
                     time.sleep(0.05)
@@ -86,14 +86,14 @@ def main() -> int:
     end = time.monotonic() + 120
     while time.monotonic() < end:
         try:
-            if all(job["ended"] for job in ask("queue", state)["answer"]["jobs"]):
+            if all(job["ended"] for job in request("queue", state)["answer"]["jobs"]):
                 break
         except ClusterError:
             pass
         time.sleep(0.2)
     scheduler.send_signal(signal.SIGTERM)
     scheduler.wait(30)
-    records = read(Path(state))
+    records = read_records(Path(state))
     book = Book(records)
     faults = [f"job {name} is lost" for name in answered if name not in book.jobs]
     for job in book.jobs.values():

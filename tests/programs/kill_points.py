@@ -45,7 +45,7 @@ import jax
 
 from tests.programs import trained_by_workers
 from vnode.elastic import membership
-from vnode.elastic.recovery import whole
+from vnode.elastic.recovery import is_intact
 from vnode.elastic.worker_loop import WorkerDriver
 from vnode.placement.leaves import is_key
 from vnode.workers import NUMBER, SUPERVISOR
@@ -130,7 +130,7 @@ def does(what: str, marks: Path, proxy: Proxy | None, arguments: tuple[Any, ...]
 
 
 def is_computed(state: Any) -> bool:
-    return all(is_key(leaf) or leaf.is_ready() for leaf in jax.tree.leaves(state)) and whole(state)
+    return all(is_key(leaf) or leaf.is_ready() for leaf in jax.tree.leaves(state)) and is_intact(state)
 
 
 def remember() -> None:

@@ -21,7 +21,7 @@ def test_no_device_has_two_workers_and_none_in_use_is_given_back(steps: list[tup
     devices, has = Devices(["0", "1"]), {}
     for what, number in steps:
         if what == "take" and number not in has:
-            got = devices.take(number)
+            got = devices.allocate(number)
             assert (got is None) == (set(devices.granted) == set(has.values()))
             if got is not None:
                 assert got not in has.values()

@@ -22,7 +22,7 @@ from vnode.errors import WorkerError
 from vnode.workers import job_registry
 from vnode.workers.launch import Job, launch
 from vnode.workers.on_ray import LEASH
-from vnode.workers.supervisor_client import ask
+from vnode.workers.supervisor_client import request
 
 ROOT = Path(__file__).parents[2]
 FAKE = ROOT / "tests" / "programs" / "fake_worker.py"
@@ -223,7 +223,7 @@ def test_strangers_are_refused() -> None:
         channel.send({"kind": "hello", "protocol": 1, "worker": 7, "pid": 1, "host": "", "token": job.found().token})
         assert channel.receive(10)["kind"] == "end"
         channel.close()
-        assert len(ask(job.found(), "status")["workers"]) == 1
+        assert len(request(job.found(), "status")["workers"]) == 1
         assert whys(job, "refused").count("\n") == 1
 
 
@@ -248,7 +248,7 @@ def test_signals_of_the_command() -> None:
             found = until(lambda: next((job for job in job_registry.jobs() if "address" in job.facts), None))
 
             def trains(count: int) -> bool:
-                return len(ask(found, "status")["workers"]) == count
+                return len(request(found, "status")["workers"]) == count
 
             until(lambda: trains(1))
             run.send_signal(signal.SIGUSR1)

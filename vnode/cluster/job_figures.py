@@ -117,7 +117,7 @@ class Result:
             "utilisation_allocated": self.utilisation("holds"),
             "utilisation_effective": self.utilisation("runs"),
             "resizes": sum(job.resizes for job in jobs),
-            "jobs": [{name: known(value) for name, value in dataclasses.asdict(job).items()} for job in jobs],
+            "jobs": [{name: json_value(value) for name, value in dataclasses.asdict(job).items()} for job in jobs],
         }
 
     def against(self, other: Result) -> np.ndarray:
@@ -139,6 +139,6 @@ class Result:
         ]
 
 
-def known(value: Any) -> Any:
-    """A value for JSON: None in place of what is not known."""
+def json_value(value: Any) -> Any:
+    """A value for JSON: None in place of NaN."""
     return None if isinstance(value, float) and math.isnan(value) else value

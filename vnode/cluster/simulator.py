@@ -131,7 +131,7 @@ class Simulator:
             return False
         return not self.costs.tick or self.tick_after(self.now) <= self.now
 
-    # What has happened
+    # Events
 
     def take_arrivals(self) -> None:
         """Jobs that arrive."""
@@ -151,7 +151,7 @@ class Simulator:
             self.rate[job], self.finish[job], self.ready[job] = 0.0, math.inf, math.inf
             self.waits.discard(job)
             self.share[job] = self.runs_on[job] = 0
-            self.tell("ended", job, self.holds[job] + self.leaving[job])
+            self.record("ended", job, self.holds[job] + self.leaving[job])
             self.let_go(job, self.holds[job].copy(), self.costs.release)
         if len(ended):
             self.active = self.active[self.table.state[self.active] != ENDED]
@@ -171,7 +171,7 @@ class Simulator:
             _, job, counts = heapq.heappop(self.releases)
             self.free += counts
             self.leaving[job] -= counts
-            self.tell("holds", job, self.holds[job] + self.leaving[job])
+            self.record("holds", job, self.holds[job] + self.leaving[job])
 
     def let_go(self, job: int, counts: np.ndarray, after: float) -> None:
         """A job needs some devices no more; they are free a little later."""
@@ -194,7 +194,7 @@ class Simulator:
             self.free -= more
             self.holds[job] += more
             self.waits.discard(job)
-            self.tell("holds", job, self.holds[job] + self.leaving[job])
+            self.record("holds", job, self.holds[job] + self.leaving[job])
             starts = not self.runs_on[job].any()
             if not (starts and self.ready[job] < math.inf):  # who is starting, starts on more devices
                 self.ready[job] = self.now + (float(table.start[job]) if starts else self.costs.growth)
@@ -208,7 +208,7 @@ class Simulator:
         self.rate[job] = rate = self.speed_on(job, counts)
         self.since[job] = max(self.since[job], self.now) + stall
         self.finish[job] = self.since[job] + self.table.remaining[job] / rate if rate else math.inf
-        self.tell("runs", job, counts, stall)
+        self.record("runs", job, counts, stall)
 
     def speed_on(self, job: int, counts: np.ndarray) -> float:
         """Units of work per second of a job on devices, by kind."""
@@ -216,7 +216,7 @@ class Simulator:
             return self.jobs[job].speed_on(dict(zip(self.kinds, counts.tolist(), strict=True)))
         return float(self.table.curves[self.table.curve[job], min(int(counts[0]), int(self.table.demand[job]))])
 
-    def tell(self, kind: str, job: int, counts: np.ndarray, stall: float = 0.0) -> None:
+    def record(self, kind: str, job: int, counts: np.ndarray, stall: float = 0.0) -> None:
         """Writes an event down."""
         self.events.append(Event(self.now, kind, job, int(counts.sum()), stall))
 
@@ -226,7 +226,7 @@ class Simulator:
         self.table.remaining[jobs] = np.maximum(self.table.remaining[jobs] - done, 0.0)
         self.since[jobs] = np.maximum(self.since[jobs], self.now)
 
-    # What is decided
+    # Decisions
 
     def decide(self) -> None:
         """Asks the policy, and does what it says.
@@ -257,7 +257,7 @@ class Simulator:
     def change(self, job: int, share: np.ndarray) -> None:
         """A job gets another share: what it need not hold any longer goes, and it waits for what it needs besides."""
         table, costs, held = self.table, self.costs, self.holds[job].copy()
-        self.tell("share", job, share)
+        self.record("share", job, share)
         self.share[job] = share
         kept = np.minimum(held, share)
         runs = np.minimum(self.runs_on[job], kept)

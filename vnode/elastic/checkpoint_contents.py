@@ -1,4 +1,4 @@
-"""What a checkpoint says of the arrays of a state.
+"""Turns the arrays of a state into entries of a checkpoint's metadata, by path, and compares the two.
 
 Knows pytrees, and what makes an array the one it was. Must not know files.
 
@@ -35,7 +35,7 @@ class Leaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What a checkpoint says of one array.
+    """The metadata of one array in a checkpoint.
 
     Attributes:
       label: what messages call it.
@@ -56,8 +56,8 @@ class Entry:
     checksum: str | None = None
 
     @classmethod
-    def of(cls, leaf: Leaf, checksum: str) -> Entry:
-        """What to say of an array."""
+    def from_leaf(cls, leaf: Leaf, checksum: str) -> Entry:
+        """The entry of an array."""
         key = is_key(leaf.value)
         data = jax.eval_shape(jax.random.key_data, leaf.value) if key else leaf.value
         implementation = str(jax.random.key_impl(leaf.value)) if key else None
@@ -65,7 +65,7 @@ class Entry:
         return cls(leaf.label, type_of(leaf.value), shape, dtype, weak, implementation, checksum)
 
     @classmethod
-    def read(cls, said: Mapping[str, Any]) -> Entry:
+    def from_json(cls, said: Mapping[str, Any]) -> Entry:
         """An entry as JSON has it."""
         return cls(**{**said, "shape": tuple(said["shape"])})
 
@@ -75,7 +75,7 @@ class Entry:
         return int(np.prod(self.shape, dtype=object))
 
 
-def named(state: Any) -> dict[Path, Leaf]:
+def arrays_by_path(state: Any) -> dict[Path, Leaf]:
     """The arrays of a state by path.
 
     Example:
@@ -87,35 +87,35 @@ def named(state: Any) -> dict[Path, Leaf]:
     arrays = array_leaves(state)
     leaves = [entry for entry, array in zip(jax.tree.leaves_with_path(state), arrays, strict=True) if array]
     labels = [jax.tree_util.keystr(path) for path, _ in leaves]
-    paths = [text(path) for path, _ in leaves]
+    paths = [path_text(path) for path, _ in leaves]
     awkward = () in paths or not {"", ".", ".."}.isdisjoint(part for path in paths for part in path)
     if awkward or len({".".join(path) for path in paths}) < len(paths):
         paths = [(label or "state",) for label in labels]
     return {path: Leaf(label, leaf) for path, label, (_, leaf) in zip(paths, labels, leaves, strict=True)}
 
 
-def text(path: Iterable[Any]) -> Path:
+def path_text(path: Iterable[Any]) -> Path:
     """A path of jax, each of its parts as text."""
     return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 
 
-def stored(state: Any) -> Any:
-    """What of a state is written: its arrays that have elements, in the structure that the state has.
+def stored_arrays(state: Any) -> Any:
+    """The arrays of a state that are written, those with elements, in the structure of the state.
 
     So a reader that has the same structure reads it as it is. Other leaves are None.
     """
-    arrays = {path: leaf.value for path, leaf in named(state).items() if leaf.value.size}
+    arrays = {path: leaf.value for path, leaf in arrays_by_path(state).items() if leaf.value.size}
     if not arrays:
         return {"state": None}
     leaves, treedef = jax.tree.flatten_with_path(state)
     written = [array and leaf.size > 0 for (_, leaf), array in zip(leaves, array_leaves(state), strict=True)]
-    if all(text(path) in arrays for (path, _), wanted in zip(leaves, written, strict=True) if wanted):
+    if all(path_text(path) in arrays for (path, _), wanted in zip(leaves, written, strict=True) if wanted):
         kept = [leaf if wanted else None for (_, leaf), wanted in zip(leaves, written, strict=True)]
         return jax.tree.unflatten(treedef, kept)
     return {path[0]: array for path, array in arrays.items()}
 
 
-def nested(arrays: Mapping[Path, Any]) -> dict[str, Any]:
+def nested_dictionaries(arrays: Mapping[Path, Any]) -> dict[str, Any]:
     """Arrays as nested dictionaries.
 
     Example:
@@ -131,9 +131,9 @@ def nested(arrays: Mapping[Path, Any]) -> dict[str, Any]:
     return tree
 
 
-def filled(like: Any, arrays: Mapping[Path, Any]) -> Any:
+def with_arrays(like: Any, arrays: Mapping[Path, Any]) -> Any:
     """A state with its arrays replaced by others, which go by path."""
-    paths = iter(named(like))
+    paths = iter(arrays_by_path(like))
     return map_arrays(lambda leaf: arrays[next(paths)], like)
 
 
@@ -147,8 +147,8 @@ def check(entries: Mapping[Path, Entry], leaves: Mapping[Path, Leaf], where: str
     """Refuses a checkpoint of a state of another structure, and one that this process cannot hold.
 
     Args:
-      entries: what the checkpoint has.
-      leaves: what is needed; of their arrays, shapes and dtypes.
+      entries: those of the checkpoint.
+      leaves: the arrays that are needed; their shapes and dtypes are compared.
       where: which checkpoint.
 
     Raises:

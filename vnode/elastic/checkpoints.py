@@ -2,7 +2,7 @@
 
 Knows orbax and what a state is made of. Must not know steps, nor when a checkpoint is due.
 
-Orbax writes to a temporary folder and renames it, so that an unfinished checkpoint is none.
+Orbax writes to a temporary folder and renames it, so that an unfinished checkpoint is never taken for a good one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.errors import JaxRuntimeError
 
-from vnode.elastic.checkpoint_contents import Entry, filled, named, stored
+from vnode.elastic.checkpoint_contents import Entry, arrays_by_path, stored_arrays, with_arrays
 from vnode.elastic.integrity import checksums
 from vnode.elastic.lock import NAME as LOCK
 from vnode.elastic.lock import FolderLock, prepare
@@ -60,7 +60,7 @@ class Checkpoints(SharedReader):
     Args:
       path: the folder, which is made if it is not there; or an `orbax.checkpoint.CheckpointManager`, which then
         decides what it keeps, and is not closed.
-      keep: how many of the last checkpoints stay. What else is in the folder stays too.
+      keep: how many of the last checkpoints stay. Other files in the folder stay, too.
 
     Raises:
       CheckpointError: the folder cannot be written, or another run writes to it.
@@ -180,11 +180,11 @@ class Checkpoints(SharedReader):
             with self.agreed("to save a checkpoint"):
                 if self.lock is not None:
                     self.lock.check()
-            leaves = named(state)
+            leaves = arrays_by_path(state)
             sums = checksums({path: leaf.value for path, leaf in leaves.items()})
-            header = Header(number, {path: Entry.of(leaf, sums[path]) for path, leaf in leaves.items()}, facts)
+            header = Header(number, {path: Entry.from_leaf(leaf, sums[path]) for path, leaf in leaves.items()}, facts)
             self.make_way(number)
-            self.unless_peer_fails(lambda: self.write(number, stored(state), header), "to save a checkpoint")
+            self.unless_peer_fails(lambda: self.write(number, stored_arrays(state), header), "to save a checkpoint")
         except CheckpointError as error:
             error.state, error.step = state, number
             raise
@@ -240,16 +240,16 @@ class Checkpoints(SharedReader):
           CheckpointError: the checkpoint is of a state of another structure.
           DamagedCheckpointError: it cannot be read, or is not what was saved.
         """
-        leaves = named(like)
+        leaves = arrays_by_path(like)
 
-        def where(path: tuple[str, ...], shape: tuple[int, ...]) -> Any:
+        def sharding_at(path: tuple[str, ...], shape: tuple[int, ...]) -> Any:
             return (
                 fitting_sharding(placement, shape, partition(leaves[path].value))
                 if path in leaves
                 else placement.sharding()
             )
 
-        return filled(like, self.read(number, leaves, where))
+        return with_arrays(like, self.read(number, leaves, sharding_at))
 
     def wait(self) -> None:
         """Waits until what is being saved is written.
@@ -332,7 +332,7 @@ def check_save(error: BaseException) -> None:
 
 
 def remedies_of(error: BaseException | None) -> list[str]:
-    """What to do about a save that failed.
+    """Remedies for a save that failed.
 
     >>> remedies_of(OSError(28, "No space left on device"))
     ['make room on the disk']

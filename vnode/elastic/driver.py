@@ -23,8 +23,8 @@ import numpy as np
 
 from vnode.data.prefetch import Prefetch
 from vnode.elastic.evaluation import Evaluation
-from vnode.elastic.integrity import OwnCopy, total
-from vnode.elastic.metrics import by_name, finished, not_finite, scalars, words
+from vnode.elastic.integrity import OwnCopy, vote_words
+from vnode.elastic.metrics import are_computed, by_name, metrics_line, not_finite, scalars
 from vnode.elastic.options import RunOptions, takes
 from vnode.elastic.process_agreement import Agreement, Checked, check_copies, check_present
 from vnode.elastic.recovery import Recovery, has_nan, may_be_a_device
@@ -76,7 +76,7 @@ class Driver:
       data: where the batches come from.
       feed: the batches, loaded ahead.
       state: the state before step `options.start`.
-      options: what was asked for.
+      options: the options of the run.
       checkpoints: where to save, if anywhere.
       stop: whether a signal has asked for the end.
 
@@ -137,7 +137,7 @@ class Driver:
         self.step = step
         found = self.recovery.resume(self.place_to_resume)
         if found is None:
-            self.place(self.options.start)
+            self.move_to_first_devices(self.options.start)
             found = self.options.start, self.step.put(state)
         else:
             logger.info("resumed from step %d", found[0])
@@ -157,10 +157,10 @@ class Driver:
         self.told = self.number
         self.last_save = time.monotonic()
         if self.options.keep_every is not None:
-            self.recovery.keep(self.number, self.state)
+            self.recovery.copy_to_host(self.number, self.state)
 
-    def place(self, number: int) -> Placement:
-        """Goes to the devices that are asked for before the first step.
+    def move_to_first_devices(self, number: int) -> Placement:
+        """Moves the step to the devices that are requested for the first step.
 
         Raises:
           CheckpointError: the run cannot begin with that step.
@@ -175,14 +175,14 @@ class Driver:
         return self.step.placement
 
     def place_to_resume(self, number: int) -> Placement:
-        """As `place`; before they restore a checkpoint, processes compare what their steps compute.
+        """As `move_to_first_devices`; before processes restore a checkpoint, they compare their steps' programs.
 
         The step is traced for that, with the first batch, as its first call needs it.
 
         Raises:
           ProcessError: some compute something else.
         """
-        placement, program = self.place(number), None
+        placement, program = self.move_to_first_devices(number), None
         if not self.agreement.delay:
             return placement
         self.number = number
@@ -205,7 +205,7 @@ class Driver:
         """The loop, begun again after each failure.
 
         Raises:
-          BaseException: what ended it; the state is saved before, if there is where.
+          BaseException: the error that ended it; the state is saved before, if there is a folder.
         """
         failure: Exception | None = None
         try:
@@ -221,7 +221,7 @@ class Driver:
                 except Exception as error:
                     if self.agreement.delay:
                         check_failed(f"to step {self.number}", cause=error)
-                    if error is failure or not may_be_a_device(error) or self.alone(error):
+                    if error is failure or not may_be_a_device(error) or self.fails_unnoticed(error):
                         raise
                     traceback.clear_frames(error.__traceback__)  # they hold the state that failed
                     failure = error
@@ -233,8 +233,8 @@ class Driver:
             self.rescue(error)
             raise
 
-    def leave(self, result: Result) -> None:
-        """The run has ended: waits until all checkpoints are written.
+    def end_run(self, result: Result) -> None:
+        """Ends the run: waits until all checkpoints are written.
 
         Raises:
           CheckpointError: one cannot be; the error has the state.
@@ -242,18 +242,18 @@ class Driver:
         if self.checkpoints is None:
             return
         try:
-            with self.stop.sheltered():
+            with self.stop.deferred_interrupts():
                 self.checkpoints.wait()
         except CheckpointError as error:
             error.step, error.state = result.step, result.state
             raise
 
-    def alone(self, error: Exception) -> bool:
-        """Whether other processes know nothing of an error, and would go on: one of their runtimes may have none."""
+    def fails_unnoticed(self, error: Exception) -> bool:
+        """Whether other processes may not see an error, and would continue."""
         return bool(self.agreement.delay) and not isinstance(error, DeviceLost)
 
     def result(self) -> Result:
-        """What the run leaves."""
+        """The result of the run."""
         stopped = self.number < self.options.steps
         reason = self.reason
         if not reason and (self.stopping or self.asked_to_stop()):
@@ -288,17 +288,17 @@ class Driver:
             returned = time.perf_counter()
             block_until_ready(results, f"step {self.number - 1}")
             self.resized.compile, self.resized.first = returned - began, time.perf_counter() - returned
-            self.say(str(self.resized))
+            self.log_message(str(self.resized))
             self.resized = None
         self.fetch(0 if self.exact and (self.number - 1) % self.options.metrics_every == 0 else self.ahead)
         self.sum_up()
         if due(self.number, self.options.keep_every):
-            self.keep()
-        if self.options.best_metric is None and self.save_is_due() and self.good():
+            self.copy_to_host()
+        if self.options.best_metric is None and self.save_is_due() and self.is_good():
             self.save()
         if due(self.number, self.options.evaluate_every):
             self.evaluate()
-        if self.options.best_metric is not None and self.save_is_due() and self.good():  # knows what is best by then
+        if self.options.best_metric is not None and self.save_is_due() and self.is_good():  # knows what is best by then
             self.save()
 
     def save_is_due(self) -> bool:
@@ -318,11 +318,11 @@ class Driver:
         """
         tell(f"to step {self.number}")
         check_others(f"to step {self.number}", self.number)
-        checked = () if self.own is None else self.summed(self.own, AHEAD)
+        checked = () if self.own is None else self.take_checksums(self.own, AHEAD)
         return self.take_flags(self.agreement.vote(self.number, self.flags(), checked))
 
     def flags(self) -> list[bool]:
-        """What this process raises its hand for: the end of the run, a checkpoint."""
+        """The flags that this process votes for: the end of the run, a checkpoint."""
         return [self.stop.asked, self.is_late()]
 
     def take_flags(self, flags: list[bool]) -> bool:
@@ -337,12 +337,12 @@ class Driver:
             if found is not None:
                 self.sums.append((self.number, found))
 
-    def summed(self, own: OwnCopy, ahead: int) -> Checked:
+    def take_checksums(self, own: OwnCopy, ahead: int) -> Checked:
         """Checksums of this process's copies of the state, if any were begun more than `ahead` steps ago."""
         if not self.sums or self.sums[0][0] + ahead >= self.number:
             return own.unchecked
         number, sums = self.sums.popleft()
-        return [number, *total(block_until_ready(sums, f"the checksum of the state after {number} steps"))]
+        return [number, *vote_words(block_until_ready(sums, f"the checksum of the state after {number} steps"))]
 
     def compare_copies(self, own: OwnCopy) -> None:
         """Compares the final state of this process with those of the others.
@@ -352,7 +352,7 @@ class Driver:
         """
         run_watched(own.prepare().join, "to compile the checksum of the state", world().others)
         sums = own.begin(self.state)
-        mine = own.unchecked if sums is None else [self.number, *total(block_until_ready(sums, "the final state"))]
+        mine = own.unchecked if sums is None else [self.number, *vote_words(block_until_ready(sums, "the final state"))]
         check_copies(gather_from_all(mine, "to end a run").tolist(), own.holders)
 
     def no_longer_waits(self) -> bool:
@@ -387,21 +387,21 @@ class Driver:
             number = self.resumed if self.resumed in there else max(there, default=self.resumed)  # another worker's
             where = f"checkpoint {number} in {self.checkpoints.folder}"
             for warning in compare(self.checkpoints.facts(number), this, where):
-                self.say(warning, logging.WARNING)
+                self.log_message(warning, logging.WARNING)
         self.facts = this.facts
 
-    def say(self, text: str, level: int = logging.INFO) -> None:
-        """Tells of something in the log, and above the progress bar."""
+    def log_message(self, text: str, level: int = logging.INFO) -> None:
+        """Writes a message to the log, and above the progress bar."""
         logger.log(level, text)
         self.display.line(text)
 
     def follow(self, request: Request | None) -> None:
-        """Goes on on other devices if they are asked for."""
+        """Moves to other devices if they are requested."""
         if request is None or request == self.asked:
             return
         step = self.recovery.sibling(self.step, request)
         check_present(step.placement)
-        if self.options.compile_ahead and not self.compiled(step.placement):
+        if self.options.compile_ahead and not self.is_compiled(step.placement):
             return
         self.asked = request
         if step.placement == self.step.placement:
@@ -409,10 +409,12 @@ class Driver:
         block_until_ready(self.state, f"step {self.number - 1}")  # or the steps under way would count as moving
         began = time.perf_counter()
         self.state = block_until_ready(step.put(self.state), "the state on other devices")
-        self.changed(step, Resize(self.number, self.step.placement, step.placement, move=time.perf_counter() - began))
+        self.record_resize(
+            step, Resize(self.number, self.step.placement, step.placement, move=time.perf_counter() - began)
+        )
 
-    def compiled(self, placement: Placement) -> bool:
-        """Whether the program for a placement is there, or cannot be had; it is compiled in the background if not."""
+    def is_compiled(self, placement: Placement) -> bool:
+        """Whether the program for a placement is compiled, or failed; if not, compiles it in the background."""
         warming_up = self.options.compile_ahead == "warm_up"
         if placement == self.step.placement or self.number == self.first:
             return True  # nothing can be compiled before the first step has told shapes
@@ -429,8 +431,8 @@ class Driver:
             )
         return self.compiling[placement].done()
 
-    def changed(self, step: Any, change: Resize) -> None:
-        """Takes note of a change of devices; the next step tells how long it took."""
+    def record_resize(self, step: Any, change: Resize) -> None:
+        """Records a change of devices; the next step measures how long it took."""
         self.step = step
         self.speed.restart()
         self.resizes.append(change)
@@ -438,34 +440,36 @@ class Driver:
 
     def fetch(self, ahead: int) -> None:
         """Takes the metrics of finished steps to the host, and waits until no more than `ahead` are unfinished."""
-        while self.diverged is None and self.pending and (len(self.pending) > ahead or finished(self.pending[0][1])):
+        while (
+            self.diverged is None and self.pending and (len(self.pending) > ahead or are_computed(self.pending[0][1]))
+        ):
             number, metrics = self.pending[0]
             wanted, visible = number % self.options.metrics_every == 0, self.display.due
             block_until_ready(metrics, f"step {number}")
             values = jax.tree.map(to_numpy, metrics) if wanted or visible else metrics
             self.pending.popleft()
             if visible:
-                self.display.update(number + 1, words(values, self.step.placement))
+                self.display.update(number + 1, metrics_line(values, self.step.placement))
             if wanted:
-                self.tell(number, values)
+                self.report_metrics(number, values)
 
-    def tell(self, number: int, values: Any) -> None:
-        """Passes the metrics of a step on."""
+    def report_metrics(self, number: int, values: Any) -> None:
+        """Reports the metrics of a step to history, callbacks and writers."""
         self.history.append(number, values)
         named = by_name(values)
         writing = self.options.writers and world().index == 0
         self.write(number, named | (self.speed.metrics(number, self.step, self.state, self.batch) if writing else {}))
-        self.look(number, named)
+        self.check_finite(number, named)
         end = number + 1 + (0 if self.exact else AHEAD)
         for callback in self.options.callbacks:
-            self.ask(callback, takes(callback, 3), number, values, end)
+            self.call_callback(callback, takes(callback, 3), number, values, end)
 
     def write(self, number: int, named: dict[str, Any]) -> None:
         """Gives metrics to the writers."""
         for writer in self.options.writers if world().index == 0 else ():
             writer(number, named)
 
-    def ask(self, callback: Callable[..., Any], with_state: bool, number: int, values: Any, end: int) -> None:
+    def call_callback(self, callback: Callable[..., Any], with_state: bool, number: int, values: Any, end: int) -> None:
         """Calls a callback; if it returns True, the run ends before a step.
 
         That step is the same however far the loop has got, so that the result does not depend on how fast devices are.
@@ -474,8 +478,8 @@ class Driver:
         if isinstance(answer, bool | np.bool_) and answer and end < self.end:
             self.end, self.reason = end, f"the callback asked for it at step {number}"
 
-    def look(self, number: int, named: dict[str, Any]) -> None:
-        """Looks for losses that are no numbers."""
+    def check_finite(self, number: int, named: dict[str, Any]) -> None:
+        """Looks for losses that are not finite."""
         names = not_finite(named)
         if not names:
             return
@@ -484,9 +488,9 @@ class Driver:
             self.reason = f"{', '.join(names)} of step {number} is not finite"
         elif not self.warned:
             self.warned = True
-            self.say(f"{', '.join(names)} of step {number} is not finite; the run goes on", logging.WARNING)
+            self.log_message(f"{', '.join(names)} of step {number} is not finite; the run goes on", logging.WARNING)
 
-    def good(self) -> bool:
+    def is_good(self) -> bool:
         """Whether all steps so far, and the state behind them, are good; waits for them.
 
         The metrics come first: those of steps that are behind a copy would not be told again.
@@ -497,10 +501,10 @@ class Driver:
             self.reason = f"the state after step {self.number - 1} holds numbers that are none"
         return self.diverged is None
 
-    def keep(self) -> None:
+    def copy_to_host(self) -> None:
         """Copies the state to the host. The steps behind it are then known to be good."""
-        if self.good():
-            self.recovery.keep(self.number, self.state)
+        if self.is_good():
+            self.recovery.copy_to_host(self.number, self.state)
 
     def save(self) -> None:
         """Saves the state, unless a step that is run again was saved the first time."""
@@ -516,7 +520,7 @@ class Driver:
         """
         assert self.checkpoints is not None
         try:
-            with self.stop.sheltered():
+            with self.stop.deferred_interrupts():
                 # Before its first step a run has computed nothing that another step could change.
                 facts = dict((self.facts if number > self.options.start else None) or {})
                 if self.best is not None:
@@ -536,7 +540,7 @@ class Driver:
           VnodeError: the evaluation gave the state away.
         """
         evaluate = self.options.evaluate
-        if evaluate is None or not self.good():
+        if evaluate is None or not self.is_good():
             return
         with_placement = isinstance(evaluate, Evaluation)
         values = evaluate(self.state, self.step.placement) if with_placement else evaluate(self.state)
@@ -547,11 +551,11 @@ class Driver:
         self.write(self.number, by_name(values, "evaluate/"))
         logger.info("evaluated after %d steps: %s", self.number, scalars(values))
         if self.options.best_metric is not None:
-            self.rank(by_name(values, "evaluate/"), self.options.best_metric)
+            self.save_if_best(by_name(values, "evaluate/"), self.options.best_metric)
         for callback in self.options.evaluate_callbacks:
-            self.ask(callback, takes(callback, 3), self.number, values, self.number)
+            self.call_callback(callback, takes(callback, 3), self.number, values, self.number)
 
-    def rank(self, named: dict[str, Any], metric: str) -> None:
+    def save_if_best(self, named: dict[str, Any], metric: str) -> None:
         """Saves the state if it is the best so far, as the checkpoint that stays.
 
         Raises:
@@ -589,7 +593,7 @@ class Driver:
             self.compare_copies(self.own)
         if self.resumed is not None and self.facts is None:
             self.identify(self.last_batch())
-        good = self.good()
+        good = self.is_good()
         if not good:
             self.last_good()
         if self.options.best_metric is None:
@@ -608,11 +612,13 @@ class Driver:
                 else None
             )
         except Exception as error:
-            self.say(f"a change of the step would not be noticed, as no batch can be had: {error}", logging.WARNING)
+            self.log_message(
+                f"a change of the step would not be noticed, as no batch can be had: {error}", logging.WARNING
+            )
             return None
 
     def last_good(self) -> None:
-        """Goes back to the last state that is good: free of numbers that are none, behind steps with finite losses.
+        """Goes back to the last good state: it contains no NaN, and the losses of its steps were finite.
 
         The first time round finds out which it is; a state that was donated is not there to go back to.
         """
@@ -632,10 +638,10 @@ class Driver:
                     break
                 self.number += 1
         self.back_to(self.number)
-        self.say(f"{self.reason}: back to the state after {self.number} steps", logging.WARNING)
+        self.log_message(f"{self.reason}: back to the state after {self.number} steps", logging.WARNING)
 
     def back_to(self, number: int) -> None:
-        """Forgets what was told of the steps from this one on."""
+        """Drops the recorded metrics of the steps from this one on."""
         self.history.back_to(number)
         self.evaluations = [entry for entry in self.evaluations if entry[0] <= number]
         self.told = min(self.told, number)
@@ -669,10 +675,10 @@ class Driver:
         self.number = good
         self.back_to(good)
         self.asked, self.end, self.reason, self.diverged = None, self.options.steps, "", None
-        self.changed(step, change)
+        self.record_resize(step, change)
 
     def rescue(self, error: BaseException) -> None:
-        """Saves what there is before an error ends the run; the error says so."""
+        """Saves the last good state before an error ends the run; the error says so."""
         if self.checkpoints is None or isinstance(error, CheckpointError):
             return
         if self.agreement.delay:
@@ -690,11 +696,11 @@ class Driver:
             error.add_note(f"The state could not be saved: {type(failed).__name__}: {failed}")
 
     def close(self) -> None:
-        """Drops what has not begun to compile."""
+        """Cancels compilations that have not begun."""
         for preparation in self.compiling.values():
             preparation.cancel()
 
 
 def due(number: int, every: int | None) -> bool:
-    """Whether something that is done after so many steps is due."""
+    """Whether an action that is done every so many steps is due."""
     return every is not None and number % every == 0

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from vnode.data.source import loader
-from vnode.elastic.options import whole
+from vnode.elastic.options import check_integer
 from vnode.elastic.run_checks import check_step, form, name_of
 from vnode.errors import BatchError, VnodeError, layout_message
 from vnode.placement.host_copy import to_numpy
@@ -60,7 +60,7 @@ class Evaluation:
     ) -> None:
         check_evaluating_step(step)
         self.step = step
-        self.batches = batches_in(data) if batches is None else whole("batches", batches, 1)
+        self.batches = batches_in(data) if batches is None else check_integer("batches", batches, 1)
         self.load = loader(data, self.batches)
         self.combine = combine or weighted_mean
 
@@ -94,7 +94,7 @@ def batches_in(data: Any) -> int:
     """How many batches hold each example once.
 
     Raises:
-      VnodeError: nobody knows, or none do.
+      VnodeError: the number is not known, or no number does.
     """
     order = getattr(data, "order", None)
     if order is not None:
@@ -124,7 +124,7 @@ def weighted_mean(metrics: Sequence[Any], examples: Sequence[int]) -> Any:
 
 
 def check_evaluation(evaluate: Any) -> None:
-    """Refuses what a run cannot evaluate its state with, before its first step.
+    """Refuses an `evaluate` that the run cannot call, before its first step.
 
     Args:
       evaluate: an option of a run: takes the state alone, or is an `Evaluation`.

@@ -51,7 +51,7 @@ def checksums(arrays: Mapping[K, jax.Array]) -> dict[K, str]:
       (16, False, True)
     """
     datas = {name: jax.random.key_data(array) if is_key(array) else array for name, array in arrays.items()}
-    begun = {name: [part(shard, data.shape) for shard in own(data)] for name, data in datas.items()}
+    begun = {name: [shard_sums(shard, data.shape) for shard in owned_shards(data)] for name, data in datas.items()}
     parts = jax.device_get(block_until_ready(begun, "the checksums of a state"))
     sums = np.zeros((len(parts), 2), np.uint32)
     for i, name in enumerate(parts):
@@ -63,13 +63,13 @@ def checksums(arrays: Mapping[K, jax.Array]) -> dict[K, str]:
     return {name: f"{first:08x}{second:08x}" for name, (first, second) in zip(parts, sums, strict=True)}
 
 
-def own(array: jax.Array) -> list[Any]:
-    """The shards of an array that this process is to add up: each part of the array is in one such shard of one."""
+def owned_shards(array: jax.Array) -> list[Any]:
+    """The shards of an array that this process adds up: each part of the array is in one shard of one process."""
     return [shard for shard in array.addressable_shards if shard.replica_id == 0 and shard.data.size]
 
 
-def part(shard: Any, shape: tuple[int, ...]) -> jax.Array:
-    """What a shard of an array of some shape adds to its two sums."""
+def shard_sums(shard: Any, shape: tuple[int, ...]) -> jax.Array:
+    """The two sums of one shard, as its part of the checksum of an array of some shape."""
     starts = [index.start or 0 for index in shard.index]
     strides = [int(np.prod(shape[axis + 1 :], dtype=object)) % 2**32 for axis in range(len(shape))]
     places = jax.device_put(np.array([starts, strides], np.uint32).reshape(2, -1), shard.device)
@@ -95,18 +95,18 @@ def sums_of(data: jax.Array, places: jax.Array) -> jax.Array:
         index = jax.lax.broadcasted_iota(jnp.uint32, data.shape, axis)
         position += (index + places[0, axis]) * places[1, axis]
     sums = jnp.zeros(2, jnp.uint32)
-    for number, word in enumerate(words(data)):
-        salt = mixed(position * np.uint32(0x9E3779B9) + np.uint32(number + 1))
-        first = mixed(word ^ salt)
-        second = mixed((first ^ position) * np.uint32(0x85EBCA77) + salt)
+    for number, word in enumerate(to_words(data)):
+        salt = mix_bits(position * np.uint32(0x9E3779B9) + np.uint32(number + 1))
+        first = mix_bits(word ^ salt)
+        second = mix_bits((first ^ position) * np.uint32(0x85EBCA77) + salt)
         sums += jnp.stack([first.sum(dtype=jnp.uint32), second.sum(dtype=jnp.uint32)])
     return sums
 
 
-def words(data: jax.Array) -> list[jax.Array]:
+def to_words(data: jax.Array) -> list[jax.Array]:
     """The bits of an array's elements as arrays of 32-bit words: two for elements of 64 bits, four for those of 128."""
     if jnp.issubdtype(data.dtype, jnp.complexfloating):
-        return [*words(data.real), *words(data.imag)]
+        return [*to_words(data.real), *to_words(data.imag)]
     if data.dtype == jnp.bool_:
         return [data.astype(jnp.uint32)]
     bits = jnp.iinfo(data.dtype).bits if jnp.issubdtype(data.dtype, jnp.integer) else jnp.finfo(data.dtype).bits
@@ -116,8 +116,8 @@ def words(data: jax.Array) -> list[jax.Array]:
     return [jax.lax.bitcast_convert_type(data, f"uint{bits}").astype(jnp.uint32)]
 
 
-def mixed(words: jax.Array) -> jax.Array:
-    """Each 32-bit word spread over all bits of another; no two become the same."""
+def mix_bits(words: jax.Array) -> jax.Array:
+    """Mixes the bits of each 32-bit word; the map is a bijection."""
     words = (words ^ (words >> 16)) * np.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * np.uint32(0xC2B2AE35)
     return words ^ (words >> 16)
@@ -174,7 +174,7 @@ class OwnCopy:
           state: the state, as it was said to be.
 
         Returns:
-          ``uint32[groups, 2]`` of each device, for `total`; None if that cannot be had: nothing has copies, the state
+          ``uint32[groups, 2]`` of each device, for `vote_words`; None if there is none: nothing has copies, the state
           lies elsewhere by now, or the programs are not compiled yet.
         """
         holders, parts = copied_parts(state)
@@ -192,7 +192,7 @@ def unchecked(groups: int) -> list[int]:
     return [0] * (1 + 2 * groups)
 
 
-def total(sums: Sequence[jax.Array]) -> list[int]:
+def vote_words(sums: Sequence[jax.Array]) -> list[int]:
     """The words of a process's checksums, given those of its devices."""
     return sum(map(np.asarray, sums), np.uint32(0)).reshape(-1).tolist()  # modulo 2^32
 
@@ -228,14 +228,14 @@ def copy_holders(leaf: Any) -> tuple[int, ...] | None:
 
 
 def copied_parts(state: Any) -> tuple[list[tuple[int, ...]], dict[Any, list[tuple[Place, jax.Array]]]]:
-    """What a process has of arrays that other processes have copies of.
+    """The parts that this process has of arrays with copies in other processes.
 
     Args:
       state: a state, arrays on devices.
 
     Returns:
       For each group of arrays, who has the same parts (`holders_of`); and for each device of this process the parts on
-      it, and where they count. Of a part that several of its devices have, one is taken.
+      it, and where they count. A part on several of its devices is taken once.
     """
     groups: dict[tuple[int, ...], int] = {}
     found: dict[Any, list[tuple[Place, jax.Array]]] = {}
@@ -276,7 +276,7 @@ def sums_by_group(places: Sequence[Place], groups: int, arrays: Sequence[jax.Arr
         strides = [int(np.prod(data.shape[axis + 1 :], dtype=object)) % 2**32 for axis in range(data.ndim)]
         starts = np.array([[0] * data.ndim, strides], np.uint32).reshape(2, -1)
         salt = np.uint32((place.array * 0x10001 + place.part) % 2**32)
-        totals = totals.at[place.group].add(mixed(sums_of(data, starts) ^ salt))
+        totals = totals.at[place.group].add(mix_bits(sums_of(data, starts) ^ salt))
     return totals
 
 

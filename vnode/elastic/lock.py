@@ -135,7 +135,7 @@ class FolderLock:
                 os.write(descriptor, json.dumps(self.owner).encode())
             except BlockingIOError as error:
                 os.close(descriptor)
-                raise held(self.folder, self.holder()) from error
+                raise locked_error(self.folder, self.holder()) from error
             except OSError as error:
                 os.close(descriptor)
                 if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
@@ -172,7 +172,7 @@ class FolderLock:
         if self.descriptor is None:
             holder = self.holder() or {}
             if holder.get("token") != self.owner["token"]:
-                raise held(self.folder, holder or None)
+                raise locked_error(self.folder, holder or None)
 
     def holder(self) -> dict[str, Any] | None:
         """Who holds the folder, as far as the file can be read."""
@@ -207,8 +207,8 @@ def is_file(descriptor: int, path: epath.Path) -> bool:
         return False
 
 
-def held(folder: epath.Path, holder: dict[str, Any] | None) -> CheckpointError:
-    """The error of a folder that another run has."""
+def locked_error(folder: epath.Path, holder: dict[str, Any] | None) -> CheckpointError:
+    """The error of a folder that another run holds."""
     facts, stop = [], "wait until it ends, or stop it"
     if holder is not None:
         facts = [f"held by process {holder.get('process')} on {holder.get('host')} since {holder.get('since')}"]

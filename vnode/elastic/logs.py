@@ -27,7 +27,7 @@ class Quiet(logging.Filter):
         return own or record.levelno >= logging.WARNING or logging.getLogger("vnode").isEnabledFor(logging.DEBUG)
 
     def end(self) -> None:
-        """Holds back nothing any more; again does nothing."""
+        """Stops holding back; a second call does nothing."""
         self.logger.removeFilter(self)
 
     def __enter__(self) -> Quiet:

@@ -178,13 +178,13 @@ class Membership:
             except (WireError, OSError):
                 break
             with self.changed:
-                self.take(message)
+                self.handle_message(message)
                 self.changed.notify_all()
         with self.changed:
             self.closed = True
             self.changed.notify_all()
 
-    def take(self, message: dict[str, Any]) -> None:
+    def handle_message(self, message: dict[str, Any]) -> None:
         """Takes note of a message."""
         kind, generation = message["kind"], message.get("generation", 0)
         if kind == "prepare":
@@ -213,7 +213,7 @@ class Membership:
             self.lose(self.generation, [{"rank": -1, "why": "the supervisor ends this worker"}])
 
     def lose(self, generation: int, lost: list[dict[str, Any]], aloud: bool = True) -> None:
-        """Has whoever waits in a world wait no longer."""
+        """Interrupts threads that wait in a world."""
         world = self.worlds.get(generation)
         if world is None or world.board is None:
             return
@@ -241,7 +241,7 @@ class Membership:
         """Waits until something is there.
 
         Args:
-          found: what it is, or None or False.
+          found: returns it, or None or False.
           seconds: to wait; None for as long as it takes.
 
         Returns:
@@ -290,13 +290,13 @@ class Membership:
             self.doing, self.busy = before
 
     def take_prepare(self) -> dict[str, Any] | None:
-        """What generation is to be prepared, once."""
+        """Takes the order to prepare a generation, if there is one."""
         with self.changed:
             order, self.prepare = self.prepare, None
             return order
 
     def take_release(self) -> bool:
-        """Whether the others need this worker no more, once."""
+        """Takes the order that releases this worker, if there is one."""
         with self.changed:
             released, self.released = self.released, False
             return released

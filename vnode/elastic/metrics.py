@@ -1,4 +1,4 @@
-"""What metrics say: by their names, in a few words, and whether they are numbers at all.
+"""Turns a pytree of metrics into a dictionary by name, a line of text, or plain data.
 
 Knows pytrees of metrics. Must not know which step they are of, nor who is told.
 """
@@ -36,7 +36,7 @@ def by_name(metrics: Any, prefix: str = "") -> dict[str, Any]:
     return named
 
 
-def numbers(metrics: Any) -> dict[str, float]:
+def scalar_metrics(metrics: Any) -> dict[str, float]:
     """The metrics that are single numbers, by name.
 
     >>> numbers({"loss": 0.5, "by class": np.zeros(3)})
@@ -45,7 +45,7 @@ def numbers(metrics: Any) -> dict[str, float]:
     return {name: float(value) for name, value in by_name(metrics).items() if isinstance(value, bool | int | float)}
 
 
-def packed(metrics: Any) -> list[list[Any]]:
+def pack_metrics(metrics: Any) -> list[list[Any]]:
     """Metrics on the host as plain data: type, shape and bytes of each leaf.
 
     >>> packed({"loss": np.float32(0.5)})
@@ -55,8 +55,8 @@ def packed(metrics: Any) -> list[list[Any]]:
     return [[str(each.dtype), [*each.shape], base64.b64encode(each.tobytes()).decode()] for each in arrays]
 
 
-def unpacked(said: Sequence[Sequence[Any]], like: Any) -> Any:
-    """The reverse of `packed`.
+def unpack_metrics(said: Sequence[Sequence[Any]], like: Any) -> Any:
+    """The reverse of `pack_metrics`.
 
     Args:
       said: what it gave.
@@ -66,13 +66,13 @@ def unpacked(said: Sequence[Sequence[Any]], like: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), parts)
 
 
-def finished(metrics: Any) -> bool:
+def are_computed(metrics: Any) -> bool:
     """Whether metrics are computed."""
     return all(leaf.is_ready() for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array))
 
 
 def not_finite(named: dict[str, Any]) -> list[str]:
-    """The names of metrics that hold infinities or what is no number: of the loss, where one is called so."""
+    """The names of metrics with infinities or NaN; only the loss is looked at, if there is one of that name."""
     found = []
     for name, value in ({"loss": named["loss"]} if "loss" in named else named).items():
         with contextlib.suppress(TypeError):  # not a kind of number
@@ -87,7 +87,7 @@ def scalars(metrics: Any) -> str:
     return "  ".join(f"{name.replace('/', '.')} {value:.4g}" for name, value in list(numbers.items())[:4])
 
 
-def words(metrics: Any, placement: Placement) -> str:
+def metrics_line(metrics: Any, placement: Placement) -> str:
     """Scalar metrics and the placement, in a few words."""
     counts = sorted(set(placement.counts), reverse=True)
     return "  ".join([scalars(metrics), f"{several(placement.size, 'device')} x {'/'.join(map(str, counts))} nodes"])

@@ -49,7 +49,7 @@ SCOPE = "run 0"
 """The name of a run to the workers of a generation, of which each has one run."""
 
 
-class Coming:
+class NextGeneration:
     """The generation to come, as one of its workers makes it.
 
     Args:
@@ -93,10 +93,10 @@ class Coming:
         self.error: BaseException | None = None
         self.closed = False
         with in_world(ALONE):  # or the thread would hold the world that it is called in
-            self.thread = background(self.make, "vnode-coming", awaited=True)
+            self.thread = background(self.work, "vnode-coming", awaited=True)
 
-    def make(self) -> None:
-        """The thread that makes it, and tells the supervisor when all workers may switch to it."""
+    def work(self) -> None:
+        """Runs in a thread: makes the generation, and tells the supervisor when this worker may switch to it."""
         began = time.monotonic()
         try:
             if self.rejoins:
@@ -123,7 +123,7 @@ class Coming:
         self.member.send("prepared", generation=self.generation, seconds=time.monotonic() - began)
 
     def let_begin(self) -> None:
-        """This process has left the generation before."""
+        """Says that this process has left the previous generation."""
         self.may_begin.set()
 
     def build(self) -> None:
@@ -146,7 +146,7 @@ class Coming:
             self.check_wanted()
             self.step = self.home.on(world.devices)
             placement = self.step.placement
-            types = self.types if self.types is not None else self.asked_types()
+            types = self.types if self.types is not None else self.fetch_types()
             state = abstract_state(self.like, types, placement)
             args, kwargs = self.step.spec.bound((state, self.batch(placement)), {})
             self.step.executor.compile_for(args, kwargs)
@@ -155,10 +155,10 @@ class Coming:
             vote_once(copy_groups(state))
 
     def close(self) -> threading.Thread:
-        """Lets go of its world, which this process has no part in any longer, once it is made or has been given up.
+        """Frees the generation's world in a thread, once it is made or given up.
 
         Returns:
-          The thread that does.
+          That thread.
         """
         self.closed = True
         if self.thread.is_alive():
@@ -185,7 +185,7 @@ class Coming:
         return not (self.closed or self.generation in self.member.cancelled or self.generation in self.member.left)
 
     def check_wanted(self) -> None:
-        """Gives up where the supervisor has.
+        """Stops the preparation if the supervisor has cancelled it.
 
         Raises:
           ProcessError: it has.
@@ -193,7 +193,7 @@ class Coming:
         if not self.is_wanted:
             raise ProcessError(f"generation {self.generation} is not wanted any longer.")
 
-    def asked_types(self) -> list[Leaf] | None:
+    def fetch_types(self) -> list[Leaf] | None:
         """The arrays of the state as those that train have them; None if nobody trains yet."""
         for each in self.members:
             if each["worker"] != self.member.number:
@@ -225,7 +225,7 @@ def vote_once(groups: int) -> None:
 
 
 def abstract_state(like: Any, types: Sequence[Leaf] | None, placement: Placement) -> Any:
-    """What stands for a state on a placement's devices.
+    """The abstract state (`jax.ShapeDtypeStruct`s) on a placement's devices.
 
     Args:
       like: a state of the same structure.
@@ -239,7 +239,7 @@ def abstract_state(like: Any, types: Sequence[Leaf] | None, placement: Placement
 
 
 def abstract_leaf(leaf: Leaf, placement: Placement) -> jax.ShapeDtypeStruct:
-    """What stands for one array."""
+    """The abstract value of one array."""
     sharding, dtype = leaf.sharding(placement), jnp.dtype(leaf.dtype)
     if not leaf.key:
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding, weak_type=leaf.weak)

@@ -1,6 +1,6 @@
-"""What is asked of a run, checked before anything begins.
+"""The options of a run, checked before anything begins.
 
-Knows options, and what may stand in them. Must not know what is done about them.
+Knows options and their allowed values. Must not know how they are carried out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHECKPOINTS_KEPT = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What is asked of `vnode.elastic.run`, whose arguments these are.
+    """The arguments of `vnode.elastic.run`.
 
     Raises:
       ValueError: an option is not what it must be, or has no effect without another one.
@@ -59,7 +59,7 @@ class RunOptions:
         for name, least in LEAST.items():
             value = getattr(self, name)
             if not (value is None and name in MAY_BE_NONE):
-                object.__setattr__(self, name, whole(name, value, least))
+                object.__setattr__(self, name, check_integer(name, value, least))
         seconds = self.checkpoint_seconds
         if seconds is not None and not (isinstance(seconds, numbers.Real) and 0 < seconds < math.inf):
             raise ValueError(f"checkpoint_seconds must be a positive time, or None, not {seconds!r}")
@@ -145,8 +145,8 @@ LEAST = {
 MAY_BE_NONE = ("keep_every", "checkpoint_every", "checkpoints_kept", "evaluate_every")
 
 
-def whole(name: str, value: Any, least: int) -> int:
-    """A whole number.
+def check_integer(name: str, value: Any, least: int) -> int:
+    """Checks that an option is a whole number.
 
     Raises:
       ValueError: it is none, or too small.

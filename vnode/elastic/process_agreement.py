@@ -1,4 +1,4 @@
-"""What the processes of a run agree about, so that all of them do the same thing between the same two steps.
+"""Turns flags of single processes into flags that all processes see before the same step.
 
 Knows processes and flags. Must not know what is decided by them.
 
@@ -29,7 +29,7 @@ each group of arrays."""
 
 
 class Agreement:
-    """Flags that count in all processes once any has raised them, from the same step on.
+    """Flags that take effect in all processes, from the same step on, once any process has raised them.
 
     Votes also find out processes that are not at the same step, and copies of the state that are not the same.
 
@@ -66,7 +66,7 @@ class Agreement:
         here.launches[frozenset(range(here.count))] += 1
         mine = np.array([number, *checked, *flags], np.uint32)
         votes = order_after_last([stack_by_process(mine, here.devices)], 0)[0]
-        self.votes.append(counted(votes))
+        self.votes.append(exchange_votes(votes))
         record_last(self.votes, -1)
         if len(self.votes) <= self.delay:
             return [False] * len(flags)
@@ -76,17 +76,17 @@ class Agreement:
         return [bool(flag) for flag in votes[:, 1 + len(checked) :].max(axis=0)]
 
 
-def counted(votes: jax.Array) -> jax.Array:
+def exchange_votes(votes: jax.Array) -> jax.Array:
     """The votes of all processes, in each of them.
 
     On CPUs jax runs programs of less than 1,000 operations in the thread that calls them, which could then not see that
     another process has failed. So this one has more.
     """
-    return counting(NamedSharding(votes.sharding.mesh, PartitionSpec()))(votes)[0]  # pyright: ignore
+    return vote_program(NamedSharding(votes.sharding.mesh, PartitionSpec()))(votes)[0]  # pyright: ignore
 
 
 @device_cache(maxsize=4)
-def counting(target: NamedSharding) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+def vote_program(target: NamedSharding) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
     """A program that sends votes to all processes."""
 
     def count(votes: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -96,7 +96,7 @@ def counting(target: NamedSharding) -> Callable[[jax.Array], tuple[jax.Array, ja
 
 
 def check_numbers(numbers: np.ndarray) -> None:
-    """Refuses processes that are at different steps: what they compute together would be of none.
+    """Refuses processes that are at different steps.
 
     Raises:
       ProcessError: some are.
@@ -160,11 +160,11 @@ def check_equal(number: int, sums: Mapping[int, tuple[int, ...]]) -> None:
 
 
 def errors_anywhere(error: BaseException | None, what: str) -> dict[int, str]:
-    """The errors of all processes, by process; all must call it, and wait for one another.
+    """The errors of all processes, by process. All must call it: it is a barrier.
 
     Args:
       error: of this one, if it has one.
-      what: they do next; "to save a checkpoint", say.
+      what: the processes do next; "to save a checkpoint", say.
     """
     words = exchange_words(what, "-" if error is None else f"+{one_line(error)}")
     return {process: word[1:] for process, word in sorted(words.items()) if word.startswith("+")}

@@ -25,7 +25,7 @@ from etils import epath
 from jax.errors import JaxRuntimeError
 from jax.sharding import Sharding
 
-from vnode.elastic.checkpoint_contents import Entry, Leaf, Path, check, check_width, text, type_of
+from vnode.elastic.checkpoint_contents import Entry, Leaf, Path, check, check_width, path_text, type_of
 from vnode.elastic.integrity import checksums, digest
 from vnode.errors import CheckpointError, DamagedCheckpointError, VnodeError, layout_message
 from vnode.placement.host_copy import with_weak_type
@@ -48,12 +48,12 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What vnode adds to a checkpoint.
+    """The metadata that vnode adds to a checkpoint.
 
     Attributes:
       step: its step number, by which it knows its name.
-      entries: what it says of each array.
-      facts: what the run added.
+      entries: the metadata of each array.
+      facts: those that the run added.
     """
 
     step: int
@@ -78,7 +78,7 @@ class Header:
             raise ValueError("its metadata do not have the checksum that they had when it was saved")
         if said["format"] != FORMAT:
             raise ValueError(f"it has format {said['format']}; this version of vnode reads format {FORMAT}")
-        entries = {tuple(array.pop("path")): Entry.read(array) for array in said["arrays"]}
+        entries = {tuple(array.pop("path")): Entry.from_json(array) for array in said["arrays"]}
         return cls(said["step"], entries, said["facts"])
 
 
@@ -131,7 +131,7 @@ class Reader:
     def latest(self) -> int | None:
         """The step number of the newest checkpoint that is not known to be damaged.
 
-        What is looked at is its metadata; damage to its arrays shows when they are read (`newest`).
+        Only its metadata is looked at; damage to its arrays shows when they are read (`newest`).
 
         Raises:
           CheckpointError: there are checkpoints, and none is good.
@@ -156,7 +156,7 @@ class Reader:
         return None
 
     def newest(self, restore: Callable[[int], T]) -> tuple[int, T] | None:
-        """Restores the newest checkpoint that is good. Those that are skipped are named in warnings.
+        """Restores the newest good checkpoint. Warnings name the skipped ones.
 
         Args:
           restore: restores the checkpoint of a step number; raises `DamagedCheckpointError` if that is not good.
@@ -181,7 +181,7 @@ class Reader:
         warnings.warn(f"{self.damaged[number]} It is skipped.", stacklevel=2)
 
     def header(self, number: int) -> Header | None:
-        """What vnode added to a checkpoint; None if it was written without vnode.
+        """The metadata that vnode added to a checkpoint; None if it was written without vnode.
 
         Raises:
           DamagedCheckpointError: it is not what was saved, or not under this step number.
@@ -201,7 +201,7 @@ class Reader:
         return header
 
     def facts(self, number: int) -> dict[str, Any]:
-        """What was saved besides the state; nothing if it was saved without vnode."""
+        """The facts that were saved with the state; empty if it was saved without vnode."""
         header = self.header(number)
         return {} if header is None else header.facts
 
@@ -236,7 +236,7 @@ class Reader:
 
         Args:
           number: the step number.
-          leaves: what it must hold; None for whatever it holds.
+          leaves: the arrays that it must hold; None for any.
           where: the sharding of the array at a path, of a shape (for typed keys, that of their data).
 
         Returns:
@@ -284,12 +284,12 @@ class Reader:
             if not hasattr(array, "shape"):
                 return array
             shape = tuple(array.shape)
-            return jax.ShapeDtypeStruct(shape, array.dtype, sharding=where(text(path), shape))
+            return jax.ShapeDtypeStruct(shape, array.dtype, sharding=where(path_text(path), shape))
 
         targets = jax.tree_util.tree_map_with_path(target, tree)
         entries = header.entries if header is not None else {}
         wanted = {
-            text(path): Entry(".".join(text(path)), type_of(leaf), leaf.shape, str(leaf.dtype))
+            path_text(path): Entry(".".join(path_text(path)), type_of(leaf), leaf.shape, str(leaf.dtype))
             for path, leaf in jax.tree.leaves_with_path(targets)
             if isinstance(leaf, jax.ShapeDtypeStruct)
         }
@@ -297,7 +297,7 @@ class Reader:
         arrays = {}
         if wanted:
             restored = handler.restore(item, args=ocp.args.StandardRestore(targets))
-            arrays = {text(path): leaf for path, leaf in jax.tree.leaves_with_path(restored)}
+            arrays = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(restored)}
         if header is None:
             return {path: leaf for path, leaf in arrays.items() if isinstance(leaf, jax.Array)}
         whole = {}

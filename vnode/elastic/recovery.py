@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from vnode.elastic.run_devices import Request, none_left, without
+from vnode.elastic.run_devices import Request, none_left, remaining_placement
 from vnode.errors import DeviceLost, VnodeError, layout_message
 from vnode.placement.donated import donated_leaves
 from vnode.placement.host_copy import HostCopy
@@ -74,7 +74,7 @@ class Recovery:
         """The step number of the state to go back to; None if there is none."""
         return self.saved if self.kept is None else max(self.kept[0], self.saved or 0)
 
-    def keep(self, number: int, state: Any) -> None:
+    def copy_to_host(self, number: int, state: Any) -> None:
         """Copies a state to the host; waits until it is computed."""
         self.kept = number, HostCopy.from_state(block_until_ready(state, f"the state after {number} steps"))
 
@@ -146,7 +146,9 @@ class Recovery:
             if request.devices and not left:
                 raise none_left(self.lost)
             step = step.on(left, counts=request.counts if left == request.devices else None)
-        return step.on(without(step.placement, self.lost)) if self.lost & set(step.placement.devices) else step
+        return (
+            step.on(remaining_placement(step.placement, self.lost)) if self.lost & set(step.placement.devices) else step
+        )
 
     def last_state(self, number: int, state: Any, placement: Placement) -> tuple[int, Any] | None:
         """The furthest state that can still be saved when a run ends in an error; None if it has been.
@@ -160,7 +162,7 @@ class Recovery:
           A state and its step number: this one, unless it was given away, or never was computed; else the copy in the
           host's memory.
         """
-        if (self.saved is None or number > self.saved) and whole(state):
+        if (self.saved is None or number > self.saved) and is_intact(state):
             return number, state
         if self.kept is None or (self.saved is not None and self.kept[0] <= self.saved):
             return None
@@ -172,8 +174,8 @@ class Recovery:
             return self.kept[0], self.kept[1].place_on(cpu)
 
 
-def whole(state: Any) -> bool:
-    """Whether a state is there: not donated, and computed without an error."""
+def is_intact(state: Any) -> bool:
+    """Whether a state's arrays are neither donated nor failed."""
     if state is None or donated_leaves(state, "state"):
         return False
     try:
@@ -189,7 +191,7 @@ def any_nan(leaves: list[jax.Array]) -> jax.Array:
 
 
 def has_nan(state: Any) -> bool:
-    """Whether any floating-point number of a state is none."""
+    """Whether a state contains NaN."""
     leaves = [
         leaf
         for leaf in jax.tree.leaves(state)

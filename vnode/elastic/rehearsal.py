@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vnode.elastic.integrity import unchecked
 from vnode.elastic.next_generation import FLAGS, MAKING, abstract_state, copy_groups
-from vnode.elastic.process_agreement import counting
+from vnode.elastic.process_agreement import vote_program
 from vnode.elastic.state_boxes import Leaf
 from vnode.placement.clients import Stage
 from vnode.placement.placement import Placement
@@ -126,4 +126,4 @@ def compile_vote(world: World, groups: int) -> None:
     votes = jax.ShapeDtypeStruct(
         (world.count, words), np.uint32, sharding=NamedSharding(mesh, PartitionSpec("process"))
     )
-    counting(NamedSharding(mesh, PartitionSpec())).lower(votes).compile()  # pyright: ignore[reportFunctionMemberAccess]
+    vote_program(NamedSharding(mesh, PartitionSpec())).lower(votes).compile()  # pyright: ignore[reportFunctionMemberAccess]

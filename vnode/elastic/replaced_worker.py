@@ -15,7 +15,7 @@ from typing import Any
 
 from vnode.elastic.driver import Driver
 from vnode.elastic.membership import ORPHANED, WORD, Membership, Orphaned
-from vnode.elastic.metrics import numbers
+from vnode.elastic.metrics import scalar_metrics
 from vnode.elastic.run_identity import facts_of_run
 from vnode.elastic.run_result import Result
 from vnode.placement.process_barrier import meet
@@ -39,7 +39,7 @@ class ReplacedDriver(Driver):
 
     def __init__(self, member: Membership, *args: Any) -> None:
         self.member, self.number = member, -1
-        with self.reported():
+        with self.reporting_errors():
             super().__init__(*args)
 
     def begin(self, step: Any, state: Any) -> None:
@@ -52,11 +52,11 @@ class ReplacedDriver(Driver):
 
     def run(self) -> Result:
         """The loop."""
-        with self.reported():
+        with self.reporting_errors():
             return super().run()
 
     @contextlib.contextmanager
-    def reported(self) -> Iterator[None]:
+    def reporting_errors(self) -> Iterator[None]:
         """Tells the supervisor of the error that ends this worker."""
         try:
             yield
@@ -94,25 +94,25 @@ class ReplacedDriver(Driver):
         return bool(self.member.stop) or self.member.closed
 
     def result(self) -> Result:
-        """What the run leaves, and why if it was called off."""
+        """The result of the run, and why it was called off if it was."""
         if self.stopping and self.is_called_off():
             self.reason = self.reason or self.member.stop or "the supervisor has died"
         return super().result()
 
-    def tell(self, number: int, values: Any) -> None:
+    def report_metrics(self, number: int, values: Any) -> None:
         """As in any process; the supervisor is told the numbers, too."""
-        self.member.metrics = numbers(values)
-        super().tell(number, values)
+        self.member.metrics = scalar_metrics(values)
+        super().report_metrics(number, values)
 
-    def leave(self, result: Result) -> None:
+    def end_run(self, result: Result) -> None:
         """Tells the supervisor that the run has ended, and is saved.
 
         Raises:
           CheckpointError: it is not.
           SystemExit: other workers go on with it, or the supervisor has died.
         """
-        with self.reported():
-            super().leave(result)
+        with self.reporting_errors():
+            super().end_run(result)
         member = self.member
         member.step = result.step
         if self.stopping and not member.stop:  # a signal to one of the workers: what that means, the supervisor says

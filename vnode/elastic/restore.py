@@ -31,8 +31,8 @@ def restore(folder: str | os.PathLike[str] | ocp.CheckpointManager, like: Any = 
 
     Args:
       folder: the folder, also ``gs://...``, or an orbax manager of one.
-      like: a state of the same structure, of arrays or `jax.ShapeDtypeStruct`s of any shardings, or None. What is
-        restored has its structure and its leaves that are no arrays; each array goes where its counterpart is, or
+      like: a state of the same structure, of arrays or `jax.ShapeDtypeStruct`s of any shardings, or None. The
+        restored state has its structure and its leaves that are no arrays; each array goes where its counterpart is, or
         where its sharding says.
         If these are devices of several processes, all must call it; process 0 chooses the checkpoint.
       step: the number of steps that the state has behind it. The newest checkpoint that is good by default; damaged
@@ -62,7 +62,7 @@ def restore(folder: str | os.PathLike[str] | ocp.CheckpointManager, like: Any = 
       3
     """
     try:
-        from vnode.elastic.checkpoint_contents import filled, named, nested
+        from vnode.elastic.checkpoint_contents import arrays_by_path, nested_dictionaries, with_arrays
         from vnode.elastic.logs import Quiet
         from vnode.elastic.reader import Reader
         from vnode.elastic.shared_reader import SharedReader
@@ -70,7 +70,7 @@ def restore(folder: str | os.PathLike[str] | ocp.CheckpointManager, like: Any = 
     except ImportError as error:
         raise ImportError("checkpoints need orbax: pip install 'vnode[elastic]'") from error
     check_like(like)
-    leaves = None if like is None else named(like)
+    leaves = None if like is None else arrays_by_path(like)
     goals = [getattr(leaf.value, "sharding", None) for leaf in (leaves or {}).values()]
     shared = any(goal is not None and not goal.is_fully_addressable for goal in goals)
     reader = (SharedReader if shared else Reader)(folder if isinstance(folder, str | os.PathLike) else folder.directory)
@@ -82,7 +82,7 @@ def restore(folder: str | os.PathLike[str] | ocp.CheckpointManager, like: Any = 
 
     def read(number: int) -> Any:
         arrays = reader.read(number, leaves, where)
-        return nested(arrays) if like is None else filled(like, arrays)
+        return nested_dictionaries(arrays) if like is None else with_arrays(like, arrays)
 
     with Quiet():
         if step is not None:

@@ -267,7 +267,7 @@ def run_step(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
         check_same("to begin a run", facts, shows={"state": differing_lines})
     with contextlib.ExitStack() as stack:
         stack.enter_context(plain_interrupt())
-        stop = stack.enter_context(Stop.on(options.stop_signals))  # first, so that signals stay caught to the end
+        stop = stack.enter_context(Stop.catch(options.stop_signals))  # first, so that signals stay caught to the end
         saved = None if options.checkpoint is None else stack.enter_context(open_folder(options, stop))
         if isinstance(step, AutoStep):
             step = with_known_nodes(step, state, load, options, saved)
@@ -277,7 +277,7 @@ def run_step(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
         stack.callback(driver.close)
         driver.display = stack.enter_context(display(options.progress, driver.number, options.steps))
         result = driver.run()
-        driver.leave(result)
+        driver.end_run(result)
         return result
 
 
@@ -310,14 +310,14 @@ def run_as_worker(member: Any, step: Any, state: Any, data: Any, load: Any, opti
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(plain_interrupt())
-        stop = stack.enter_context(Stop.on(options.stop_signals))
+        stop = stack.enter_context(Stop.catch(options.stop_signals))
         feed = stack.enter_context(Prefetch(load, depth=options.prefetch, stop=options.steps))
         driver = WorkerDriver(member, step, data, feed, state, options, None, stop)
         del state
         stack.callback(driver.close)
         driver.display = stack.enter_context(display(False, driver.number, options.steps))
         result = driver.run()
-        driver.leave(result)
+        driver.end_run(result)
         if result.stopped and member.replaced:  # others go on with the script from here
             raise Replaced(0)
         return result
@@ -360,12 +360,12 @@ def open_folder(options: RunOptions, stop: Stop) -> Iterator[Checkpoints]:
             checkpoints.release()
             raise
         try:
-            with stop.sheltered():
+            with stop.deferred_interrupts():
                 checkpoints.close()
         except CheckpointError as failed:  # the first error is the one to tell
             logger.error("%s", failed)
         raise
-    with stop.sheltered():
+    with stop.deferred_interrupts():
         checkpoints.close()
 
 

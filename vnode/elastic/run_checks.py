@@ -1,4 +1,4 @@
-"""What a run refuses: a step that is not virtualized, a state that changes its type, a checkpoint of another time.
+"""Checks of a run's step, state and checkpoint: errors for what it cannot run.
 
 Knows steps, states and what a step returns, from outside. Must not know how a run goes on.
 """
@@ -48,7 +48,7 @@ def check_step(step: Any) -> None:
 
 
 def name_of(function: Any) -> str:
-    """What a function is called."""
+    """The name of a function."""
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -116,10 +116,10 @@ def check_start(number: int, options: RunOptions, checkpoints: Checkpoints | Non
 
 
 def check_results(results: Any, state: Any) -> None:
-    """Refuses what is no state and metrics, in this order; the state must have the types that it had.
+    """Refuses results that are not a state and metrics, in this order; the state must keep its types.
 
     Args:
-      results: what a step returned.
+      results: those that a step returned.
       state: that it was given; its arrays may be gone.
 
     Raises:

@@ -45,7 +45,7 @@ class Devices:
 
     def change(self, devices: Any, *, counts: Sequence[int] | None = None) -> None:
         """Asks for other devices; the last request counts."""
-        self.request = Request.of(devices, counts)  # one assignment: no lock that a signal could find taken
+        self.request = Request.from_devices(devices, counts)  # one assignment: no lock that a signal could find taken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Request:
     counts: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, devices: Any, counts: Sequence[int] | None = None) -> Request:
+    def from_devices(cls, devices: Any, counts: Sequence[int] | None = None) -> Request:
         """A request for a placement, a mesh, or a sequence of devices.
 
         Raises:
@@ -80,7 +80,7 @@ def responds(device: Any) -> bool:
 
 
 def requests(devices: Any, step: Any) -> Callable[[int], Request | None]:
-    """What asks for devices, as a function of the step number.
+    """Turns the option `devices` into a function from the step number to a request.
 
     Raises:
       PlacementError: several processes would learn of a change at different steps.
@@ -97,16 +97,16 @@ def requests(devices: Any, step: Any) -> Callable[[int], Request | None]:
         return lambda number: devices.request
     if callable(devices):
 
-        def ask(number: int) -> Request | None:
+        def requested(number: int) -> Request | None:
             wanted = devices(number)
-            return None if wanted is None else Request.of(wanted)
+            return None if wanted is None else Request.from_devices(wanted)
 
-        return ask
-    fixed = Request.of(step.placement if devices is None else devices)
+        return requested
+    fixed = Request.from_devices(step.placement if devices is None else devices)
     return lambda number: fixed
 
 
-def without(placement: Placement, lost: set[Any]) -> Mesh:
+def remaining_placement(placement: Placement, lost: set[Any]) -> Mesh:
     """The devices of a placement that are left; of a mesh with other axes, the whole slices along the nodes' axis.
 
     Raises:

@@ -1,11 +1,11 @@
-"""What identifies a run, so that another one that goes on from its checkpoint is the same run.
+"""Turns a step, its data and versions into facts that identify a run; compares them with those of a checkpoint.
 
 Knows steps, data, and versions of libraries. Must not know checkpoints, nor when they are compared.
 
-Three kinds of facts. What changes the result by definition (the number of virtual nodes, how sums are formed, the order
-of examples) is refused. What is likely to change it (other operations in the step, other values in the data, other
-versions of jax, a version of vnode that adds in another order, another kind of device) is warned about: training may be
-meant to go on with a smaller learning rate. What does not change it (how many devices there are) is not kept.
+There are three kinds of facts. A difference that changes the result by definition is refused: the number of virtual
+nodes, how sums are formed, the order of examples. A difference that is likely to change it gives a warning, as a run
+may continue with a smaller learning rate: other operations in the step, other values in the data, another version of
+jax or of vnode, another kind of device. Facts that do not change the result (how many devices there are) are not kept.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ SHOWN = 12
 
 
 class Identity(NamedTuple):
-    """What identifies a run.
+    """The facts that identify a run.
 
     Attributes:
       facts: fit for JSON.
-      program: what the step computes, with its lines in the user's code; None if that is not known.
+      program: the step's operations, with their lines in the user's code; None if they are not known.
     """
 
     facts: dict[str, Any]
@@ -49,7 +49,7 @@ class Identity(NamedTuple):
 
 
 def identity(step: Any, data: Any, state: Any, batch: Any) -> Identity:
-    """What identifies a run.
+    """Collects the facts that identify a run.
 
     Args:
       step: a `VirtualStep` ``(state, batch) -> (state, metrics)``.
@@ -71,10 +71,10 @@ def identity(step: Any, data: Any, state: Any, batch: Any) -> Identity:
 
 
 def facts_of_run(step: Any, state: Any, data: Any, options: RunOptions) -> dict[str, Any]:
-    """What must be the same in all processes of a run, as far as it is known before a batch is; fit for JSON.
+    """The facts that must be equal in all processes of a run and are known before the first batch; fit for JSON.
 
-    What a process may have for itself is left out: callbacks, writers, signals, progress, how many batches it loads
-    ahead, the path to a folder that all have. What the step computes is compared before it is run for the first time.
+    Options that may differ between processes are left out: callbacks, writers, signals, progress, batches to load
+    ahead, the path to a shared folder. The step's operations are compared before its first run.
 
     Args:
       step: a virtualized step.
@@ -195,7 +195,7 @@ def compare(before: dict[str, Any], run: Identity, where: str) -> list[str]:
     if before.get("versions") and before["versions"] != now["versions"]:
         facts = changes(before["versions"], now["versions"])
         warnings.append(f"{where} was written under other versions, whose bits may differ: {'; '.join(facts)}")
-    if (order := before.get("order of sums", twos(before))) is not None and order != now["order of sums"]:
+    if (order := before.get("order of sums", tree_branches(before))) is not None and order != now["order of sums"]:
         orders = f"a tree of {order} branches then, of {now['order of sums']} now"
         warnings.append(f"{where} was written by a version that adds in another order, whose bits may differ: {orders}")
     if before.get("devices") and before["devices"] != now["devices"]:
@@ -214,7 +214,7 @@ def compare(before: dict[str, Any], run: Identity, where: str) -> list[str]:
     return warnings
 
 
-def twos(before: dict[str, Any]) -> list[int] | None:
+def tree_branches(before: dict[str, Any]) -> list[int] | None:
     """The branches of the tree, in checkpoints of versions that had no other and did not say; None if that is unknown.
 
     >>> twos({"step": {"virtual_nodes": 16, "reduction": "invariant", "nodes in a lane": 4}})
@@ -246,6 +246,6 @@ def refuse(name: str, before: dict[str, Any], now: dict[str, Any], what: str, re
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What differs between two dictionaries."""
+    """The differences between two dictionaries."""
     names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
     return [f"{name}: {before.get(name)!r} then, {now.get(name)!r} now" for name in names]

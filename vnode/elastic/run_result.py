@@ -1,4 +1,4 @@
-"""What a run leaves, and what is told of it while it goes on.
+"""The result of a run, and the records of its metrics and changes of devices.
 
 Knows placements, and metrics on the host. Must not know how either came about.
 """
@@ -108,7 +108,7 @@ class History:
 
 @dataclasses.dataclass(repr=False)
 class Result:
-    """What a run leaves.
+    """The result of a run.
 
     Attributes:
       state: the state after the last step.

@@ -19,7 +19,8 @@ class SecondInterrupt(KeyboardInterrupt):
 class Stop:
     """Whether a signal has asked for the end.
 
-    The first signal asks. A second Ctrl-C interrupts at once, wherever the program is, except within `sheltered`: there
+    The first signal asks. A second Ctrl-C interrupts at once, wherever the program is, except within
+    `deferred_interrupts`: there
     it is remembered, and interrupts at the end. Other signals may come as often as they like: a scheduler that sends
     one twice does not want less to be saved.
 
@@ -49,7 +50,7 @@ class Stop:
             raise SecondInterrupt
 
     @contextlib.contextmanager
-    def sheltered(self) -> Iterator[None]:
+    def deferred_interrupts(self) -> Iterator[None]:
         """Holds back the second Ctrl-C until the context ends: for what must not be torn, such as writing a file."""
         self._sheltered += 1
         try:
@@ -60,7 +61,7 @@ class Stop:
 
     @classmethod
     @contextlib.contextmanager
-    def on(cls, signals: Iterable[signal.Signals]) -> Iterator[Stop]:
+    def catch(cls, signals: Iterable[signal.Signals]) -> Iterator[Stop]:
         """Catches signals for as long as the context lasts, then gives them back to who had them.
 
         Only in the main thread: elsewhere signals cannot be caught.

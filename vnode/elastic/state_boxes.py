@@ -1,9 +1,9 @@
-"""What one worker holds of a state: boxes of bytes of each array, from which any worker can make its own parts.
+"""Turns the shards that a worker holds of a state into boxes of bytes, and boxes into the shards of another worker.
 
 Knows arrays, shardings and placements. Must not know workers, sockets, nor steps.
 
 An array of several processes lies in boxes: ranges of its dimensions, of which each process has some, and several may
-have the same. A worker that needs a box takes it from its own memory where it can, and else from whoever holds it. The
+have the same. A worker that needs a box takes it from its own memory if it can, and else from a holder. The
 boxes of one array do not overlap unless they are equal, since they are the shards of one sharding.
 """
 
@@ -69,7 +69,7 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class HeldState:
     """The parts of a state that a worker has.
 
     Attributes:
@@ -83,8 +83,8 @@ class Held:
     parts: tuple[Mapping[Box, np.ndarray], ...]
 
     @classmethod
-    def from_state(cls, step: int, state: Any, *, copy: bool = False) -> Held:
-        """What this process holds of a state that is computed.
+    def from_state(cls, step: int, state: Any, *, copy: bool = False) -> HeldState:
+        """The parts that this process holds of a computed state.
 
         Args:
           step: how many steps it has behind it.
@@ -95,10 +95,10 @@ class Held:
         data = [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in arrays]
         return cls(step, types_of(state), tuple(boxes_of(each, copy) for each in data))
 
-    def on_host(self) -> Held:
+    def on_host(self) -> HeldState:
         """The same parts in memory of the host's own, so that no device holds them."""
         parts = tuple({box: np.array(part) for box, part in boxes.items()} for boxes in self.parts)
-        return Held(self.step, self.leaves, parts)
+        return HeldState(self.step, self.leaves, parts)
 
 
 def types_of(state: Any) -> tuple[Leaf, ...]:
@@ -141,7 +141,7 @@ def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
     return tuple(cut.indices(length)[:2] for cut, length in zip(index, shape, strict=True))
 
 
-def common(one: Box, other: Box) -> Box | None:
+def intersection(one: Box, other: Box) -> Box | None:
     """The box that two boxes have in common; None if there is none.
 
     >>> common(((0, 4), (0, 8)), ((2, 6), (0, 4))), common(((0, 2),), ((2, 4),)), common((), ())
@@ -151,7 +151,7 @@ def common(one: Box, other: Box) -> Box | None:
     return None if any(start >= stop for start, stop in found) else found
 
 
-def within(box: Box, of: Box) -> tuple[slice, ...]:
+def relative_slices(box: Box, of: Box) -> tuple[slice, ...]:
     """The slices that take a box out of the array that another box holds.
 
     >>> within(((2, 4),), ((2, 6),))
@@ -160,7 +160,7 @@ def within(box: Box, of: Box) -> tuple[slice, ...]:
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, of, strict=True))
 
 
-def pieces(box: Box, itemsize: int) -> Iterator[Box]:
+def split_box(box: Box, itemsize: int) -> Iterator[Box]:
     """A box in pieces of at most `PIECE` bytes each, as far as its first dimension allows."""
     if not box or math.prod(stop - start for start, stop in box) * itemsize <= PIECE:
         yield box
@@ -184,19 +184,19 @@ Request = tuple[int, Box]
 """An array's number, and a box of it."""
 
 
-def missing(
-    leaves: Sequence[Leaf], own: Held | None, others: Mapping[Any, Sequence[Sequence[Box]]], placement: Placement
+def plan_fetches(
+    leaves: Sequence[Leaf], own: HeldState | None, others: Mapping[Any, Sequence[Sequence[Box]]], placement: Placement
 ) -> dict[Any, list[Request]]:
-    """What this worker has to fetch, and from whom, so that all send about as much.
+    """Plans which boxes this worker fetches from which holder, so that all send about as much.
 
     Args:
       leaves: of the state.
-      own: what this worker holds itself.
+      own: the parts that this worker holds itself.
       others: for each other worker, the boxes of each array that it holds.
       placement: where the state is to be.
 
     Returns:
-      For each of the others, what to ask it for.
+      For each of the others, the boxes to fetch from it.
 
     Raises:
       IncompleteState: nobody holds some box.
@@ -211,13 +211,15 @@ def missing(
             for box in boxes[i]:
                 holders.setdefault(box, []).append(name)
         for need in sorted(needed_boxes(leaf, placement)):
-            volume = sum(math.prod(b - a for a, b in part) for box in mine if (part := common(need, box)) is not None)
+            volume = sum(
+                math.prod(b - a for a, b in part) for box in mine if (part := intersection(need, box)) is not None
+            )
             for box, names in sorted(holders.items()):
-                part = common(need, box)
+                part = intersection(need, box)
                 if part is None or box in mine:
                     continue
                 volume += math.prod(stop - start for start, stop in part)
-                for piece in pieces(part, size):
+                for piece in split_box(part, size):
                     name = min(names, key=lambda name: load[name])
                     load[name] += math.prod(stop - start for start, stop in piece) * size
                     if (i, piece) not in asked[name]:
@@ -241,7 +243,7 @@ def is_complete(leaves: Sequence[Leaf], holders: Sequence[Sequence[Iterable[Box]
     """
     for i, leaf in enumerate(leaves):
         boxes = {tuple(box) for parts in holders for box in parts[i]}
-        whole = [box for box in boxes if not any(box != other and common(box, other) == box for other in boxes)]
+        whole = [box for box in boxes if not any(box != other and intersection(box, other) == box for other in boxes)]
         if sum(map(volume_of, whole)) < math.prod(leaf.shape):
             if needed:
                 raise IncompleteState(leaf.path)
@@ -266,20 +268,20 @@ class IncompleteState(VnodeError):
         )
 
 
-def made_state(
+def build_state(
     like: Any,
     leaves: Sequence[Leaf],
-    own: Held | None,
+    own: HeldState | None,
     fetched: Mapping[Request, np.ndarray],
     placement: Placement,
 ) -> Any:
-    """A state on a placement's devices, of what this worker holds and what it has fetched; all workers make it.
+    """Builds a state on a placement's devices from held and fetched boxes; all workers must call it.
 
     Args:
       like: a state of the same structure, whose leaves that are no arrays are taken.
       leaves: the state's arrays.
-      own: what this worker holds itself.
-      fetched: what it has fetched, as `missing` said.
+      own: the parts that this worker holds itself.
+      fetched: the fetched boxes, as `plan_fetches` asked for them.
       placement: where the state is to be.
     """
     by_leaf: dict[int, dict[Box, np.ndarray]] = {}
@@ -288,7 +290,7 @@ def made_state(
     arrays = []
     for i, leaf in enumerate(leaves):
         sources = {**({} if own is None else own.parts[i]), **by_leaf.get(i, {})}
-        arrays.append(made_array(leaf, leaf.sharding(placement), filler(leaf, sources)))
+        arrays.append(build_array(leaf, leaf.sharding(placement), part_reader(leaf, sources)))
     rest = iter(arrays)
     return jax.tree.map(lambda each: next(rest) if is_array(each) else each, like)
 
@@ -296,13 +298,13 @@ def made_state(
 def part_of(sources: Mapping[Box, np.ndarray], need: Box) -> np.ndarray | None:
     """A box of an array, out of one that holds all of it; None if none does."""
     for box, value in sources.items():
-        if common(need, box) == need:
-            return value[within(need, box)]
+        if intersection(need, box) == need:
+            return value[relative_slices(need, box)]
     return None
 
 
-def filler(leaf: Leaf, sources: Mapping[Box, np.ndarray]) -> Callable[[Sequence[slice]], np.ndarray]:
-    """A function that gives any part of an array, of the boxes that are there."""
+def part_reader(leaf: Leaf, sources: Mapping[Box, np.ndarray]) -> Callable[[Sequence[slice]], np.ndarray]:
+    """A function that reads any part of an array from the boxes that are there."""
 
     def fill(index: Sequence[slice]) -> np.ndarray:
         need = box_of(index, leaf.shape)
@@ -311,16 +313,16 @@ def filler(leaf: Leaf, sources: Mapping[Box, np.ndarray]) -> Callable[[Sequence[
             return there
         out = np.empty([stop - start for start, stop in need], jnp.dtype(leaf.dtype))
         for box, value in sources.items():
-            part = common(need, box)
+            part = intersection(need, box)
             if part is not None:
-                out[within(part, need)] = value[within(part, box)]
+                out[relative_slices(part, need)] = value[relative_slices(part, box)]
         return out
 
     return fill
 
 
-def made_array(leaf: Leaf, sharding: NamedSharding, fill: Callable[[Sequence[slice]], np.ndarray]) -> Any:
-    """An array of a sharding, of what `fill` gives for each part."""
+def build_array(leaf: Leaf, sharding: NamedSharding, fill: Callable[[Sequence[slice]], np.ndarray]) -> Any:
+    """Builds an array of a sharding; `fill` returns the data of each shard."""
     if leaf.weak and not leaf.key:
         return with_weak_type(fill((slice(None),) * len(leaf.shape)), sharding)
     data = jax.make_array_from_callback(leaf.shape, sharding, cast(Any, fill), dtype=jnp.dtype(leaf.dtype))

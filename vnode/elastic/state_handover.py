@@ -3,8 +3,8 @@
 Knows sockets, and states as boxes of bytes (`vnode.elastic.state_boxes`). Must not know generations, nor who needs
 what.
 
-Each worker has a server. Who needs a state asks the holders for their manifests (the arrays, and which boxes of them
-each has), then each of them for its share of the boxes, from all of them at once. A holder that dies, or does not
+Each worker has a server. A worker that needs a state asks the holders for their manifests (the arrays, and which boxes
+each holder has). Then it fetches a share of the boxes from every holder, all at once. A holder that dies, or does not
 answer in time, is an error that names it.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from vnode.elastic.state_boxes import Box, Held, Leaf, Request, part_of
+from vnode.elastic.state_boxes import Box, HeldState, Leaf, Request, part_of
 from vnode.errors import ProcessError, layout_message
 from vnode.placement.leaves import bytes_of
 from vnode.threads import background
@@ -36,7 +36,7 @@ OFFER = 30.0
 
 
 class Handover:
-    """This worker's server: what it holds, for others to fetch.
+    """This worker's server, from which other workers fetch the parts of the state that it holds.
 
     Args:
       interface: the address at which other workers reach it.
@@ -50,7 +50,7 @@ class Handover:
 
     def __init__(self, interface: str, token: str, past: Callable[[], list[Any]] = list) -> None:
         self.token, self.past = token, past
-        self.offers: dict[int, Held] = {}
+        self.offers: dict[int, HeldState] = {}
         self.types: tuple[Leaf, ...] = ()
         self.changed = threading.Condition()
         self.server = socket.create_server((interface, 0), backlog=64)
@@ -58,14 +58,14 @@ class Handover:
         self.closed = False
         background(self.serve, "vnode-handover")
 
-    def offer(self, generation: int, held: Held) -> None:
+    def offer(self, generation: int, held: HeldState) -> None:
         """Offers a state, with which a generation is to begin; earlier offers are withdrawn."""
         with self.changed:
             self.offers = {generation: held}
             self.changed.notify_all()
 
     def withdraw(self) -> None:
-        """Offers nothing any longer: the arrays may go."""
+        """Withdraws the offer, so that the arrays may be freed."""
         with self.changed:
             self.offers = {}
 
@@ -98,17 +98,17 @@ class Handover:
                 if asked["kind"] == "past":
                     send_line(line, {"past": self.past()})
                     continue
-                held = self.held(int(asked["generation"]))
+                held = self.await_offer(int(asked["generation"]))
                 if held is None:
                     send_line(line, {"error": "it does not offer that state"})
                 elif asked["kind"] == "manifest":
                     send_line(line, manifest_of(held))
                 else:
                     for i, box in asked["boxes"]:
-                        send_box(line, cut(held, i, tuple((start, stop) for start, stop in box)))
+                        send_box(line, extract_box(held, i, tuple((start, stop) for start, stop in box)))
 
-    def held(self, generation: int) -> Held | None:
-        """What is offered to a generation; waits for it."""
+    def await_offer(self, generation: int) -> HeldState | None:
+        """The state that is offered to a generation; waits until there is one."""
         with self.changed:
             self.changed.wait_for(lambda: generation in self.offers or self.closed, OFFER)
             return self.offers.get(generation)
@@ -124,8 +124,8 @@ class Handover:
         self.server.close()
 
 
-def manifest_of(held: Held) -> dict[str, Any]:
-    """What is held, without the bytes."""
+def manifest_of(held: HeldState) -> dict[str, Any]:
+    """The manifest of a held state: step, arrays and boxes, without the bytes."""
     return {
         "step": held.step,
         "leaves": [leaf.to_json() for leaf in held.leaves],
@@ -133,8 +133,8 @@ def manifest_of(held: Held) -> dict[str, Any]:
     }
 
 
-def cut(held: Held, i: int, box: Box) -> np.ndarray:
-    """A box of an array, of one that is held.
+def extract_box(held: HeldState, i: int, box: Box) -> np.ndarray:
+    """Cuts a box of an array out of a held one that contains it.
 
     Raises:
       KeyError: it is not.
@@ -177,7 +177,7 @@ class Source:
         self.line.settimeout(OFFER + STALL)
         self.stream = self.line.makefile("rb", buffering=1 << 20)
 
-    def ask(self, kind: str, boxes: Sequence[Request] = ()) -> None:
+    def request(self, kind: str, boxes: Sequence[Request] = ()) -> None:
         """Asks for a manifest, or for boxes."""
         send_line(self.line, {"token": self.token, "generation": self.generation, "kind": kind, "boxes": list(boxes)})
 
@@ -188,7 +188,7 @@ class Source:
           ProcessError: it does not answer.
         """
         try:
-            self.ask("types")
+            self.request("types")
             return [Leaf.from_json(leaf) for leaf in json.loads(self.stream.readline())["leaves"]]
         except (OSError, ValueError, KeyError) as error:
             raise self.failed(error) from error
@@ -200,7 +200,7 @@ class Source:
           ProcessError: it does not answer.
         """
         try:
-            self.ask("manifest")
+            self.request("manifest")
             said = json.loads(self.stream.readline())
             if "error" in said:
                 raise ValueError(said["error"])
@@ -210,14 +210,14 @@ class Source:
             raise self.failed(error) from error
         return said["step"], leaves, boxes
 
-    def past(self) -> list[Any]:
+    def past_metrics(self) -> list[Any]:
         """The metrics of the steps so far, as plain data.
 
         Raises:
           ProcessError: the holder does not answer.
         """
         try:
-            self.ask("past")
+            self.request("past")
             return json.loads(self.stream.readline())["past"]
         except (OSError, ValueError, KeyError) as error:
             raise self.failed(error) from error
@@ -231,7 +231,7 @@ class Source:
         found: dict[Request, np.ndarray] = {}
         try:
             self.line.settimeout(STALL)
-            self.ask("boxes", requests)
+            self.request("boxes", requests)
             for i, box in requests:
                 value = np.empty([stop - start for start, stop in box], jnp.dtype(leaves[i].dtype))
                 data = bytes_of(value)
@@ -247,7 +247,7 @@ class Source:
         return found
 
     def failed(self, error: Exception) -> ProcessError:
-        """The error of a holder that does not give what it holds."""
+        """The error of a holder that does not send its boxes."""
         return ProcessError(
             layout_message(f"the state cannot be fetched from {self.name}.", facts=[f"{type(error).__name__}: {error}"])
         )
@@ -281,10 +281,10 @@ def fetch_boxes(
     Args:
       sources: the connections, by name.
       leaves: the arrays of the state.
-      asked: what to ask each of them for.
+      asked: for each holder, the boxes to fetch from it.
 
     Raises:
-      ProcessError: one of them does not give what it holds.
+      ProcessError: one of the holders does not send its boxes.
     """
     if not asked:
         return {}

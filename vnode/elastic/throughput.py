@@ -35,7 +35,7 @@ class Speed:
         self.sizes[number] = size_of(batch)
 
     def restart(self) -> None:
-        """Takes note that what comes next is not the pace of a run: it compiles, or steps are run again."""
+        """Starts a new measurement: the next step compiles, or is run again."""
         self.last = None
         self.sizes.clear()
 

@@ -1,6 +1,6 @@
 """The loop of a run in one of several workers: generations of workers follow one another, and the state goes with them.
 
-Knows the loop of a run, the supervisor's messages, and states as what workers hold of them. Must not know sockets, nor
+Knows the loop of a run, the supervisor's messages, and parts of states. Must not know sockets, nor
 how a world is made.
 
 A planned change: the next generation is made beside this one. Its members vote when all are ready, and every worker
@@ -28,14 +28,14 @@ import jax
 from vnode.elastic.driver import AHEAD, Driver, due
 from vnode.elastic.integrity import OwnCopy
 from vnode.elastic.membership import ORPHANED, WORD, Membership, Orphaned
-from vnode.elastic.metrics import finished, numbers, packed, unpacked
-from vnode.elastic.next_generation import Coming
+from vnode.elastic.metrics import are_computed, pack_metrics, scalar_metrics, unpack_metrics
+from vnode.elastic.next_generation import NextGeneration
 from vnode.elastic.process_agreement import Agreement
-from vnode.elastic.recovery import Recovery, whole
+from vnode.elastic.recovery import Recovery, is_intact
 from vnode.elastic.rehearsal import Rehearsals
 from vnode.elastic.run_identity import differing_lines, facts_of_run, script_checksum
 from vnode.elastic.run_result import FormerPlacement, Resize, Result
-from vnode.elastic.state_boxes import Held, IncompleteState, is_complete, made_state, missing, types_of
+from vnode.elastic.state_boxes import HeldState, IncompleteState, build_state, is_complete, plan_fetches, types_of
 from vnode.elastic.state_handover import Handover, Source, fetch_boxes
 from vnode.errors import CheckpointError, ProcessError, layout_message
 from vnode.placement.agreement import check_same
@@ -72,8 +72,8 @@ class WorkerDriver(Driver):
       coming: the generation to come, as far as it is made.
       made: the generation that it is in.
       recent: the states before the last steps, of which the last that is computed is what a loss leaves.
-      given: the newest generation of others to which this worker has offered what it holds.
-      held: what this worker holds of the last state that was whole, between two generations.
+      given: the newest generation of others to which this worker has offered its parts of the state.
+      held: the parts that this worker holds of the last complete state, between two generations.
       inherited: metrics of steps that other workers have seen, until this one knows their structure.
     """
 
@@ -87,13 +87,13 @@ class WorkerDriver(Driver):
         self.script_state = state
         self.recovery = HeldRecovery(self.recovery.alive, None, self.recovery.like)
         self.inherited: list[Any] = []
-        self.handover = Handover(self.member.interface, self.member.token, self.past)
+        self.handover = Handover(self.member.interface, self.member.token, self.past_metrics)
         self.context = contextlib.ExitStack()
         self.generation = 0
-        self.coming: Coming | None = None
-        self.made: Coming | None = None
+        self.coming: NextGeneration | None = None
+        self.made: NextGeneration | None = None
         self.recent: deque[tuple[int, Any]] = deque(maxlen=2)
-        self.held: Held | None = None
+        self.held: HeldState | None = None
         self.offered, self.given = -1, 0
         self.ahead = 1
         self.members: list[dict[str, Any]] = []
@@ -127,7 +127,7 @@ class WorkerDriver(Driver):
         """The loop, generation after generation.
 
         Raises:
-          BaseException: what ended it; the supervisor is told.
+          BaseException: the error that ended it; the supervisor is told.
         """
         enters = True
         try:
@@ -165,7 +165,7 @@ class WorkerDriver(Driver):
         """
         self.member.waits = True
         while True:
-            self.member.wait(self.something_to_do)
+            self.member.wait(self.has_orders)
             loss = self.member.loss()
             if loss is not None:
                 self.say_left(loss)
@@ -173,7 +173,7 @@ class WorkerDriver(Driver):
             order = self.member.take_prepare()
             if order is not None:
                 self.drop_coming()
-                self.coming = self.prepared(order, self.held)
+                self.coming = self.prepare_generation(order, self.held)
                 continue
             if self.member.take_release():
                 self.stand_by()
@@ -185,11 +185,11 @@ class WorkerDriver(Driver):
                 continue
             if coming.generation in self.member.cancelled:
                 self.drop_coming()
-            elif coming.generation in self.member.gone and self.await_made(coming):
+            elif coming.generation in self.member.gone and self.await_generation(coming):
                 self.begin_in(coming, self.member.gone[coming.generation])
                 return
 
-    def await_made(self, coming: Coming) -> bool:
+    def await_generation(self, coming: NextGeneration) -> bool:
         """Waits for a generation; if it is to be made after the one before, leaves that first.
 
         Returns:
@@ -203,17 +203,17 @@ class WorkerDriver(Driver):
             raise coming.error
         return coming.finished
 
-    def something_to_do(self) -> bool:
-        """Whether the supervisor has said something about a generation to come, or of one that is over."""
+    def has_orders(self) -> bool:
+        """Whether the supervisor has sent an order about the next generation, or a former one."""
         coming, member = self.coming, self.member
         if member.prepare is not None or member.released or member.loss() is not None or self.wanted():
             return True
         return coming is not None and (coming.generation in member.cancelled or coming.generation in member.gone)
 
-    def prepared(self, order: dict[str, Any], held: Held | None) -> Coming:
-        """The generation to come, in the making."""
+    def prepare_generation(self, order: dict[str, Any], held: HeldState | None) -> NextGeneration:
+        """Starts to prepare the next generation; returns it."""
         types = self.handover.types or (None if held is None else held.leaves) or None
-        return Coming(
+        return NextGeneration(
             order,
             self.member,
             self.home,
@@ -229,7 +229,7 @@ class WorkerDriver(Driver):
             self.coming.close()
         self.coming = None
 
-    def begin_in(self, coming: Coming, order: dict[str, Any]) -> None:
+    def begin_in(self, coming: NextGeneration, order: dict[str, Any]) -> None:
         """Begins in a generation that is made."""
         began = time.perf_counter()
         assert coming.world is not None
@@ -254,7 +254,7 @@ class WorkerDriver(Driver):
         self.first = self.number
         self.handover.types = types_of(self.state)
         self.recent.clear()
-        self.keep()
+        self.copy_to_host()
         if self.agreement.delay:
             self.own = OwnCopy(self.state)
             self.agreement.holders = self.own.holders
@@ -267,7 +267,7 @@ class WorkerDriver(Driver):
             sizes = before, FormerPlacement.from_placement(self.step.placement)
             change = Resize(self.number, *sizes, repeated=max(0, number - self.number))
             change.move = time.perf_counter() - began
-            self.changed(self.step, change)
+            self.record_resize(self.step, change)
 
     def identify(self, batch: Any) -> None:
         """As in any process; only rank 0 has the checkpoint, and speaks for all.
@@ -283,7 +283,7 @@ class WorkerDriver(Driver):
         if self.said_divided or world().index or not world().has_others:
             return
         self.said_divided = True
-        held = Held.from_state(self.number, self.state)
+        held = HeldState.from_state(self.number, self.state)
         pairs = zip(held.leaves, held.parts, strict=True)
         names = [f"state{leaf.path}" for leaf, parts in pairs if not is_complete([leaf], [[parts]])]
         if not names:
@@ -298,10 +298,10 @@ class WorkerDriver(Driver):
         logger.warning(layout_message(text, facts=facts, remedies=[remedy]))
 
     def retire(self) -> threading.Thread | None:
-        """Has no part any longer in the generation that it was in.
+        """Leaves the generation that this worker was in.
 
         Returns:
-          The thread that lets go of its world, if there was one.
+          The thread that frees its world, if there was one.
         """
         self.context.close()
         made, self.made = self.made, None
@@ -327,24 +327,24 @@ class WorkerDriver(Driver):
         self.number, state = self.options.start, self.script_state
         if self.saves:
             with self.member.busy_with("to restore a checkpoint"):
-                found = self.restored() if world().index == 0 else None
+                found = self.restore_newest() if world().index == 0 else None
             if found is not None:
-                self.handover.offer(self.generation, Held.from_state(*found))
+                self.handover.offer(self.generation, HeldState.from_state(*found))
             number = int(exchange_words("to restore a checkpoint", str(-1 if found is None else found[0]))[0])
             if number >= 0:
                 self.number = self.resumed = self.recovery.saved = number
-                state = found[1] if found is not None else self.fetched_whole()
+                state = found[1] if found is not None else self.fetch_whole_state()
                 logger.info("resumed from step %d", number)
         self.state = self.step.put(state)
         block_until_ready(self.state, "the state of a new run")
 
-    def restored(self) -> tuple[int, Any] | None:
-        """The newest checkpoint, on a device of this process alone; rank 0 asks for it."""
+    def restore_newest(self) -> tuple[int, Any] | None:
+        """Restores the newest checkpoint onto one device of this process; only rank 0 calls it."""
         from vnode.elastic.run_checks import check_start
 
         with in_world(ALONE):
             folder = self.folder()
-            found = self.recovery.resume(lambda number: alone(self.home.placement))
+            found = self.recovery.resume(lambda number: single_device_placement(self.home.placement))
             check_start(self.options.start if found is None else found[0], self.options, folder)
             return found
 
@@ -359,10 +359,10 @@ class WorkerDriver(Driver):
             self.recovery.checkpoints = self.checkpoints
         return self.checkpoints
 
-    def fetched_whole(self) -> Any:
-        """The state that rank 0 has restored, on a device of this process alone."""
+    def fetch_whole_state(self) -> Any:
+        """Fetches the state that rank 0 has restored, onto one device of this process."""
         with in_world(ALONE):
-            return self.fetched(self.members[:1], None, alone(self.home.placement))[1]
+            return self.fetch_state(self.members[:1], None, single_device_placement(self.home.placement))[1]
 
     def take_over(self, order: dict[str, Any]) -> None:
         """Begins with the state that the holders have, of which this worker may be one."""
@@ -378,10 +378,10 @@ class WorkerDriver(Driver):
             if held is not None and is_complete(held.leaves, [held.parts]):
                 self.number, self.state = (
                     held.step,
-                    made_state(self.script_state, held.leaves, held, {}, self.step.placement),
+                    build_state(self.script_state, held.leaves, held, {}, self.step.placement),
                 )
             else:
-                self.number, self.state = self.fetched(others, held, self.step.placement)
+                self.number, self.state = self.fetch_state(others, held, self.step.placement)
         except IncompleteState as error:
             if not self.saves:
                 raise
@@ -397,7 +397,7 @@ class WorkerDriver(Driver):
         Raises:
           ProcessError: they are not the same.
         """
-        held = Held.from_state(self.number, self.state)
+        held = HeldState.from_state(self.number, self.state)
         sums = [
             zlib.crc32(bytes_of(part))
             for leaf, parts in zip(held.leaves, held.parts, strict=True)
@@ -406,12 +406,14 @@ class WorkerDriver(Driver):
         ]
         check_same("to begin a generation", {"step": self.number, "state": sums})
 
-    def fetched(self, holders: list[dict[str, Any]], held: Held | None, placement: Placement) -> tuple[int, Any]:
-        """The state, of what this worker holds and what others do.
+    def fetch_state(
+        self, holders: list[dict[str, Any]], held: HeldState | None, placement: Placement
+    ) -> tuple[int, Any]:
+        """Builds the state from the parts that this worker and the other holders have.
 
         Args:
           holders: the others, by worker and address.
-          held: what this worker holds.
+          held: the parts that this worker holds.
           placement: where the state is to be.
 
         Raises:
@@ -433,36 +435,39 @@ class WorkerDriver(Driver):
             known = [each for _, each, _ in manifests.values()] + ([] if held is None else [held.leaves])
             leaves, boxes = known[0], {name: boxes for name, (_, _, boxes) in manifests.items()}
             is_complete(leaves, [*boxes.values(), *([] if held is None else [held.parts])], needed=True)
-            got = fetch_boxes(sources, leaves, missing(leaves, held, boxes, placement))
+            got = fetch_boxes(sources, leaves, plan_fetches(leaves, held, boxes, placement))
             step = next(iter(steps.values()))
             self.inherit(next(iter(sources.values())), step)
-        return step, made_state(self.script_state, leaves, held, got, placement)
+        return step, build_state(self.script_state, leaves, held, got, placement)
 
-    def past(self) -> list[Any]:
+    def past_metrics(self) -> list[Any]:
         """The metrics of the steps so far, for a worker that has not seen them."""
-        return [*self.inherited, *([number, packed(metrics)] for number, metrics, _ in list(self.history.entries))]
+        return [
+            *self.inherited,
+            *([number, pack_metrics(metrics)] for number, metrics, _ in list(self.history.entries)),
+        ]
 
     def inherit(self, source: Source, step: int) -> None:
         """Asks a holder of the state for the metrics of the steps behind it that this worker has not seen."""
         seen = max([number for number, _ in [*self.inherited, *self.history]], default=-1)
         with contextlib.suppress(ProcessError):  # training does not need them
-            past = {number: said for number, said in source.past() if seen < number < step}
+            past = {number: said for number, said in source.past_metrics() if seen < number < step}
             self.inherited += sorted(past.items())
 
     def agree(self) -> bool:
-        """Learns what is due before the next step: the end, a checkpoint, a switch to the next generation."""
+        """Votes on what is due before the next step: the end, a checkpoint, a switch to the next generation."""
         self.member.check_end()
         order = self.member.take_prepare()
         if order is not None:
             self.drop_coming()  # the supervisor has given it up
-            self.coming = self.prepared(order, None)
+            self.coming = self.prepare_generation(order, None)
         self.report()
         self.begin_beside()
         self.withdraw_later()
         return super().agree()
 
     def flags(self) -> list[bool]:
-        """What this worker raises its hand for."""
+        """The flags that this worker votes for."""
         coming, closed = self.coming, self.member.closed
         switch = coming is not None and coming.generation in self.member.gone
         return [bool(self.member.stop), self.is_late(), switch, closed, not closed]
@@ -472,7 +477,7 @@ class WorkerDriver(Driver):
         return (bool(self.member.stop) or self.member.closed) and not self.agreement.delay
 
     def take_flags(self, flags: list[bool]) -> bool:
-        """Does what the workers have agreed about."""
+        """Carries out the flags on which the workers have agreed."""
         asked, self.late, switch, closed, open_ = flags
         self.stopping = asked or (closed and not open_)  # one whose connection alone has broken stops nobody
         if self.stopping:
@@ -488,7 +493,7 @@ class WorkerDriver(Driver):
         self.fetch(0)
         block_until_ready(self.state, f"step {self.number - 1}")
         block_until_ready(list(self.agreement.votes), "the last votes")  # then nothing of this generation is under way
-        self.held = Held.from_state(self.number, self.state)
+        self.held = HeldState.from_state(self.number, self.state)
         known = self.member.wait(self.knows_switch, WORD)
         if not known:
             raise ProcessError("the supervisor has not said to which generation the workers switch.")
@@ -538,7 +543,7 @@ class WorkerDriver(Driver):
             raise error
         logger.warning("step %d: %s", self.number, one_line(error))
         traceback.clear_frames(error.__traceback__)  # they hold the state
-        self.held = self.last_whole() or self.held
+        self.held = self.last_held_state() or self.held
         self.state = None
         self.recent.clear()
         self.pending.clear()
@@ -553,22 +558,22 @@ class WorkerDriver(Driver):
             self.drop_coming()
         self.member.send("left", generation=loss["generation"], step=step)
 
-    def last_whole(self) -> Held | None:
-        """The furthest state that is computed, as what this worker holds of it."""
+    def last_held_state(self) -> HeldState | None:
+        """The parts that this worker holds of the furthest computed state."""
         states = [*self.recent, (self.number, self.state)]
         for number, state in sorted(states, key=lambda each: -each[0]):
             if state is None or donated_leaves(state, "state"):
                 continue
             arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
-            if all(is_key(array) or array.is_ready() for array in arrays) and whole(state):
+            if all(is_key(array) or array.is_ready() for array in arrays) and is_intact(state):
                 self.tell_finished(number)
-                return Held.from_state(number, state)
+                return HeldState.from_state(number, state)
         kept = self.recovery.kept
         return kept[1].held if kept is not None else None  # pyright: ignore[reportAttributeAccessIssue]
 
     def tell_finished(self, number: int) -> None:
         """Tells the metrics of the steps behind a state that is computed."""
-        while self.pending and self.pending[0][0] < number and finished(self.pending[0][1]):
+        while self.pending and self.pending[0][0] < number and are_computed(self.pending[0][1]):
             self.fetch(len(self.pending) - 1)
 
     def report(self) -> None:
@@ -576,14 +581,14 @@ class WorkerDriver(Driver):
         self.member.step, self.member.waits = self.number, False
         self.member.doing = f"step {self.number}"
 
-    def tell(self, number: int, values: Any) -> None:
+    def report_metrics(self, number: int, values: Any) -> None:
         """As in one process; the supervisor is told the numbers, too."""
         for before, said in self.inherited:
-            self.history.append(before, unpacked(said, values))
+            self.history.append(before, unpack_metrics(said, values))
         self.inherited = []
-        self.member.metrics = numbers(values)
+        self.member.metrics = scalar_metrics(values)
         with self.member.busy_with(f"the callbacks of step {number}"):
-            super().tell(number, values)
+            super().report_metrics(number, values)
 
     def evaluate(self) -> None:
         """As in one process."""
@@ -596,7 +601,7 @@ class WorkerDriver(Driver):
         return lambda placement: self.feed.load_alone(number, placement)
 
     def begin_beside(self) -> None:
-        """Some steps after a generation began: begins to compile for a loss, and to compare copies of the state.
+        """Begins background work some steps into a generation: compiles for a loss, compares copies of the state.
 
         Before that, frees the clients of JAX of former generations, if there are many.
         """
@@ -612,7 +617,7 @@ class WorkerDriver(Driver):
             self.own.prepare()
 
     def withdraw_later(self) -> None:
-        """Withdraws what was offered to others, once all of them have it: they have voted on later steps."""
+        """Withdraws an offered state once all others have fetched it: they have voted on later steps."""
         if self.offered >= 0 and self.number > self.offered + AHEAD + 1:
             self.handover.withdraw()
             self.offered = -1
@@ -620,10 +625,10 @@ class WorkerDriver(Driver):
     def follow(self, request: Any) -> None:
         """The supervisor alone says on which devices the run goes on."""
 
-    def keep(self) -> None:
+    def copy_to_host(self) -> None:
         """Copies the state, where the states before the last steps are not there to go back to."""
         if self.donates or self.options.on_nan == "stop":
-            super().keep()
+            super().copy_to_host()
 
     def save_is_due(self) -> bool:
         """Whether it is time for a checkpoint."""
@@ -647,17 +652,17 @@ class WorkerDriver(Driver):
         except CheckpointError as error:
             if self.number >= self.end or self.stopping:
                 raise
-            self.say(f"the run goes on without a checkpoint of step {self.number}: {error}", logging.ERROR)
+            self.log_message(f"the run goes on without a checkpoint of step {self.number}: {error}", logging.ERROR)
 
     def rescue(self, error: BaseException) -> None:
-        """Saves what there is before an error ends the run, where no other worker has it."""
+        """Saves the last good state before an error ends the run, if no other worker has it."""
         if self.saves and world().count == 1 and self.generation:
             super().rescue(error)
         elif self.generation and not isinstance(error, CheckpointError):
             error.add_note("The other workers go on without this one.")
 
     def close(self) -> None:
-        """Ends what this worker did for others."""
+        """Ends this worker's server and background work."""
         super().close()
         self.handover.close()
         self.rehearsals.close()
@@ -669,11 +674,11 @@ class WorkerDriver(Driver):
 
 
 class HeldRecovery(Recovery):
-    """Copies of what a worker holds of a state; checkpoints are read when a run begins."""
+    """Copies of the parts that a worker holds of a state; checkpoints are read when a run begins."""
 
-    def keep(self, number: int, state: Any) -> None:
-        """Copies what this worker holds to the host."""
-        held = Held.from_state(number, block_until_ready(state, f"the state after {number} steps"), copy=True)
+    def copy_to_host(self, number: int, state: Any) -> None:
+        """Copies the parts of the state that this worker holds to the host."""
+        held = HeldState.from_state(number, block_until_ready(state, f"the state after {number} steps"), copy=True)
         self.kept = number, HeldCopy(held, self.like)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
@@ -684,28 +689,28 @@ class HeldRecovery(Recovery):
 
 @dataclasses.dataclass(frozen=True)
 class HeldCopy:
-    """A copy of what a worker holds of a state, as a copy of a state.
+    """A copy of the parts that a worker holds of a state, with the interface of a copy of a state.
 
     Attributes:
       held: the copy.
       like: a state of the same structure.
     """
 
-    held: Held
+    held: HeldState
     like: Any
 
     def on(self, placement: Placement) -> Any:
         """The state on a placement's devices, if this worker holds all that it needs there."""
-        missing(self.held.leaves, self.held, {}, placement)
-        return made_state(self.like, self.held.leaves, self.held, {}, placement)
+        plan_fetches(self.held.leaves, self.held, {}, placement)
+        return build_state(self.like, self.held.leaves, self.held, {}, placement)
 
 
-def alone(placement: Placement) -> Placement:
+def single_device_placement(placement: Placement) -> Placement:
     """A placement of the same nodes on one device of this process."""
     return Placement(placement.virtual_nodes, jax.local_devices()[:1], axis=placement.axis)
 
 
 def own_copy_of(state: Any) -> Any:
     """A state that is whole in this process, on a device of its own client of JAX."""
-    held = Held.from_state(0, state)
-    return made_state(state, held.leaves, held, {}, Placement(1, jax.local_devices()[:1]))
+    held = HeldState.from_state(0, state)
+    return build_state(state, held.leaves, held, {}, Placement(1, jax.local_devices()[:1]))

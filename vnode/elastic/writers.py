@@ -51,7 +51,9 @@ class JsonLines:
         self._file = io.TextIOWrapper(io.FileIO(self.path, "a"), encoding="utf-8", line_buffering=True)
 
     def __call__(self, step: int, metrics: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"step": step} | {name: plain(value) for name, value in metrics.items()}) + "\n")
+        self._file.write(
+            json.dumps({"step": step} | {name: json_value(value) for name, value in metrics.items()}) + "\n"
+        )
 
     def close(self) -> None:
         """Closes the file."""
@@ -64,12 +66,12 @@ class JsonLines:
         self.close()
 
 
-def plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """A metric as JSON has it."""
     if isinstance(value, np.ndarray | np.generic):
-        return plain(value.astype(float).tolist() if value.dtype.kind == "V" else value.tolist())
+        return json_value(value.astype(float).tolist() if value.dtype.kind == "V" else value.tolist())
     if isinstance(value, list):
-        return [plain(entry) for entry in value]
+        return [json_value(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value if isinstance(value, bool | int | float | str | None) else str(value)

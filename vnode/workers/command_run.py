@@ -119,7 +119,7 @@ def execute(chosen: argparse.Namespace) -> int:
                 supervisor = spec.supervisor(out=table.out, err=table.err, observe=table.observe)
                 handle_signals(supervisor)
                 return supervisor.run()
-        supervisor = spec.supervisor(observe=tell)
+        supervisor = spec.supervisor(observe=print_event)
         handle_signals(supervisor)
         return supervisor.run()
     except WorkerError as error:
@@ -127,7 +127,7 @@ def execute(chosen: argparse.Namespace) -> int:
         return 2
 
 
-def tell(status: dict[str, Any], event: dict[str, Any] | None) -> None:
+def print_event(status: dict[str, Any], event: dict[str, Any] | None) -> None:
     """Prints an event that users want to know of."""
     if event is not None and event["event"] in SAID:
         print(f"vnode: {line(event)}", file=sys.stderr, flush=True)

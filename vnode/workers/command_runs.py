@@ -17,7 +17,7 @@ from typing import Any
 from vnode.errors import WorkerError
 from vnode.workers.command_run import line
 from vnode.workers.job_registry import Found, jobs
-from vnode.workers.supervisor_client import ask
+from vnode.workers.supervisor_client import request
 
 HEADS = ("PID", "WORKERS", "STEP", "SINCE", "FOLDER")
 
@@ -53,7 +53,7 @@ def execute(chosen: argparse.Namespace) -> int:
 def described(job: Found) -> dict[str, Any]:
     """A running job, as ``vnode runs --json`` lists it."""
     try:
-        status = ask(job, "status")
+        status = request(job, "status")
     except WorkerError:  # it has just ended, or is stopped
         status = {"step": None, "workers": []}
     workers = [{key: worker[key] for key in ("rank", "pid", "nodes")} for worker in status["workers"]]

@@ -11,7 +11,7 @@ from typing import Any
 
 from vnode.errors import WorkerError
 from vnode.workers.job_registry import find
-from vnode.workers.supervisor_client import ask
+from vnode.workers.supervisor_client import request
 
 
 def add_parser(commands: Any) -> None:
@@ -25,7 +25,7 @@ def add_parser(commands: Any) -> None:
 def execute(chosen: argparse.Namespace) -> int:
     """Runs the command: 0, or 1 if the job refuses or is not there."""
     try:
-        answer = ask(find(chosen.job), "resize", workers=chosen.workers)
+        answer = request(find(chosen.job), "resize", workers=chosen.workers)
     except WorkerError as error:
         print(f"vnode: {error}", file=sys.stderr)
         return 1

@@ -41,9 +41,9 @@ class Rigid(Decisions):
     def service(self, generation: int, address: str, now: float) -> list[Action]:
         """Nobody has asked for one."""
         self.do(EndService(address))
-        return self.taken()
+        return self.take_actions()
 
-    def take(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
+    def handle_message(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
         """Its process does not connect."""
 
     def settle(self, now: float) -> list[Action]:
@@ -57,7 +57,7 @@ class Rigid(Decisions):
             elif self.kill_at is not None and now >= self.kill_at:
                 self.kill_at = None
                 self.do(Kill(0))
-        return self.taken()
+        return self.take_actions()
 
     def lose(self, worker: Worker, why: str, now: float) -> None:
         """Ends the command at once."""

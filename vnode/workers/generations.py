@@ -114,7 +114,7 @@ class Generations(Decisions):
         return self.settle(now)
 
     def service(self, generation: int, address: str, now: float) -> list[Action]:
-        """A service that was asked for is there."""
+        """A requested service has started."""
         following = self.next
         if self.over or following is None or following.number != generation:
             self.do(EndService(address))
@@ -160,9 +160,9 @@ class Generations(Decisions):
             elif not self.trained:
                 self.end(code, f"Stopped before it trained: {why}.")
 
-    # What workers say
+    # Messages of workers
 
-    def take(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
+    def handle_message(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
         """Takes in one message."""
         if kind == "progress":
             self.take_progress(worker, message)
@@ -273,16 +273,16 @@ class Generations(Decisions):
         else:
             self.lose(worker, f"could not prepare generation {self.next.number}: {error}", now)
 
-    # What follows
+    # Decisions
 
     def settle(self, now: float) -> list[Action]:
-        """Does what is due; returns the actions since the last event."""
+        """Takes all due decisions; returns the actions since the last event."""
         while not self.over and (self.expired(now) or self.advance(now)):
             pass
         if not self.over:
             self.fill(now)
             self.end_services()
-        return self.taken()
+        return self.take_actions()
 
     def expired(self, now: float) -> bool:
         """Looks at the deadlines. Returns whether one has passed."""
@@ -315,7 +315,7 @@ class Generations(Decisions):
         return False
 
     def late_to_leave(self, leave: Leave, now: float) -> list[Worker]:
-        """Those that have not left a broken generation in time. Who does something by itself has longer."""
+        """Workers that have not left a broken generation in time. A worker that is busy by itself has longer."""
         limits, since = self.limits, now - leave.started
         over = since >= limits.leave or (leave.first is not None and now - leave.first >= limits.left)
         missing = [w for w in leave.asked if w.is_usable and w not in leave.steps]
@@ -614,7 +614,7 @@ class Generations(Decisions):
             self.tell_end(worker, "it is not needed any more", 0, now)
 
     def vacant(self, now: float) -> list[int]:
-        """Numbers for which a worker may be started."""
+        """The worker numbers for which a process may be started."""
         free = []
         for number in range(self.wanted + self.spares):
             recent = [t for t in self.losses.get(number, ()) if now - t < self.limits.forget]

@@ -3,7 +3,7 @@
 Knows names of devices and numbers of workers. Must not know what a device is, nor who grants it.
 
     devices = Devices(["0", "1"])
-    devices.take(0)       ->  "0"
+    devices.allocate(0)   ->  "0"
     devices.trim(1)           "1" goes back: one worker needs one device
     devices.granted       ->  ["0"]
 
@@ -34,7 +34,7 @@ class Devices:
         """The job has these devices, too."""
         self.granted += [name for name in names if name not in self.granted]
 
-    def take(self, number: int) -> str | None:
+    def allocate(self, number: int) -> str | None:
         """A device for a worker; None if all are in use."""
         free = [name for name in self.granted if name not in self.used.values()]
         if not free:

@@ -168,7 +168,7 @@ class Found:
 
     @property
     def name(self) -> str:
-        """What users call it: its folder of checkpoints, or else its own."""
+        """Its name for users: its folder of checkpoints, or else its own folder."""
         return self.facts.get("checkpoint") or str(self.folder)
 
     @property
@@ -177,15 +177,15 @@ class Found:
         return (self.folder / "token").read_text(encoding="utf-8")
 
     def workers_alive(self) -> list[int]:
-        """Process numbers of its workers that are there."""
+        """Process numbers of its live workers."""
         return [pid for pid, since in self.facts.get("children", []) if started(pid) == since is not None]
 
     def processes(self) -> list[int]:
-        """Process numbers of its workers that are there, and of what they have started and left."""
+        """Process numbers of its live workers, and of processes that they have started and left."""
         return sorted({*self.workers_alive(), *marked(str(self.folder))})
 
     def events(self) -> list[dict[str, Any]]:
-        """What has happened, in order."""
+        """Its events, in order."""
         try:
             lines = (self.folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
         except OSError:
@@ -276,7 +276,7 @@ class Entry:
         }
         self.lock: int | None = None
         if self.checkpoint is not None and "://" not in self.checkpoint:
-            self.take(Path(self.checkpoint))
+            self.claim(Path(self.checkpoint))
         self.folder.mkdir(mode=0o700)
         (self.folder / END).write_bytes(b" " * ROOM)
         self.token = secrets.token_hex(32)
@@ -291,7 +291,7 @@ class Entry:
         """Where workers read the token."""
         return self.folder / "token"
 
-    def take(self, checkpoint: Path) -> None:
+    def claim(self, checkpoint: Path) -> None:
         """Makes this supervisor the only one of a folder of checkpoints."""
         try:
             checkpoint.mkdir(parents=True, exist_ok=True)
@@ -304,7 +304,7 @@ class Entry:
             os.pwrite(self.lock, json.dumps(said).encode(), 0)
         except BlockingIOError as error:
             self.release()
-            raise held(checkpoint) from error
+            raise running_error(checkpoint) from error
         except WorkerError:
             self.release()
             raise
@@ -359,7 +359,7 @@ class Entry:
 
 
 def parsed(text: bytes) -> dict[str, Any]:
-    """What a link file says; nothing if it is empty or something else."""
+    """The facts in a link file; empty if it is empty or something else."""
     try:
         said = json.loads(text)
     except ValueError:
@@ -396,8 +396,8 @@ def wait_for_workers(before: dict[str, Any], checkpoint: Path) -> None:
         time.sleep(0.1)
 
 
-def held(checkpoint: Path) -> WorkerError:
-    """The error of a folder that another supervisor has."""
+def running_error(checkpoint: Path) -> WorkerError:
+    """The error of a folder that another supervisor holds."""
     try:
         facts = json.loads((checkpoint / LINK).read_text(encoding="utf-8"))
         pid, host, since = facts["pid"], facts["host"], facts["since"]

@@ -1,6 +1,6 @@
 """Turns a script or a function into a job that trains with several workers: `launch`.
 
-Knows the supervisor's process, and how it is asked. Must not know what it decides.
+Knows the supervisor's process and its requests. Must not know what it decides.
 
     with launch("train.py", workers=3) as job:
         job.resize(5)
@@ -22,7 +22,7 @@ from vnode.errors import WorkerError
 from vnode.workers import job_registry
 from vnode.workers.start_job import Spec, target_command
 from vnode.workers.supervisor import search_path
-from vnode.workers.supervisor_client import ask
+from vnode.workers.supervisor_client import request
 
 KILL_SECONDS = 30
 """How long a supervisor may take to end a job that is killed."""
@@ -56,17 +56,17 @@ class Job:
         Raises:
           WorkerError: so many cannot be, or the job has ended.
         """
-        ask(self.found(), "resize", workers=workers)
+        request(self.found(), "resize", workers=workers)
 
     def stop(self) -> None:
         """Asks the run to end with a checkpoint, as SIGTERM does."""
         if self.process.poll() is None:
-            ask(self.found(), "stop", why="job.stop()")
+            request(self.found(), "stop", why="job.stop()")
 
     def kill(self) -> None:
         """Ends all workers at once."""
         if self.process.poll() is None:
-            ask(self.found(), "kill")
+            request(self.found(), "kill")
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the end of the job.
@@ -78,7 +78,7 @@ class Job:
           The exit code of the script's lowest rank.
 
         Raises:
-          TimeoutError: it still runs.
+          TimeoutError: the job still runs.
           WorkerError: the job has failed; `code` is its exit code.
         """
         try:
@@ -94,17 +94,17 @@ class Job:
         return code
 
     def status(self) -> dict[str, Any]:
-        """What the supervisor says; once it has ended, what it left."""
+        """The supervisor's status; once it has ended, its last one."""
         if self.process.poll() is None:
             try:
-                return ask(self.found(), "status")
+                return request(self.found(), "status")
             except WorkerError:  # it is about to end
                 self.process.wait(KILL_SECONDS)
         return {"workers": [], "step": self.found().facts.get("step")}
 
     @property
     def workers(self) -> list[dict[str, Any]]:
-        """Those that train, in order of their ranks: rank, pid, nodes, worker."""
+        """The workers that train, in order of their ranks: rank, pid, nodes, worker."""
         return [{key: w[key] for key in ("rank", "pid", "nodes", "worker")} for w in self.status()["workers"]]
 
     @property
@@ -114,12 +114,12 @@ class Job:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What has happened: time, event, worker, step, why."""
+        """The events so far: time, event, worker, step, why."""
         return self.found().events()
 
     @property
     def result(self) -> Any:
-        """What rank 0 has left in ``$VNODE_JOB/result.json``; None if nothing."""
+        """The content of ``$VNODE_JOB/result.json``, which rank 0 writes; None if there is none."""
         try:
             return json.loads((self.folder / "result.json").read_text(encoding="utf-8"))
         except FileNotFoundError:

@@ -144,10 +144,10 @@ class Actor:
             except errors.RayError as error:
                 self.fail(-signal.SIGKILL, f"is gone: {error}")
             else:
-                self.take(kind, value)
+                self.handle_message(kind, value)
         return self.code
 
-    def take(self, kind: str, value: Any) -> None:
+    def handle_message(self, kind: str, value: Any) -> None:
         """Takes in what the actor says."""
         if kind == "place":
             self.place = Resident(*value)
@@ -162,7 +162,7 @@ class Actor:
     def fail(self, code: int, why: str) -> None:
         """The actor is not there any more."""
         if not self.killed:
-            self.take(f"worker-{self.number}.err", f"vnode: the actor of Ray {why}\n".encode())
+            self.handle_message(f"worker-{self.number}.err", f"vnode: the actor of Ray {why}\n".encode())
         self.code = code
         self.kill()
 

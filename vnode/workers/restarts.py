@@ -3,8 +3,8 @@
 Knows which processes there are, and the deadlines of all waits. Must not know processes, sockets or clocks.
 
 The workers of a job are the processes of one world of JAX, as `jax.distributed.initialize` makes it: it has no way out
-but the end of the process. So this works wherever JAX does, on GPUs and TPUs, too. What goes from one set of workers to
-the next is a checkpoint:
+but the end of the process. So this works wherever JAX does, on GPUs and TPUs, too. One set of workers
+hands the run to the next by a checkpoint:
 
     begin                ->  Spawn(0 1)
     connected by all     ->  Send(0 1, world): how many they are, and where process 0 has its coordination service
@@ -124,12 +124,12 @@ class Restarts(Decisions):
         if not any(w.state == READY for w in self.workers.values()):
             self.end(code, f"Stopped before it trained{' again' if self.trained else ''}: {why}.")
         elif not self.anew:
-            self.ask(why, now, anew=self.ends_scripts)
+            self.request_end(why, now, anew=self.ends_scripts)
 
-    # What workers say
+    # Messages of workers
 
-    def take(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
-        """Takes in one message."""
+    def handle_message(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
+        """Handles one message of a worker."""
         if kind == "progress":
             self.take_progress(worker, message)
             if worker.state == READY and (worker.step or 0) > (self.furthest or 0):
@@ -176,14 +176,14 @@ class Restarts(Decisions):
             names = " ".join(str(number) for number in sorted(self.workers))
             self.record("trains", None, f"workers {names}", None if self.repeats else self.furthest)
 
-    # What follows
+    # Decisions
 
     def settle(self, now: float) -> list[Action]:
-        """Does what is due; returns the actions since the last event."""
+        """Takes all due decisions; returns the actions since the last event."""
         if not self.over:
             self.expire(now)
             self.follow(now)
-        return self.taken()
+        return self.take_actions()
 
     def expire(self, now: float) -> None:
         """Looks at the deadlines."""
@@ -280,13 +280,13 @@ class Restarts(Decisions):
         if self.anew or self.stopping or self.broken is not None:
             return
         if all(w.state == READY for w in self.workers.values()):
-            self.ask(why, now, anew=True)
+            self.request_end(why, now, anew=True)
         else:
             for worker in list(self.workers.values()):
                 self.put_down(worker)
         self.anew = why
 
-    def ask(self, why: str, now: float, *, anew: bool) -> None:
+    def request_end(self, why: str, now: float, *, anew: bool) -> None:
         """Asks all workers to save a checkpoint and end: for good, or so that others go on."""
         self.asked = now + self.limits.busy
         for worker in self.workers.values():
@@ -314,7 +314,7 @@ class Restarts(Decisions):
         if alive:
             self.do(Kill(worker.number))
 
-    # What is said
+    # Status
 
     @property
     def is_whole(self) -> bool:

@@ -145,7 +145,7 @@ class Spec:
         return (python, "-m", "vnode.elastic.join_world", *rest) if self.restart else self.command
 
     def decisions(self) -> Decisions:
-        """What is done about what happens to workers."""
+        """The decisions about the job's workers, as the options ask for them."""
         if self.rigid:
             return Rigid(self.workers)
         limits = Limits(start=self.start_timeout, restarts=self.max_restarts, silence=self.silence)

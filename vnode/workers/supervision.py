@@ -1,4 +1,4 @@
-"""What the ways to keep a job's workers together have in common: events of a supervisor come in, actions go out.
+"""The base class of decisions about a job's workers: events of a supervisor come in, actions go out.
 
 Knows workers and actions. Must not know what follows from an event.
 """
@@ -85,7 +85,7 @@ class Decisions(abc.ABC):
             return []
         worker.heard = now
         try:
-            self.take(worker, message["kind"], message, now)
+            self.handle_message(worker, message["kind"], message, now)
         except (KeyError, TypeError, ValueError) as error:
             self.lose(worker, f"sent a message that cannot be read ({type(error).__name__}: {error})", now)
         return self.settle(now)
@@ -112,7 +112,7 @@ class Decisions(abc.ABC):
 
     @abc.abstractmethod
     def service(self, generation: int, address: str, now: float) -> list[Action]:
-        """A coordination service that was asked for is there."""
+        """A requested coordination service has started."""
 
     def resize(self, workers: int, now: float) -> list[Action]:
         """Someone asks for another number of workers.
@@ -141,15 +141,15 @@ class Decisions(abc.ABC):
         self.begin_stop(why, code, now)
         return self.settle(now)
 
-    # What follows
+    # Decisions
 
     @abc.abstractmethod
-    def take(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
-        """Takes in one message."""
+    def handle_message(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
+        """Handles one message of a worker."""
 
     @abc.abstractmethod
     def settle(self, now: float) -> list[Action]:
-        """Does what is due; returns the actions since the last event."""
+        """Takes all due decisions; returns the actions since the last event."""
 
     @abc.abstractmethod
     def lose(self, worker: Worker, why: str, now: float) -> None:
@@ -213,7 +213,7 @@ class Decisions(abc.ABC):
         if not self.over:
             self.actions.append(action)
 
-    def taken(self) -> list[Action]:
+    def take_actions(self) -> list[Action]:
         """The actions since the last event."""
         done, self.actions = self.actions, []
         return done
@@ -235,7 +235,7 @@ class Decisions(abc.ABC):
             self.actions += [Record("ended", None, None, f"exit code {code}" + (f": {why}" if why else "")), self.over]
 
     def status(self) -> dict[str, Any]:
-        """What is said of the job: its step, and the workers that train, in order of their ranks."""
+        """The status of the job: its step, and the workers that train, in order of their ranks."""
         members = self.members()
         ranks = [
             {"rank": rank, "pid": w.pid, "nodes": w.nodes, "worker": w.number, "doing": w.doing}

@@ -81,7 +81,7 @@ class Tail:
         self.path, self.take = path, take
         self.position, self.rest = 0, b""
 
-    def look(self, whole: bool = False) -> None:
+    def read_lines(self, whole: bool = False) -> None:
         """Passes on what is new; with `whole`, a last line without an end, too."""
         try:
             with open(self.path, "rb") as file:
@@ -171,7 +171,7 @@ class Supervisor:
             try:
                 self.do(self.decisions.resize(self.decisions.wanted + by, now))
             except WorkerError as error:
-                self.say(str(error))
+                self.log_line(str(error))
 
         self.events.put(work)
 
@@ -248,7 +248,7 @@ class Supervisor:
         now = self.awake()
         if now >= self.looked + TICK:
             self.looked = now
-            self.look(now)
+            self.poll(now)
 
     def awake(self) -> float:
         """The time, after a look whether this process was stopped: what workers have said is still in the sockets."""
@@ -258,7 +258,7 @@ class Supervisor:
         self.seen = now
         return now
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """Looks at processes, output and deadlines."""
         for number, worker in list(self.running.items()):
             self.look_at(number, worker, now)
@@ -290,7 +290,7 @@ class Supervisor:
             if worker.channel is not None:
                 worker.channel.close()
             for tail in self.tails.get(number, []):
-                tail.look(whole=True)
+                tail.read_lines(whole=True)
             if self.devices is not None:
                 self.devices.free(number)
             self.do(self.decisions.exited(number, code, now))
@@ -322,7 +322,7 @@ class Supervisor:
         """Passes on what workers have printed."""
         for tails in self.tails.values():
             for tail in tails:
-                tail.look()
+                tail.read_lines()
 
     # Events
 
@@ -426,7 +426,7 @@ class Supervisor:
     # Actions
 
     def do(self, actions: list[Action]) -> None:
-        """Does what was decided."""
+        """Carries out the actions of a decision."""
         for action in actions:
             if isinstance(action, Send):
                 worker = self.running.get(action.worker)
@@ -458,7 +458,7 @@ class Supervisor:
         """Starts a worker; later, if all devices are in use."""
         environment = {} if not self.decisions.connects else self.membership(number)
         if self.devices is not None:
-            device = self.devices.take(number) if self.decisions.connects else ",".join(self.devices.granted)
+            device = self.devices.allocate(number) if self.decisions.connects else ",".join(self.devices.granted)
             if device is None:
                 self.waiting.append(number)
                 return
@@ -470,7 +470,7 @@ class Supervisor:
             return
         if number not in self.tails:
             out = Tail(self.entry.folder / f"worker-{number}.out", lambda line: self.printed(number, line))
-            err = Tail(self.entry.folder / f"worker-{number}.err", lambda line: self.say(line, number))
+            err = Tail(self.entry.folder / f"worker-{number}.err", lambda line: self.log_line(line, number))
             self.tails[number] = [out, err]
         self.save_children()
 
@@ -502,7 +502,7 @@ class Supervisor:
             with contextlib.suppress(OSError, ValueError):  # a stream that does not take its letters
                 print(line, file=self.out, flush=True)
 
-    def say(self, text: str, number: int | None = None) -> None:
+    def log_line(self, text: str, number: int | None = None) -> None:
         """Passes on a line that a worker has written to its stderr, or says something itself."""
         prefix = "" if number is None or not self.decisions.connects else f"[worker {number}] "
         with contextlib.suppress(OSError, ValueError):
@@ -513,7 +513,7 @@ class Supervisor:
         self.observe(self.entry.event(record))
 
     def observe(self, event: dict[str, Any] | None) -> None:
-        """Tells who looks what is new."""
+        """Calls the observer with the status and an event."""
         if self.observer is not None:
             with contextlib.suppress(OSError):  # nobody reads what it prints
                 self.observer(self.decisions.status(), event)
@@ -544,7 +544,7 @@ class Supervisor:
     def tell_keeper(self, line: str) -> None:
         """Gives the keeper a command."""
         assert self.keeper is not None and self.keeper.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended, which `look` finds
+        with contextlib.suppress(OSError):  # it has ended, which `poll` finds
             self.keeper.stdin.write(f"{line}\n")
 
     def read_keeper(self, lines: TextIO) -> None:
@@ -554,7 +554,7 @@ class Supervisor:
             self.events.put(lambda now, answer=answer: self.answered(answer, now))
 
     def answered(self, answer: str, now: float) -> None:
-        """A service is there."""
+        """A service has started."""
         generation = self.asked.pop(0)
         if answer.startswith("error "):
             self.over = self.over or End(1, f"No coordination service of jax can be started: {answer[6:]}")
@@ -584,9 +584,9 @@ class Supervisor:
                 end = min(end, now)
         for tails in self.tails.values():
             for tail in tails:
-                tail.look(whole=True)
+                tail.read_lines(whole=True)
         if over.why:
-            self.say(f"vnode: {over.why}")
+            self.log_line(f"vnode: {over.why}")
 
 
 def listen(interface: str, port: int) -> socket.socket:

@@ -15,7 +15,7 @@ SECONDS = 10
 """How long a supervisor may take to answer."""
 
 
-def ask(job: Found, kind: str, **facts: Any) -> dict[str, Any]:
+def request(job: Found, kind: str, **facts: Any) -> dict[str, Any]:
     """Asks a supervisor.
 
     Args:

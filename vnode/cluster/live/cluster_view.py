@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vnode.cluster.live.socket_server import VARIABLE, ask, find
+from vnode.cluster.live.socket_server import VARIABLE, find, request
 from vnode.cluster.live.status_data import job_in
 from vnode.errors import ClusterError
 
 
-def look(state: str | None, last: int | None = None) -> tuple[dict[str, Any], bool]:
+def read_cluster(state: str | None, last: int | None = None) -> tuple[dict[str, Any], bool]:
     """A cluster as it is.
 
     Args:
@@ -31,10 +31,10 @@ def look(state: str | None, last: int | None = None) -> tuple[dict[str, Any], bo
     if not runs(state):
         return from_file(Path(str(state or os.environ[VARIABLE]))), False
     if last is not None:
-        return ask("queue", state, last=last)["answer"], True
-    found = ask("queue", state, last=0)["answer"]
+        return request("queue", state, last=last)["answer"], True
+    found = request("queue", state, last=0)["answer"]
     jobs: list[dict[str, Any]] = []
-    while part := ask("queue", state, first=len(jobs))["answer"]["jobs"]:
+    while part := request("queue", state, first=len(jobs))["answer"]["jobs"]:
         jobs += part
     return {**found, "jobs": jobs}, True
 
@@ -43,14 +43,14 @@ def look_at(state: str | None, job: str) -> dict[str, Any]:
     """One job, and what was decided about it.
 
     Args:
-      state: as of `look`.
+      state: as `read_cluster` returns it.
       job: its id or name.
 
     Raises:
       ClusterError: there is none, or neither a scheduler nor its file.
     """
     if runs(state):
-        return ask("status", state, job=job)["answer"]
+        return request("status", state, job=job)["answer"]
     found = from_file(Path(str(state or os.environ[VARIABLE])))
     shown = job_in(found, job)
     return {**shown, "decisions": [each for each in found["decisions"] if each["job"] == shown["id"]]}
@@ -74,10 +74,10 @@ def runs(state: str | None) -> bool:
 
 def from_file(path: Path) -> dict[str, Any]:
     """A cluster as its file tells."""
-    from vnode.cluster.live.event_store import jobs_folder, read
+    from vnode.cluster.live.event_store import jobs_folder, read_records
     from vnode.cluster.live.job_book import Book
     from vnode.cluster.live.status_data import snapshot
 
     whole = Path(os.path.realpath(path))
     facts = {"state": str(whole), "folder": str(jobs_folder(whole)), "pid": None}
-    return snapshot(Book(read(whole)), time.time(), facts, {}, {})
+    return snapshot(Book(read_records(whole)), time.time(), facts, {}, {})

@@ -37,12 +37,12 @@ def path_of(state: str | None) -> Path:
 def execute_report(chosen: argparse.Namespace) -> int:
     """Runs `report`: 0, or 1 if it cannot be."""
     from vnode.cluster.command_simulate import table
-    from vnode.cluster.live.event_store import read
+    from vnode.cluster.live.event_store import read_records
     from vnode.cluster.live.history import result_of
     from vnode.cluster.result_page import write
 
     try:
-        result = result_of(read(path_of(chosen.state)))
+        result = result_of(read_records(path_of(chosen.state)))
         if not any(event.kind == "ended" for event in result.events):
             raise ClusterError("no job has ended yet; there is nothing to report.")
         figures = {result.policy: result.figures()}
@@ -61,12 +61,12 @@ def execute_report(chosen: argparse.Namespace) -> int:
 
 def execute_replay(chosen: argparse.Namespace) -> int:
     """Runs `replay`: 0; 1 if a decision differs, or it cannot be."""
-    from vnode.cluster.live.event_store import read
+    from vnode.cluster.live.event_store import read_records
     from vnode.cluster.live.policy_shares import replay
 
     count = differing = 0
     try:
-        for record, decided in replay(read(path_of(chosen.state))):
+        for record, decided in replay(read_records(path_of(chosen.state))):
             count += 1
             logged, made = dict(record.facts["shares"]), dict(decided.shares)
             if made != logged:

@@ -15,7 +15,7 @@ from typing import Any
 
 from vnode.cluster.live.arguments import add_state
 from vnode.cluster.live.cluster_view import look_at
-from vnode.cluster.live.socket_server import VARIABLE, ask, find
+from vnode.cluster.live.socket_server import VARIABLE, find, request
 from vnode.errors import ClusterError
 
 LOOK = 0.3
@@ -42,15 +42,15 @@ def add_parser(commands: Any) -> None:
 
 def execute_priority(chosen: argparse.Namespace) -> int:
     """Runs `priority`: 0, or 1 if that cannot be."""
-    return tell(lambda: ask("priority", chosen.state, job=chosen.job, priority=chosen.priority))
+    return send_request(lambda: request("priority", chosen.state, job=chosen.job, priority=chosen.priority))
 
 
 def execute_cancel(chosen: argparse.Namespace) -> int:
     """Runs `cancel`: 0, or 1 if that cannot be."""
-    return tell(lambda: ask("cancel", chosen.state, job=chosen.job, now=chosen.now))
+    return send_request(lambda: request("cancel", chosen.state, job=chosen.job, now=chosen.now))
 
 
-def tell(request: Any) -> int:
+def send_request(request: Any) -> int:
     """Makes a request; prints what is wrong with it."""
     try:
         request()

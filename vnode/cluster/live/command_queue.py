@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vnode.cluster.live.arguments import add_state
-from vnode.cluster.live.cluster_view import look, look_at
+from vnode.cluster.live.cluster_view import look_at, read_cluster
 from vnode.errors import ClusterError
 
 HEADS = ("ID", "NAME", "STATE", "PRIORITY", "WORKERS", "STEP", "STEPS/S", "TIME", "WHY")
@@ -52,14 +52,14 @@ def execute_queue(chosen: argparse.Namespace) -> int:
     try:
         if chosen.watch:
             return watch(chosen.state, chosen.all)
-        found, runs = look(chosen.state, None if chosen.json or chosen.all else ENDED)
+        found, runs = read_cluster(chosen.state, None if chosen.json or chosen.all else ENDED)
     except ClusterError as error:
         print(f"vnode: {error}", file=sys.stderr)
         return 1
     if chosen.json:
         print(json.dumps(found))
         return 0
-    lines = [HEADS, *(cells(job, found["cluster"]["now"]) for job in listed(found, chosen.all))]
+    lines = [HEADS, *(cells(job, found["cluster"]["now"]) for job in listed_jobs(found, chosen.all))]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEADS))]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
@@ -95,15 +95,15 @@ def execute_status(chosen: argparse.Namespace) -> int:
     ]
     for name, value in facts:
         if value:
-            print(f"{name:<10} {plain(value)}")
+            print(f"{name:<10} {printable(value)}")
     for decision in job["decisions"]:
-        print(f"  {clock(decision['time'])}  {plain(decision['why'])}")
+        print(f"  {clock(decision['time'])}  {printable(decision['why'])}")
     if job["why"]:
-        print("", *map(plain, job["why"].splitlines()), sep="\n")
+        print("", *map(printable, job["why"].splitlines()), sep="\n")
     return 0
 
 
-def listed(found: Mapping[str, Any], everything: bool) -> list[dict[str, Any]]:
+def listed_jobs(found: Mapping[str, Any], everything: bool) -> list[dict[str, Any]]:
     """The jobs that are listed: those that have not ended, and the last that have."""
     ended = sorted((job for job in found["jobs"] if job["ended"] is not None), key=lambda job: job["ended"])
     kept = {job["id"] for job in (ended if everything else ended[-ENDED:])}
@@ -117,11 +117,11 @@ def cells(job: Mapping[str, Any], now: float) -> tuple[str, ...]:
     held = f"{len(job['devices'])} of {asked}" if job["ended"] is None else asked
     speed = "" if job["steps_per_second"] is None else f"{job['steps_per_second']:.3g}"
     lines = job["why"].strip().splitlines() or [""]
-    why = plain(lines[-1 if any(line.startswith("Traceback") for line in lines) else 0][:60])
+    why = printable(lines[-1 if any(line.startswith("Traceback") for line in lines) else 0][:60])
     since = (job["ended"] or now) - (job["started"] or job["submitted"])
     return (
         job["id"],
-        plain(job["name"]),
+        printable(job["name"]),
         job["state"],
         f"{job['priority']:g}",
         held,
@@ -132,7 +132,7 @@ def cells(job: Mapping[str, Any], now: float) -> tuple[str, ...]:
     )
 
 
-def plain(text: str) -> str:
+def printable(text: str) -> str:
     """A text that moves no cursor: what a user calls a job, or a job prints, may hold anything.
 
     >>> plain("a\\x1b[2Jb\\n")
@@ -191,9 +191,9 @@ def watch(state: str | None, everything: bool) -> int:
     with Live(screen=False, auto_refresh=False) as live:
         try:
             while True:
-                found, runs = look(state, None if everything else ENDED)
+                found, runs = read_cluster(state, None if everything else ENDED)
                 table = rich.table.Table(*HEADS, box=None, header_style="bold")
-                for job in listed(found, everything):
+                for job in listed_jobs(found, everything):
                     table.add_row(*map(Text, cells(job, found["cluster"]["now"])), style=colours.get(job["state"], ""))
                 last = [f"{clock(each['time'])}  job {each['job']}: {each['why']}" for each in found["decisions"][-5:]]
                 lines = [summary(found, runs), *last]

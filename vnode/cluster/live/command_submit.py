@@ -14,7 +14,7 @@ from typing import Any
 
 from vnode.cluster.live.arguments import add_state, plans, times, workers
 from vnode.cluster.live.cluster_view import look_at
-from vnode.cluster.live.socket_server import ask, find
+from vnode.cluster.live.socket_server import find, request
 from vnode.cluster.live.submission import Submission
 from vnode.errors import ClusterError
 
@@ -66,7 +66,7 @@ def execute(chosen: argparse.Namespace) -> int:
             steps=chosen.steps,
         )
         state = find(chosen.state)["state"]  # from now on the same one, whichever others begin or end
-        name = ask("submit", state, job=job.facts())["answer"]
+        name = request("submit", state, job=job.facts())["answer"]
     except (ClusterError, ValueError, OSError) as error:
         print(f"vnode: {error}", file=sys.stderr)
         return 2

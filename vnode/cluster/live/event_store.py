@@ -78,7 +78,7 @@ class State:
         try:
             check_file_system(self.path.parent)
             self.lock = os.open(lock_of(self.path), os.O_RDWR | os.O_CREAT, 0o600)
-            self.take()
+            self.claim()
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))  # commands and environments are private
             self.inode = os.stat(self.path).st_ino
             self.database = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
@@ -98,7 +98,7 @@ class State:
         """The folder of what jobs leave: output, checkpoints."""
         return jobs_folder(self.path)
 
-    def take(self) -> None:
+    def claim(self) -> None:
         """Makes this process the only scheduler of the file; the kernel ends that when the process ends."""
         if fcntl is None:
             raise ClusterError("a scheduler needs a system with flock: Linux or macOS.")
@@ -122,9 +122,9 @@ class State:
                     remedies=["submit to that one: vnode submit", "or give --state another file"],
                 )
             ) from error
-        self.tell(pid=os.getpid())
+        self.write_holder(pid=os.getpid())
 
-    def tell(self, **facts: Any) -> None:
+    def write_holder(self, **facts: Any) -> None:
         """Says in the lock's file who has it, and where that can be reached."""
         assert self.lock is not None
         os.ftruncate(self.lock, 0)
@@ -254,7 +254,7 @@ def holder(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def read(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[Record]:
     """The records of a file, which a scheduler may have.
 
     Raises:

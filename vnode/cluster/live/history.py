@@ -13,7 +13,7 @@ from vnode.cluster.job_figures import Result
 from vnode.cluster.jobs import Job
 from vnode.cluster.live.estimates import speeds_of
 from vnode.cluster.live.event_log import Record
-from vnode.cluster.live.event_store import read
+from vnode.cluster.live.event_store import read_records
 from vnode.cluster.live.job_book import Book, LiveJob
 from vnode.cluster.resize_costs import VNODE
 from vnode.cluster.speeds import Speeds
@@ -74,5 +74,5 @@ def simulated(job: LiveJob, first: float, most: int) -> Job:
 
 def trace_of(path: Path) -> Trace:
     """The jobs of a scheduler's file, to be simulated by other policies."""
-    result = result_of(read(path))
+    result = result_of(read_records(path))
     return Trace(list(result.jobs), result.devices, VNODE)

@@ -167,7 +167,7 @@ class Book:
         return job
 
     def decided(self, record: Record) -> None:
-        """Shares were decided."""
+        """Takes in a decision about shares."""
         why = record.facts["why"]
         for name, share in record.facts["shares"].items():
             job = self.jobs[name]

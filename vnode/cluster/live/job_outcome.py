@@ -42,7 +42,7 @@ def outcome(job: LiveJob, facts: Mapping[str, Any], folder: Path, time: float) -
     def ended(state: str, code: int, why: str = "") -> Record:
         return Record(time, "ended", job.id, {"state": state, "code": code, "why": why[-LONGEST:], "step": step})
 
-    def later(why: str, counts: bool = True) -> Record:
+    def retry(why: str, counts: bool = True) -> Record:
         counts = counts and not job.stopping
         recent = [each for each in job.interrupted if time - each < WHILE]
         if counts and len(recent) >= OFTEN:
@@ -60,21 +60,21 @@ def outcome(job: LiveJob, facts: Mapping[str, Any], folder: Path, time: float) -
             return ended("cancelled", KILLED)
         if "children" not in facts and not any(event["event"] == "start" for event in facts.get("events", [])):
             said = last_lines(folder.parent.parent / "err")[-5:]
-            return later("\n".join(["its supervisor did not begin", *said]), counts=not facts.get("blameless"))
+            return retry("\n".join(["its supervisor did not begin", *said]), counts=not facts.get("blameless"))
         if job.submission.rigid:
             return ended("failed", KILLED, "its supervisor was killed, or could not write down how its command ended")
-        return later("its supervisor was killed; it goes on from its checkpoint")
+        return retry("its supervisor was killed; it goes on from its checkpoint")
     if job.cancel and not (completed and code == 0):
         return ended("cancelled", code)
     if stops and not (completed and code == 0) and not job.submission.rigid:
-        return later("it made room for others" if job.stopping else f"it was told to stop ({stops[-1]})")
+        return retry("it made room for others" if job.stopping else f"it was told to stop ({stops[-1]})")
     if code == KILLED and not facts.get("why") and not job.submission.rigid:
-        return later("its first worker was killed behind a run; it goes on from the checkpoint")
+        return retry("its first worker was killed behind a run; it goes on from the checkpoint")
     if code == 0:
         return ended("succeeded", 0)
     why = "\n".join(part for part in (facts.get("why") or f"exit code {code}", last_error(folder)) if part)
     if FULL in why and not job.submission.rigid:
-        return later(f"a disk is full; it is begun again a few times\n{why}")
+        return retry(f"a disk is full; it is begun again a few times\n{why}")
     return ended("failed", code, why)
 
 

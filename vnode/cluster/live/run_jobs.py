@@ -18,7 +18,7 @@ from typing import Any
 from vnode.cluster.job_figures import Result
 from vnode.cluster.live.history import result_of
 from vnode.cluster.live.scheduler import Scheduler, Setup
-from vnode.cluster.live.socket_server import ask
+from vnode.cluster.live.socket_server import request
 from vnode.cluster.live.submission import Submission
 from vnode.cluster.simulator import Policy
 from vnode.errors import ClusterError
@@ -144,4 +144,4 @@ def submit(job: Submission, state: str | None = None) -> str:
     Raises:
       ClusterError: no scheduler runs, or it refuses the job.
     """
-    return ask("submit", state, job=job.facts())["answer"]
+    return request("submit", state, job=job.facts())["answer"]

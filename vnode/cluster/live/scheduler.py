@@ -2,7 +2,7 @@
 
 Knows the book, the file it is kept in, supervisors. Must not know how a policy decides, nor how a job resizes.
 
-Whatever happens is recorded before it has an effect: a scheduler may be killed at any moment, and the next one goes on.
+Every event is recorded before it has an effect: a scheduler may be killed at any moment, and the next one goes on.
 A device is free when the supervisor of its job says that no process uses it, or when that and all workers are gone.
 """
 
@@ -26,7 +26,7 @@ from vnode.cluster.live.job_book import Book, LiveJob, rows
 from vnode.cluster.live.job_outcome import outcome
 from vnode.cluster.live.policy_shares import decide, policy_of, reasons
 from vnode.cluster.live.socket_server import Door, Reply
-from vnode.cluster.live.status_data import job_in, shown, snapshot
+from vnode.cluster.live.status_data import job_data, job_in, snapshot
 from vnode.cluster.live.step_times import Pace
 from vnode.cluster.live.submission import Submission, check_priority
 from vnode.cluster.live.supervised_job import Report, Supervised, start
@@ -130,7 +130,7 @@ class Scheduler:
             if self.book.active():
                 self.causes.append(f"a scheduler began, with {len(setup.devices)} devices")
             self.door = Door(self.state.path, self.take_request)
-            self.state.tell(pid=os.getpid(), socket=str(self.door.path))
+            self.state.write_holder(pid=os.getpid(), socket=str(self.door.path))
         except BaseException:
             self.state.close()
             raise
@@ -184,15 +184,15 @@ class Scheduler:
         with contextlib.suppress(queue.Empty):
             event = self.queue.get(timeout=TICK)
             while True:
-                with self.complaining("news"):
+                with self.logging_failures("news"):
                     event()
                 event = self.queue.get_nowait()
         if (self.dirty or (self.again is not None and self.now() >= self.again)) and self.may_try("decide"):
-            with self.complaining("decide"):
+            with self.logging_failures("decide"):
                 self.decide()
         for job in sorted(self.book.active(), key=lambda job: (-job.priority, job.number)):
             if self.may_try(job.id):
-                with self.complaining(job.id):
+                with self.logging_failures(job.id):
                     self.carry_out(job)
         if self.changed:
             with contextlib.suppress(ClusterError):  # the table is made anew when a scheduler begins
@@ -206,8 +206,8 @@ class Scheduler:
         return time.monotonic() >= self.troubles.get(what, ("", 0.0))[1]
 
     @contextlib.contextmanager
-    def complaining(self, what: str) -> Any:
-        """Says of an action that fails, as on a full disk, why; it is tried again some time later.
+    def logging_failures(self, what: str) -> Any:
+        """Logs why an action failed, as on a full disk; it is tried again some time later.
 
         Args:
           what: the id of a job, or a name of what concerns all.
@@ -307,7 +307,7 @@ class Scheduler:
         name = self.book.next_id()
         self.record(Record(self.now(), "submitted", name, submission.facts()))
         job = self.book.jobs[name]
-        self.happened(f"{job.called} with priority {job.priority:g} arrived")
+        self.note_cause(f"{job.called} with priority {job.priority:g} arrived")
         return name
 
     def change_priority(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -317,7 +317,7 @@ class Scheduler:
         self.check_there(job)
         if priority != job.priority:
             self.note(job, "priority", priority=priority)
-            self.happened(f"the priority of {job.called} is {priority:g} now")
+            self.note_cause(f"the priority of {job.called} is {priority:g} now")
         return self.show(job)
 
     def cancel(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -326,7 +326,7 @@ class Scheduler:
         self.check_there(job)
         if not job.cancel:
             self.note(job, "cancel")
-            self.happened(f"{job.called} was cancelled")
+            self.note_cause(f"{job.called} was cancelled")
         if request.get("now"):
             self.cancelled[job.id] = 0.0
         return self.show(job)
@@ -340,8 +340,8 @@ class Scheduler:
         if job.is_over:
             raise ClusterError(f"{job.called} has ended: {job.state}.")
 
-    def happened(self, cause: str) -> None:
-        """Something after which the policy decides."""
+    def note_cause(self, cause: str) -> None:
+        """Records a cause for which the policy decides anew."""
         self.causes.append(cause)
         self.dirty = True
 
@@ -390,13 +390,13 @@ class Scheduler:
         trains = members if step is not None and step >= 0 else 0
         if job.steps is not None and step is not None and step >= job.steps:
             trains = job.trains  # the rest of the script
-        self.paces[job.id].look(time.monotonic(), trains, step)
+        self.paces[job.id].observe(time.monotonic(), trains, step)
         nodes, steps = said["virtual_nodes"], job.steps if said["steps"] is None else said["steps"]
         if nodes and (nodes, steps) != (job.nodes, job.steps):
             limit = job.limit
             self.note(job, "learned", nodes=nodes, steps=steps)
             if job.limit < limit:
-                self.happened(f"{job.called} has {job.nodes} virtual nodes")
+                self.note_cause(f"{job.called} has {job.nodes} virtual nodes")
         if trains != job.trains:
             self.note(job, "trains", workers=trains, step=step or 0)
         held = said["devices"]
@@ -410,7 +410,7 @@ class Scheduler:
             workers = max(job.trains, 1)
             if workers < job.limit:
                 self.note(job, "limited", workers=workers, why=text)
-                self.happened(f"{job.called} stays at {workers}: {text.splitlines()[0]}")
+                self.note_cause(f"{job.called} stays at {workers}: {text.splitlines()[0]}")
 
     def take_end(self, job: LiveJob, report: Report) -> None:
         """The supervisor and all workers of a job are gone."""
@@ -429,7 +429,7 @@ class Scheduler:
             shutil.rmtree(path, ignore_errors=True)
         if not job.is_over and not made_room:  # whatever ended it may still be so
             self.troubles[job.id] = "", time.monotonic() + AGAIN
-        self.happened(f"{job.called} {job.state if job.is_over else 'has no workers'}")
+        self.note_cause(f"{job.called} {job.state if job.is_over else 'has no workers'}")
         if job.is_over:
             self.say(f"{job.called}: {job.state}" + (f" (exit code {job.code})" if job.code else ""))
 
@@ -516,7 +516,7 @@ class Scheduler:
             if is_no_room(error):
                 raise
             self.note(job, "ended", state="failed", code=2, why=f"it cannot be started: {error}", step=job.step)
-            self.happened(f"{job.called} failed")
+            self.note_cause(f"{job.called} failed")
         else:
             self.supervise(job, process)
 
@@ -549,5 +549,5 @@ class Scheduler:
     def show(self, job: LiveJob) -> dict[str, Any]:
         """A job as plain data."""
         free = len(self.book.free())
-        found = shown(job, self.state.jobs, self.said.get(job.id, {}), self.paces.get(job.id), free)
+        found = job_data(job, self.state.jobs, self.said.get(job.id, {}), self.paces.get(job.id), free)
         return {**found, "why": "its supervisor does not answer"} if job.id in self.silent else found

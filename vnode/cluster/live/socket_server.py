@@ -166,7 +166,7 @@ def find(state: str | None) -> dict[str, Any]:
     return running[0]
 
 
-def ask(kind: str, state: str | None = None, **facts: Any) -> dict[str, Any]:
+def request(kind: str, state: str | None = None, **facts: Any) -> dict[str, Any]:
     """Asks a scheduler.
 
     Args:

@@ -50,13 +50,13 @@ def snapshot(
             "began": book.began,
             "now": time,
         },
-        "jobs": [shown(job, folder, said.get(job.id, {}), paces.get(job.id), len(free)) for job in jobs],
+        "jobs": [job_data(job, folder, said.get(job.id, {}), paces.get(job.id), len(free)) for job in jobs],
         "decisions": list(book.decisions),
         "history": history,
     }
 
 
-def shown(job: LiveJob, folder: Path, said: Mapping[str, Any], pace: Pace | None, free: int) -> dict[str, Any]:
+def job_data(job: LiveJob, folder: Path, said: Mapping[str, Any], pace: Pace | None, free: int) -> dict[str, Any]:
     """A job as plain data.
 
     Args:

@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vnode.cluster.live.token_guard import guarded
+from vnode.cluster.live.token_guard import guard_application
 from vnode.cluster.svg import COLOURS
 from vnode.errors import ClusterError, layout_message
 
@@ -63,14 +63,14 @@ class Page:
         try:
             import uvicorn
         except ImportError as why:
-            raise missing(why) from why
+            raise missing_package(why) from why
         self._source = source
         token = secrets.token_urlsafe(32)
         self._html, policy = document()
         config = uvicorn.Config(
-            guarded(self._application(), token, policy),
+            guard_application(self._application(), token, policy),
             loop="asyncio",
-            http=limited(),
+            http=limited_protocol(),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -120,7 +120,7 @@ class Page:
             from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
             from starlette.routing import Route
         except ImportError as why:
-            raise missing(why) from why
+            raise missing_package(why) from why
 
         async def page(_: Request) -> Response:
             return HTMLResponse(self._html)
@@ -173,8 +173,8 @@ class Page:
             await asyncio.sleep(PERIOD)
 
 
-def limited() -> type[asyncio.Protocol]:
-    """Uvicorn's protocol for few connections, of which each asks for something soon: descriptors are for jobs."""
+def limited_protocol() -> type[asyncio.Protocol]:
+    """Uvicorn's protocol, limited to few connections that must send a request soon: descriptors are for jobs."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Limited(H11Protocol):
@@ -329,7 +329,7 @@ def digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def missing(why: ImportError) -> ClusterError:
+def missing_package(why: ImportError) -> ClusterError:
     """The error of a package that is not installed."""
     return ClusterError(
         layout_message(

@@ -26,7 +26,7 @@ class Pace:
     Example:
       >>> pace = Pace()
       >>> for time, step in [(0.0, 0), (0.5, 1), (1.0, 2), (1.5, 4), (2.0, 6)]:
-      ...     pace.look(time, 2, step)
+      ...     pace.observe(time, 2, step)
       >>> pace.seconds
       {2: 0.3}
     """
@@ -36,7 +36,7 @@ class Pace:
         self.workers, self.settles = 0, True
         self.window: list[tuple[float, int]] = []
 
-    def look(self, time: float, workers: int, step: int | None) -> None:
+    def observe(self, time: float, workers: int, step: int | None) -> None:
         """Takes note.
 
         Args:

@@ -170,13 +170,13 @@ class Supervised:
         """Asks the run to end with a checkpoint."""
         if not self.stopped:
             self.stopped = True
-            self.ask({"kind": "stop", "why": why, "once": True})
+            self.request({"kind": "stop", "why": why, "once": True})
 
     def kill(self) -> None:
         """Has all workers ended at once."""
-        self.ask({"kind": "kill"})
+        self.request({"kind": "kill"})
 
-    def ask(self, request: dict[str, Any]) -> None:
+    def request(self, request: dict[str, Any]) -> None:
         """Asks for something; again does nothing."""
         with self.changed:
             if request not in self.asks:

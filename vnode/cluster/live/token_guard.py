@@ -33,7 +33,7 @@ HEADERS = (
 )
 
 
-def guarded(app: App, token: str, policy: str) -> App:
+def guard_application(app: App, token: str, policy: str) -> App:
     """An application behind the rules above.
 
     Args:

@@ -41,12 +41,12 @@ def max_min_levels(jobs: MixedJobs, speed: np.ndarray) -> np.ndarray:
 
 def makespan(jobs: MixedJobs, aware: bool) -> np.ndarray:
     """All jobs end as soon as they can end together."""
-    return largest_least_level(known(jobs, aware) / jobs.remaining[:, None], jobs.scale, jobs.devices)[0]
+    return largest_least_level(known_speeds(jobs, aware) / jobs.remaining[:, None], jobs.scale, jobs.devices)[0]
 
 
 def finish_time_fairness(jobs: MixedJobs, aware: bool) -> np.ndarray:
     """Smallest largest ratio of a job's time from arrival to end to that at an equal part of the cluster."""
-    speed = known(jobs, aware)
+    speed = known_speeds(jobs, aware)
     alone = jobs.isolated + jobs.remaining / isolated_speed(jobs, speed)
     low, high = float((jobs.age / alone).max()), None
     ratio = max(2 * low, 1.0)
@@ -83,7 +83,7 @@ def fifo(jobs: MixedJobs, aware: bool) -> np.ndarray:
     return x
 
 
-def known(jobs: MixedJobs, aware: bool) -> np.ndarray:
+def known_speeds(jobs: MixedJobs, aware: bool) -> np.ndarray:
     """Speeds; to those who do not tell kinds apart, that on the fastest kind everywhere."""
     return jobs.speed if aware else np.repeat(jobs.speed.max(1, keepdims=True), jobs.speed.shape[1], axis=1)
 

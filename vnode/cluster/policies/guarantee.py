@@ -56,7 +56,7 @@ def guarantee(factor: float, inner: Policy, costs: Costs = FREE) -> Policy:
         wanted = as_array(decided.shares if isinstance(decided, Decision) else decided, jobs)
         later = starts[starts > now]
         times = [*([float(later.min())] if len(later) else []), *([] if again is None else [again])]
-        return Decision(above(floors, wanted, jobs, devices), min(times, default=None))
+        return Decision(shares_above_floors(floors, wanted, jobs, devices), min(times, default=None))
 
     return guaranteed
 
@@ -99,7 +99,7 @@ def fewest(now: float, jobs: Jobs, deadlines: np.ndarray, devices: int, costs: C
     return np.where(in_time.any(1), in_time.argmax(1), most)
 
 
-def above(floors: np.ndarray, wanted: np.ndarray, jobs: Jobs, devices: int) -> np.ndarray:
+def shares_above_floors(floors: np.ndarray, wanted: np.ndarray, jobs: Jobs, devices: int) -> np.ndarray:
     """Floors, and above them what is wanted, as far as there are devices: running jobs first, then by priority.
 
     A job that runs keeps the least that it can use before another one is given more than its floor.

@@ -92,11 +92,11 @@ class VirtualStatic:
             if demand > sum(count for _, count in self.free):
                 return
             heapq.heappop(self.waiting)
-            start = max(now, self.take(demand))
+            start = max(now, self.take_devices(demand))
             self.starts[rank], self.ends[rank] = start, start + seconds
             heapq.heappush(self.busy, (start + seconds, demand))
 
-    def take(self, count: int) -> float:
+    def take_devices(self, count: int) -> float:
         """Takes devices, those first that are free first; returns when all of them are."""
         self.free.sort()
         while True:

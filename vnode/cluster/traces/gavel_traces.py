@@ -15,7 +15,7 @@ from typing import Any
 
 from vnode.cluster.jobs import Job
 from vnode.cluster.speeds import MOST, Speeds
-from vnode.cluster.traces.job_trace import Trace, at, mapping, number, number_in
+from vnode.cluster.traces.job_trace import Trace, located_errors, mapping, number, number_in
 from vnode.errors import ClusterError, layout_message
 
 logger = logging.getLogger("vnode")
@@ -30,7 +30,7 @@ COLUMNS = {
 def read(text: str, path: str, throughputs: Mapping[str, Any], source: str, kinds: list[str]) -> Trace:
     """The jobs of a trace, with their speeds on some kinds of devices.
 
-    A speed of 0.0 means that a job did not run there: it is never placed there. What is left out so is logged.
+    A speed of 0.0 means that a job did not run there: it is never placed there. Such kinds are logged.
 
     Args:
       text: of the trace.
@@ -44,7 +44,7 @@ def read(text: str, path: str, throughputs: Mapping[str, Any], source: str, kind
     """
     if not kinds:
         raise ClusterError(f"{source} is by kind of device; say which there are: kinds=['v100', ...]")
-    with at(source):
+    with located_errors(source):
         if unknown := [kind for kind in kinds if kind not in mapping(throughputs, "the whole")]:
             raise ClusterError(f"{source} has no throughputs of {unknown[0]!r}; it has {', '.join(throughputs)}")
     known = {kind: speeds_of(throughputs[kind], source, kind) for kind in kinds}
@@ -56,7 +56,7 @@ def read(text: str, path: str, throughputs: Mapping[str, Any], source: str, kind
         fields = line.split("\t")
         if len(fields) not in COLUMNS:
             raise ClusterError(f"{place}: {len(fields)} columns; Gavel's traces have 10 or 7, with tabs between them")
-        with at(place):
+        with located_errors(place):
             column = {name: fields[index] for name, index in COLUMNS[len(fields)].items()}
             scale = number_in(column["scale"], "the scale factor", int)
             name = column["type"]
@@ -93,10 +93,10 @@ def speeds_of(found: Any, source: str, kind: str) -> dict[tuple[str, int], float
       ClusterError: a key or a value is not what it must be.
     """
     speeds = {}
-    with at(source):
+    with located_errors(source):
         mapping(found, kind)
     for key, measured in found.items():
-        with at(f"{source}, {kind}, {key}"):
+        with located_errors(f"{source}, {kind}, {key}"):
             name, scale = key_of(key)
             speed = number(mapping(measured, "the value"), "null")
             if speed < 0:

@@ -56,7 +56,7 @@ def text_of(path: Path) -> str:
 
 
 @contextmanager
-def at(place: str) -> Iterator[None]:
+def located_errors(place: str) -> Iterator[None]:
     """Has errors of a record name the place where it stands.
 
     Raises:

@@ -19,7 +19,7 @@ import numpy as np
 from vnode.cluster.jobs import Job
 from vnode.cluster.resize_costs import Costs
 from vnode.cluster.speeds import Speeds
-from vnode.cluster.traces.job_trace import Trace, at, number_in, text_of
+from vnode.cluster.traces.job_trace import Trace, located_errors, number_in, text_of
 from vnode.errors import ClusterError
 
 WORKLOAD = ("name", "time", "application", "num_replicas", "batch_size")
@@ -72,7 +72,7 @@ def read(text: str, path: Path) -> Trace:
     known: dict[str, Mapping[int, Sizes]] = {}
     jobs = []
     for place, row in rows(text, path, WORKLOAD, more=("steps",)):
-        with at(place):
+        with located_errors(place):
             application, batch = row["application"], number_in(row["batch_size"], "batch_size", int)
             demand = number_in(row["num_replicas"], "num_replicas", int)
             if batch < 1 or demand < 1:
@@ -115,7 +115,7 @@ def measured(folder: Path, application: str) -> Mapping[int, Sizes]:
     for name, columns in (("placements", PLACEMENTS), ("scalability", SCALABILITY)):
         path = folder / f"{application}-{name}.csv"
         for place, row in rows(text_of(path), path, columns):
-            with at(place):
+            with located_errors(place):
                 size = number_in(row["local_bsz"], "local_bsz", int)
                 step, sync = (number_in(row[field], field) for field in ("step_time", "sync_time"))
                 if size < 1 or not 0 <= sync <= step or not step:

@@ -2,8 +2,8 @@
 
 Knows the fields of these files. Must not know policies.
 
-The logs tell how long each job ran on what it demanded, and when its share changed in the elastic run. What does not
-get shorter on more devices, the fixed part of its time, follows from both (`fixed_part`), unless the file has it.
+The logs tell how long each job ran on its full demand, and when its share changed in the elastic run. The fixed part of
+its time, which more devices do not shorten, follows from both (`fixed_part`), unless the file has it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from vnode.cluster.jobs import Job
 from vnode.cluster.resize_costs import VIRTUALFLOW
 from vnode.cluster.speeds import Speeds
-from vnode.cluster.traces.job_trace import Trace, array, at, checked_number, mapping, number
+from vnode.cluster.traces.job_trace import Trace, array, checked_number, located_errors, mapping, number
 from vnode.errors import ClusterError
 
 
@@ -24,7 +24,7 @@ def read(found: Mapping[str, Any], path: str, run: str | None) -> Trace:
     Raises:
       ClusterError: a field is missing or wrong, or there is no such run.
     """
-    with at(path):
+    with located_errors(path):
         logged = mapping(found.get("published", {}), "published")
         records = found.get("jobs")
         if records is None:
@@ -38,7 +38,7 @@ def read(found: Mapping[str, Any], path: str, run: str | None) -> Trace:
         devices = number(found, "gpus", int)
     jobs, starts = [], {"static": [], "wfs": []}
     for index, record in enumerate(records):
-        with at(f"{path}, jobs[{index}]"):
+        with located_errors(f"{path}, jobs[{index}]"):
             job, begun = read_job(mapping(record, "a job"))
             jobs.append(job)
             for policy, seconds in begun.items():
@@ -74,7 +74,7 @@ def read_mixed(found: Mapping[str, Any], path: str, run: str | None) -> Trace:
     Raises:
       ClusterError: a field is missing or wrong, or there is no such trace.
     """
-    with at(path):
+    with located_errors(path):
         traces = mapping(found["traces"], "traces")
         trace = one_of(traces, run, f"{path} has no trace of {run!r} jobs per hour")
         place = f"{path}, traces[{run if run is not None else list(traces)[-1]!r}]"
@@ -84,14 +84,14 @@ def read_mixed(found: Mapping[str, Any], path: str, run: str | None) -> Trace:
             raise ValueError(f"gpus is {dict(kinds)}; there is at least one of each kind")
     speeds = {}
     for model, measured in mapping(found["samples_per_s"], "samples_per_s").items():
-        with at(f"{path}, samples_per_s, {model}"):
+        with located_errors(f"{path}, samples_per_s, {model}"):
             speeds[model] = speeds_of(mapping(measured, "the value"), kinds)
-    with at(place):
+    with located_errors(place):
         records = array(trace["jobs"], "jobs")
         logged = {key: number(trace, key) for key in ("gavel_avg_jct", "mixed_avg_jct") if key in trace}
     jobs = []
     for index, record in enumerate(records):
-        with at(f"{place}, jobs[{index}]"):
+        with located_errors(f"{place}, jobs[{index}]"):
             kind = mapping(record, "a job")["kind"]
             if kind not in speeds:
                 raise ValueError(f"kind is {kind!r}; samples_per_s has {', '.join(speeds)}")

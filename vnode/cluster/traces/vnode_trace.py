@@ -16,7 +16,7 @@ from typing import Any
 from vnode.cluster.jobs import Job
 from vnode.cluster.resize_costs import FREE, Costs
 from vnode.cluster.speeds import Speeds
-from vnode.cluster.traces.job_trace import Trace, array, at, checked_number, known_fields, mapping, number
+from vnode.cluster.traces.job_trace import Trace, array, checked_number, known_fields, located_errors, mapping, number
 from vnode.cluster.traces.measured_speeds import plan_seconds, speeds_of_profile
 
 SPEEDS = ("step_seconds", "profile", "plans")
@@ -35,7 +35,7 @@ FIELDS = {
     "kind",
     *SPEEDS,
 }
-"""Those that a job may have."""
+"""The fields that a job may have."""
 
 
 def read(found: Mapping[str, Any], path: Path) -> Trace:
@@ -48,17 +48,17 @@ def read(found: Mapping[str, Any], path: Path) -> Trace:
     Raises:
       ClusterError: a field is missing, unknown or wrong.
     """
-    with at(str(path)):
+    with located_errors(str(path)):
         known_fields(found, ("devices", "costs", "jobs"))
         devices = number(found, "devices", int) if "devices" in found else None
         if devices is not None and devices < 1:
             raise ValueError(f"devices is {devices}; there must be at least 1")
         records = array(found["jobs"], "jobs")
-    with at(f"{path}, costs"):
+    with located_errors(f"{path}, costs"):
         costs = read_costs(mapping(found["costs"], "costs")) if "costs" in found else FREE
     jobs = []
     for index, record in enumerate(records):
-        with at(f"{path}, jobs[{index}]"):
+        with located_errors(f"{path}, jobs[{index}]"):
             jobs.append(read_job(mapping(record, "a job"), path.parent))
     return Trace(jobs, devices, costs)
 
