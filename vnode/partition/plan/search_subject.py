@@ -172,7 +172,7 @@ def subject_of(step: Any, args: Sequence[Any]) -> Subject:
     spec = step.spec
     shapes, _ = shapes_of((tuple(args), {}), sharding="drop")
     call, output = spec.call(shapes, {}), OutputTree()
-    made = analyse(spec.flat(call, output))
+    made = analyse(spec.flatten(call, output))
     program = made.program
     given, _ = spec.with_static(shapes, {})
     placed = jax.tree.map(
