@@ -112,7 +112,7 @@ class Values:
         dims = [None if var is None else self.dims.get(var) for var in several]
         return (
             UnevenValues(self.division.uneven.share, dims)
-            if self.division.uneven is not None and first_given(dims)
+            if self.division.uneven is not None and any_given(dims)
             else None
         )
 
@@ -359,7 +359,7 @@ class Values:
         return jnp.take(self.replicate(value), rows, axis=axis, mode="clip")
 
 
-def first_given(dims: Sequence[int | None]) -> bool:
+def any_given(dims: Sequence[int | None]) -> bool:
     """Whether one is given."""
     return any(dim is not None for dim in dims)
 

@@ -403,7 +403,7 @@ class _Paths:
                 yield cut.axes[length:], rest
 
     def lengthen(self, at: Layout, d: int, names: tuple[str, ...], anyhow: bool = False) -> Cut | None:
-        """A dimension cut further along axes; None if other axes must come next, or, without `anyhow`, no path does so."""
+        """A dimension cut further along axes; None if other axes come next, or if no path does so, unless `anyhow`."""
         cut, target = at.dims[d], self.end.dims[d]
         if target is None or not are_alike(cut, target):
             return None
