@@ -1,13 +1,12 @@
-"""Whole values that lie in the host's memory: brought to the devices for what reads them, one after another.
+"""Host-memory values -> device memory, copied one after another before the tasks that read them.
 
-Knows memory spaces, and orders of work. Must not know steps, nor who decided where a value lies.
+Knows memory spaces, and orders of tasks. Must not know steps, nor who decided where a value lies.
 
-Compilers start a transfer as soon as they can, and barriers do not keep them from it (libtpu 0.0.42): all slots of an
-optimizer would come at once, and lie beside the gradients until they are read. A loop that copies a value piece by
-piece into a buffer made of an earlier result does not begin before that is there; short loops are unrolled, so that
-where a piece begins is computed from that result as well. What is computed once is ordered by the outputs that it is
-for, those that need most of such values first: a parameter's slots come when the update of the parameter before is
-done.
+Compilers start a transfer as soon as they can, and barriers do not delay it (libtpu 0.0.42). All slots of an optimizer
+would be copied at once, and stay live beside the gradients until they are read. A loop that copies a value in pieces
+into a buffer made from an earlier result cannot begin before that result. Short loops are unrolled, so the start of
+each piece is computed from that result as well. Once-computed tasks are ordered by output; outputs that need most
+offloaded values come first. So a parameter's slots are fetched when the update of the parameter before is done.
 """
 
 from __future__ import annotations
