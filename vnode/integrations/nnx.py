@@ -44,7 +44,7 @@ class ObjectStep(Step[P, R]):
 
     @property
     def placement(self) -> Placement:
-        """Where the nodes live."""
+        """The placement of the nodes."""
         return self._step.placement
 
     def on(self, devices: Any, *, counts: Sequence[int] | None = None) -> ObjectStep[P, R]:

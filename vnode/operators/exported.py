@@ -1,11 +1,11 @@
-"""Functions that were exported (`jax.export`) for any size of the batch: split where their program keeps rows apart.
+"""Exported functions (`jax.export`) for any batch size -> descriptions, if their programs keep rows independent.
 
-Knows StableHLO as far as it takes to see that each row of the results comes from the same row of the operands. Must not
-know how a program is compiled.
+Knows as much of StableHLO as proves that each row of the results comes from the same row of the operands. Must not know
+how a program is compiled.
 
-A function that takes a batch of any size need not treat examples one by one: it may subtract their mean. Its program
-tells. There, a value has rows if its type has one dimension of unknown size, ``tensor<?x4xf32>``. The proof ends at an
-operation that is not known to map rows to rows, at a reduction of rows, and where the number of rows is computed with.
+A function that takes a batch of any size need not treat examples independently: it may subtract their mean. Its program
+shows that. There, a value has rows if its type has one dimension of unknown size, ``tensor<?x4xf32>``. The proof fails
+at an operation that is not known to map rows to rows, at a reduction over rows, and where the number of rows is used.
 Then the call has no description. A derivative by parameters has none either: it sums over the rows.
 """
 
@@ -45,7 +45,7 @@ def exported_call(eqn: JaxprEqn) -> OperatorDescription | None:
     rows = [[d for d, n in enumerate(shape) if not isinstance(n, int)] for shape in shapes]
     outputs = rows[len(eqn.invars) :]
     if len(unknown) != 1 or not all(name.isidentifier() for name in unknown) or eqn.effects:
-        return None  # of several sizes, or of a sum or product of them
+        return None  # several unknown sizes, or a sum or product of them
     if any(len(dims) > 1 for dims in rows) or not all(outputs) or exported.ordered_effects:
         return None
     if not _apart.get_or_make(exported, lambda: keeps_rows_apart(exported)):
@@ -64,7 +64,7 @@ def exported_call(eqn: JaxprEqn) -> OperatorDescription | None:
 
 
 def takes_few(eqn: JaxprEqn, description: OperatorDescription, examples: int) -> bool:
-    """Whether the function takes few examples: it may ask for many, or for a multiple of eight."""
+    """Whether the function takes few examples: it may require many, or a multiple of eight."""
     for n in (1, 2, 3):
         sizes = tuple(n if f == examples else size for f, size in enumerate(description.sizes))
         shapes = [description.operand_shape(i, sizes) for i in range(len(eqn.invars))]
@@ -77,7 +77,7 @@ def takes_few(eqn: JaxprEqn, description: OperatorDescription, examples: int) ->
 
 
 _apart = Memo[bool](200)
-"""Whether the programs of exported functions keep rows apart."""
+"""For programs of exported functions, whether they keep rows independent."""
 
 
 Rows = Sequence[int | None]
@@ -85,11 +85,11 @@ Rows = Sequence[int | None]
 
 
 class Crossing(Exception):
-    """Rows may meet here."""
+    """Rows may depend on each other."""
 
 
 def keeps_rows_apart(exported: Any) -> bool:
-    """Whether every row of an exported function's results is proved to come of one row of its operands."""
+    """Whether every row of an exported function's results provably comes from one row of its operands."""
     with mlir.make_ir_context() as context:
         module = stablehlo.deserialize_portable_artifact(context, exported.mlir_module_serialized)
         functions = {ir.StringAttr(op.attributes["sym_name"]).value: op for op in module.body.operations}
@@ -109,7 +109,7 @@ def program_text(exported: Any) -> str:
 
 
 class Count(enum.Enum):
-    """What a value has to do with the number of rows."""
+    """How a value depends on the number of rows."""
 
     NOTHING = "nothing"
     MADE_OF_IT = "made of it"
