@@ -71,8 +71,8 @@ class Cost:
 def described_cost(eqn: JaxprEqn, description: OperatorDescription) -> Cost:
     """The cost of an equation, which reads each operand once and writes each result once.
 
-    Of an operand that is indexed or sliced, only the selected elements are read. Of a result that is updated at
-    indices, only the updates are written, since compilers update in place where they can.
+    Only the selected elements of an operand that is indexed or sliced are read. Only the updates of a result that is
+    updated at indices are written, since compilers update in place where they can.
 
     Args:
       eqn: no call, loop or branch.

@@ -40,7 +40,7 @@ from vnode.operators.registry import rule
 from vnode.operators.splits import FREE, WHOLE
 
 SHARDS = 2
-"""So many shards of each factor there are in the mesh for which ``partition`` is asked."""
+"""The number of shards of each factor in the mesh for which ``partition`` is asked."""
 
 
 @rule("custom_partitioning", alike=False)
@@ -64,7 +64,7 @@ def partitioned_call(eqn: JaxprEqn) -> OperatorDescription | None:
 
 
 def sharding_rule(eqn: JaxprEqn) -> SdyShardingRule | None:
-    """The sharding rule of a call, if it has one that can be read."""
+    """The sharding rule of a call, if it has a readable one."""
     found, options = eqn.params["sharding_rule"], {}
     if callable(found):
         types = [
@@ -73,7 +73,7 @@ def sharding_rule(eqn: JaxprEqn) -> SdyShardingRule | None:
         ]
         try:
             found = found(*eqn.params["static_args"], AbstractMesh((SHARDS,), ("shard",)), *types)
-        except Exception:  # it may ask of a mesh, or of types, what only those of a compiler say
+        except Exception:  # the function may read more of a mesh, or of types, than the stand-ins have
             return None
         if isinstance(found, list | tuple) and len(found) == 2:
             found, options = found
@@ -86,7 +86,7 @@ def sharding_rule(eqn: JaxprEqn) -> SdyShardingRule | None:
 
 @dataclasses.dataclass(frozen=True)
 class CompilerType:
-    """What a sharding rule that is a function asks of a type of the compiler's."""
+    """A stand-in for a compiler's type, for sharding rules that are functions."""
 
     shape: tuple[int, ...]
     element_type: str

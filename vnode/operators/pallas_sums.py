@@ -38,7 +38,7 @@ class Term(enum.Enum):
 
 
 class Test(enum.Enum):
-    """What is known of a program id at a step."""
+    """Knowledge about a program id at a step."""
 
     NUMBER = "it"
     FIRST = "it is zero"

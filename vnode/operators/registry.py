@@ -83,8 +83,8 @@ def register(primitive: Primitive | str) -> Callable[[Rule], Rule]:
       primitive: the primitive, or its name.
 
     Returns:
-      A decorator for the rule: a function from a `JaxprEqn` to its `OperatorDescription`. What it returns is checked
-      against the equation's shapes each time.
+      A decorator for the rule: a function from a `JaxprEqn` to its `OperatorDescription`. Its result is checked against
+        the equation's shapes each time.
 
     Example:
       >>> from jax.extend.core import Primitive
