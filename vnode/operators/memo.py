@@ -18,7 +18,7 @@ class Memo(Generic[T]):
       most: the most values; when another is added, all are dropped.
 
     Example:
-      >>> lengths = Remembered[int](100)
+      >>> lengths = Memo[int](100)
       >>> lengths.get_or_make("node", lambda: len("node")), lengths.get_or_make("node", lambda: 0)
       (4, 4)
     """
