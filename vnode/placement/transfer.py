@@ -22,7 +22,7 @@ from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 
 
-def transfer(leaf: Any, placement: Placement, *, batch: bool = False, led: bool = False) -> Any:
+def transfer(leaf: Any, placement: Placement, *, batch: bool = False, mesh_known: bool = False) -> Any:
     """An array as the programs of a placement take it; unchanged if it already lies so.
 
     A batch in shares of another placement is gathered.
@@ -31,13 +31,13 @@ def transfer(leaf: Any, placement: Placement, *, batch: bool = False, led: bool 
       leaf: an array, or a batch in shares.
       placement: the target.
       batch: whether it is split among nodes.
-      led: as for `stays_in_place`.
+      mesh_known: as for `stays_in_place`.
     """
     if isinstance(leaf, ShardedBatch):
         if leaf.placement == placement:
             return leaf
         leaf = leaf.whole()
-    if stays_in_place(leaf.sharding, placement, batch and led):
+    if stays_in_place(leaf.sharding, placement, batch and mesh_known):
         return leaf
     return to_placement(leaf, placement, arrival_sharding(leaf, placement, batch))
 
@@ -212,17 +212,17 @@ def is_own(sharding: Sharding, placement: Placement) -> bool:
     """
     if isinstance(sharding, NamedSharding) and sharding.mesh == placement.mesh:
         return True
-    return placement.mesh.size == 1 and stays_in_place(sharding, placement, led=True)
+    return placement.mesh.size == 1 and stays_in_place(sharding, placement, mesh_known=True)
 
 
-def stays_in_place(sharding: Sharding, placement: Placement, led: bool) -> bool:
+def stays_in_place(sharding: Sharding, placement: Placement, mesh_known: bool) -> bool:
     """As `is_own`, given whether the mesh is known from an earlier argument.
 
     After such an argument only the devices count, and that their mesh is not part of the array's type.
     """
     return (
         has_device_order(sharding, placement.devices) and not is_explicit(sharding)
-        if led
+        if mesh_known
         else is_own(sharding, placement)
     )
 
