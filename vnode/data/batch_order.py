@@ -1,4 +1,4 @@
-"""Which examples are in the batch of step t: a function of t and the seed only.
+"""Step number and seed -> the examples of the step's batch.
 
 Knows numbers of examples. Must not know the examples, nor placements.
 
@@ -21,7 +21,7 @@ from vnode.errors import BatchError, layout_message
 LASTS = ("wrap", "drop", "keep")
 
 LARGEST_SHUFFLE = 1 << 33
-"""Examples from which on an order in memory (8 bytes each) is refused."""
+"""The most examples that are shuffled in memory (8 bytes each)."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -35,17 +35,17 @@ def permutation(examples: int, seed: int, epoch: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Which examples are in the batch of which step.
+    """The examples in the batch of each step.
 
     Args:
-      examples: how many there are.
+      examples: the number of examples.
       batch_size: examples of a batch.
-      seed: of the order, at least 0.
+      seed: seed of the order, at least 0.
       shuffle: a new random order in each epoch; else the examples' own.
-      last: what becomes of the ``examples % batch_size`` examples at the end of an epoch. ``"wrap"``: the batch is
-        filled with the first of the next epoch, so that each example is used once in each epoch. ``"drop"``: they
-        are left out, other ones in every epoch if these are shuffled; `dropped` says how many. ``"keep"``: the last
-        batch of an epoch is smaller, which is for evaluation: it is another program.
+      last: treatment of the ``examples % batch_size`` examples at the end of an epoch. ``"wrap"``: the batch is filled
+        with the first examples of the next epoch, so that each example is used once per epoch. ``"drop"``: they are
+        left out, other ones in every epoch if the examples are shuffled; `dropped` is their number. ``"keep"``: the
+        last batch of an epoch is smaller, for evaluation: it is another program.
 
     Raises:
       ValueError: an option is not one of those named above.
@@ -75,7 +75,7 @@ class Order:
             raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, not {self.seed!r}")
         if not isinstance(self.shuffle, bool | np.bool_):
             raise ValueError(f"shuffle must be True or False, not {self.shuffle!r}")
-        for name in ("batch_size", "seed", "shuffle"):  # numbers of Python, which checkpoints can keep
+        for name in ("batch_size", "seed", "shuffle"):  # Python's types, which checkpoints can store
             value = getattr(self, name)
             object.__setattr__(self, name, bool(value) if name == "shuffle" else int(value))
         if self.examples < self.batch_size:
@@ -95,17 +95,17 @@ class Order:
 
     @property
     def dropped(self) -> int:
-        """Examples that each epoch leaves out."""
+        """The number of examples that each epoch leaves out."""
         return self.examples % self.batch_size if self.last == "drop" else 0
 
     @property
     def steps_per_epoch(self) -> float:
-        """Batches of an epoch; a whole number unless the last is filled from the next."""
+        """The number of batches per epoch; an integer unless the last batch is filled from the next epoch."""
         batches = (self.examples - self.dropped) / self.batch_size
         return float(-(-self.examples // self.batch_size)) if self.last == "keep" else batches
 
     def positions(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """The batch of a step: for each example the epoch, and its number among the examples; int64[batch_size]."""
+        """For each example of a step's batch the epoch, and the position in its order; int64[batch_size]."""
         used = self.examples - self.dropped
         if self.last == "keep":
             epoch, batch = divmod(step, int(self.steps_per_epoch))
@@ -122,10 +122,10 @@ class Order:
         return epochs, offsets
 
     def rows(self, step: int) -> np.ndarray:
-        """The numbers of the examples in the batch of a step, int64[batch_size]."""
+        """The numbers of the examples in a step's batch, int64[batch_size]."""
         return self.positions(step)[1]
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number, and no boolean."""
+    """Whether a value is an integer, and not a boolean."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)

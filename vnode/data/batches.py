@@ -18,15 +18,15 @@ from vnode.data.source import SAMPLE, check_rows, checksum, own_copy
 from vnode.placement.placement import Placement
 
 MOST_SAMPLES, MOST_BYTES = 4096, 16 << 20
-"""How many examples in memory stand for all where processes compare theirs, and how many bytes of them."""
+"""The most examples in memory, and the most bytes of them, whose checksum processes compare."""
 
 
 class Batches:
-    """The batches of a data set, one for each step number; dimension 0 counts the examples.
+    """The batches of a data set, by step number; dimension 0 counts the examples.
 
     Args:
       data: the examples: a pytree of arrays, a sequence of examples, something with ``__len__`` and ``take(rows)``, or
-        what `vnode.grain.dataset` makes of a grain data set.
+        a data set made by `vnode.grain.dataset`.
       batch_size: examples of a batch.
       seed: of the order; at least 0.
       shuffle: a new random order in each epoch; else the data's own.
@@ -56,7 +56,7 @@ class Batches:
         return f"Batches({', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
     def describe(self) -> dict[str, Any]:
-        """What the batches depend on besides the step number and the examples themselves, fit for JSON."""
+        """The options that determine the batches besides step number and examples, as JSON values."""
         return dataclasses.asdict(self.order)
 
     def fingerprint(self) -> str:
@@ -64,14 +64,14 @@ class Batches:
         return self.checksum(SAMPLE)
 
     def digest(self) -> str:
-        """As `fingerprint`, of more examples if they are in memory."""
+        """As `fingerprint`, over more examples if they are in memory."""
         if not isinstance(self.examples, Arrays):
             return self.checksum(SAMPLE)
         row = sum(leaf[:1].nbytes for leaf in jax.tree.leaves(self.examples.tree))
         return self.checksum(max(SAMPLE, min(MOST_SAMPLES, MOST_BYTES // max(row, 1))))
 
     def checksum(self, most: int) -> str:
-        """A checksum (CRC-32) of the values of so many examples, with their dtypes and shapes."""
+        """A checksum (CRC-32) of the values of `most` examples, with their dtypes and shapes."""
         count = self.order.examples
         sample = self.take(np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64)))
         return checksum(sample, most)
@@ -85,7 +85,7 @@ class Batches:
 
         Args:
           step: the step number.
-          placement: where the step's nodes live.
+          placement: the placement of the step's nodes.
 
         Returns:
           A pytree. Every device is given the examples of its nodes, and only those are read for it, in this process.
@@ -102,14 +102,14 @@ class Batches:
         return load_batch(len(rows), placement, take)
 
     def rows(self, step: int) -> np.ndarray:
-        """The numbers that the data are asked for, int64[batch_size]."""
+        """The example numbers that are requested from the data, int64[batch_size]."""
         epochs, rows = self.order.positions(step)
         if getattr(self.examples, "endless", False):  # example i of epoch e has the number e * length + i
             rows = epochs * self.order.examples + rows
         return rows
 
     def take(self, rows: np.ndarray) -> Any:
-        """Some examples; checks that there is a row for each.
+        """Reads examples; checks that there is a row for each.
 
         Raises:
           BatchError: there is not.

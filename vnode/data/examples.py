@@ -1,4 +1,4 @@
-"""What examples are read from: arrays, or records one by one, asked for by their numbers.
+"""Data sets -> examples by number: from arrays, or from records one by one.
 
 Knows arrays and sequences on the host. Must not know the order of examples, batches, nor placements.
 """
@@ -16,10 +16,10 @@ from vnode.errors import BatchError, layout_message
 
 
 class Examples(Protocol):
-    """What examples are read from: anything that knows how many it has, and can be asked for some of them."""
+    """A source of examples: it has a length, and returns examples by number."""
 
     def __len__(self) -> int:
-        """How many examples there are."""
+        """The number of examples."""
         ...
 
     def take(self, rows: np.ndarray) -> Any:
@@ -76,7 +76,7 @@ class Records:
 
 
 def stack_examples(examples: Sequence[Any]) -> Any:
-    """Examples, pytrees of equal shapes, as one pytree of arrays with a row for each.
+    """Stacks examples, pytrees of equal shapes, to one pytree of arrays with a row for each.
 
     Raises:
       BatchError: their shapes or structures differ.
@@ -108,7 +108,7 @@ def stack_examples(examples: Sequence[Any]) -> Any:
 
 
 def examples_of(data: Any) -> Examples:
-    """A data set as `Examples`.
+    """Converts a data set to `Examples`.
 
     Args:
       data: something with ``take`` and a length; a dictionary, a tuple or an array: a pytree of arrays; any other

@@ -74,13 +74,13 @@ def dataset(source: Any, *, threads: int = 16) -> Dataset:
       source: a `grain.MapDataset`, or a random-access data source (``grain.sources``): anything with a length whose
         elements are found by number. Its elements are examples, not batches. A `MapDataset` may be shuffled by grain
         (then give `Batches` ``shuffle=False``) and have random transforms, which are drawn anew in each epoch.
-      threads: how many examples are read at the same time.
+      threads: the number of examples that are read concurrently.
 
     Returns:
       The examples.
 
     Raises:
-      BatchError: elements cannot be found by number.
+      BatchError: elements cannot be read by number.
 
     Example:
       >>> import grain, vnode

@@ -1,7 +1,7 @@
-"""A batch on a placement's devices: each is given the examples of its nodes, and only those are read for it.
+"""Batch on the host -> batch on a placement's devices: each receives its nodes' examples; only those are read.
 
-Knows placements, and a batch as a function from numbers of its rows to arrays on the host. Must not know data sets, nor
-the order of examples.
+Knows placements, and a batch as a function from row numbers to host arrays. Must not know data sets, nor the order of
+examples.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from vnode.placement.world import own_index
 
 
 def load_batch(size: int, placement: Placement, take: Callable[[np.ndarray], Any]) -> Any:
-    """A batch on a placement's devices.
+    """Loads a batch on a placement's devices.
 
     Args:
-      size: of the batch, B.
-      placement: where to.
-      take: gives rows of the batch by their numbers, a pytree of host arrays. It is asked for those of this process's
-        nodes; and for none of them where there are no such nodes, to learn what the arrays are.
+      size: the batch size, B.
+      placement: the target.
+      take: returns rows of the batch by number, a pytree of host arrays. It is called for the rows of this process's
+        nodes; and for no rows if there are no such nodes, to learn the arrays' types.
 
     Returns:
       A pytree of global arrays if the shares are equal, otherwise of `ShardedBatch`.
@@ -35,7 +35,7 @@ def load_batch(size: int, placement: Placement, take: Callable[[np.ndarray], Any
     if in_equal_shards(placement, size):
         sharding = placement.sharding(placement.axis)
         if placement.size == 1 and sharding.is_fully_addressable:
-            return jax.device_put(take(np.arange(size)), sharding)  # the same as below, by a shorter way
+            return jax.device_put(take(np.arange(size)), sharding)  # a shortcut with the same result as below
         leaves, treedef = spread_rows(sharding, size, lambda start, stop: take(np.arange(start, stop)))
         return jax.tree.unflatten(treedef, leaves)
     n = node_size(placement, size)
@@ -66,10 +66,10 @@ def load_batch(size: int, placement: Placement, take: Callable[[np.ndarray], Any
 
 
 def local_batch(local: Any, batch_size: int, placement: Placement) -> Any:
-    """A batch of which this process has only its own rows, on a placement's devices.
+    """Loads a batch of which this process has only its own rows, on a placement's devices.
 
     Each process calls it with the rows that `vnode.Placement.local_examples` names; together they are the batch. No
-    example travels between processes.
+    example is sent between processes.
 
     Args:
       local: a pytree of host arrays ``[n, ...]``, one row for each of ``placement.local_examples(batch_size)``.
@@ -81,7 +81,7 @@ def local_batch(local: Any, batch_size: int, placement: Placement) -> Any:
       `ShardedBatch`.
 
     Raises:
-      BatchError: there are more or fewer rows.
+      BatchError: the number of rows is wrong.
 
     Example:
       >>> import jax, numpy as np, vnode
@@ -109,13 +109,13 @@ def local_batch(local: Any, batch_size: int, placement: Placement) -> Any:
 def spread_rows(
     sharding: NamedSharding, length: int, rows: Callable[[int, int], Any]
 ) -> tuple[Sequence[jax.Array], Any]:
-    """Arrays of which each device is given its rows.
+    """Makes sharded arrays by giving each device its rows.
 
     Args:
-      sharding: of their dimension 0.
-      length: of that.
-      rows: makes a range of it, a pytree of host arrays; or None, for what will not be read. Asked for an empty range,
-        it tells their dtypes and further dimensions.
+      sharding: the sharding of dimension 0.
+      length: the size of dimension 0.
+      rows: returns a range of rows, a pytree of host arrays; None for rows that are not read. For an empty range, it
+        shows their dtypes and further dimensions.
 
     Returns:
       The global arrays, and the structure of the pytree.

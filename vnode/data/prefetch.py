@@ -1,6 +1,6 @@
-"""Batches loaded ahead of the step that needs them, in one background thread.
+"""Loader of batches -> batches loaded ahead of their steps, in one background thread.
 
-Knows threads. Must not know what is loaded, from where, or what a step is.
+Knows threads. Must not know the data, their source, or what a step is.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from vnode.threads import background
 logger = logging.getLogger("vnode")
 
 GRACE = 5.0
-"""Seconds that a load may still take when nobody wants to wait for it any longer."""
+"""Seconds that a load may still take when nobody needs it any longer."""
 POLL = 0.1
-"""Seconds between two looks at whether to go on waiting."""
+"""Seconds between two checks whether to go on waiting."""
 PATIENCE = 10.0
-"""Seconds to wait for a load in the end."""
+"""Seconds to wait for a load at the end."""
 
 
 class Prefetch:
-    """Loads for the steps to come while the current one runs.
+    """Loads values for coming steps while the current one runs.
 
-    At most `depth` results wait, and one is being made. What fails fails in the call that asks for it, with the error
-    as it was, and only there: a failure of a step that is never asked for is forgotten. Asking for another step
-    than the next, or with another placement, throws away what was loaded ahead.
+    At most `depth` results wait, and one is being loaded. An error is raised unchanged in the call for its step, and
+    only there: the error of a step that is never requested is dropped. Requesting another step than the next, or
+    another placement, discards the loaded values.
 
     Args:
-      load: makes what belongs to a step number and a placement; called in the background, one call at a time.
-      depth: how many steps ahead; with 0 there is no thread, and each call loads what it returns.
-      stop: the step number at which to stop loading ahead; None for never.
+      load: loads the value of a step number and a placement; called in the background, one call at a time.
+      depth: number of steps to load ahead; with 0 there is no thread, and each call loads its result.
+      stop: the step number at which loading ahead stops; None for never.
 
     Example:
       >>> with Prefetch(lambda step, placement: step * step, depth=2, stop=10) as squares:
@@ -60,10 +60,10 @@ class Prefetch:
         self.context = contextvars.copy_context()
 
     def get(self, step: int, placement: Any) -> Any:
-        """What belongs to a step; waits for it if it is not there yet.
+        """The value of a step; waits for it if it is not loaded yet.
 
         Raises:
-          Exception: what loading it raised.
+          Exception: raised by the load.
         """
         if self.depth < 1:
             return self.load_alone(step, placement)
@@ -78,15 +78,15 @@ class Prefetch:
         return value
 
     def give_back(self, step: int, value: Any) -> None:
-        """Takes back what `get` returned last, as if nobody had asked for it."""
+        """Takes back the latest result of `get`, as if it had not been requested."""
         with self.changed:
             self.ready[step] = value, None
 
     def wait(self, step: int, placement: Any, unless: Callable[[], bool]) -> bool:
-        """Waits until what belongs to a step is there (or has failed); not much longer once `unless` is true.
+        """Waits until a step's value is loaded (or its load has failed); not much longer once `unless` returns true.
 
         Returns:
-          Whether it is there, so that `get` returns at once. Without a thread it is not waited for.
+          Whether it is loaded, so that `get` returns at once. Without a thread there is no wait.
         """
         if self.depth < 1:
             return True
@@ -100,7 +100,7 @@ class Prefetch:
             return step in self.ready
 
     def ask(self, step: int, placement: Any) -> None:
-        """Has the background thread load a step, and those after it."""
+        """Makes the background thread load a step, and those after it."""
         if self.closed:
             raise RuntimeError("the prefetch is closed")
         self.asked, self.context = step, contextvars.copy_context()
@@ -118,7 +118,7 @@ class Prefetch:
         self.changed.notify_all()
 
     def forget(self) -> None:
-        """Throws away what was loaded ahead, and the placement; loads again when the next step is asked for."""
+        """Discards loaded values and the placement; loading restarts at the next request."""
         with self.changed:
             self.ready.clear()
             self.loading = self.placement = None
@@ -127,10 +127,10 @@ class Prefetch:
             self.course += 1
 
     def load_alone(self, step: int, placement: Any) -> Any:
-        """The same, loaded now, by itself; what is loaded ahead stays.
+        """Loads a step's value now; values loaded ahead stay.
 
         Raises:
-          Exception: what loading it raised.
+          Exception: raised by the load.
         """
         with self.turn:
             return self.load(step, placement)
@@ -149,10 +149,10 @@ class Prefetch:
             value, error = None, None
             try:
                 value = context.run(self.load_alone, step, placement)
-            except BaseException as caught:  # whatever it is, it belongs to the step that asks
+            except BaseException as caught:  # raised in the call for this step
                 error = caught
             with self.changed:
-                if course == self.course:  # or it was asked for something else meanwhile
+                if course == self.course:  # otherwise the requests have changed meanwhile
                     self.loading = None
                     self.ready[step] = value, error
                     self.changed.notify_all()
@@ -160,11 +160,11 @@ class Prefetch:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether there is nothing more to load unasked."""
+        """Whether nothing is left to load ahead."""
         return self.paused or (self.stop is not None and self.next >= max(self.stop, self.asked + 1))
 
     def close(self) -> None:
-        """Ends the thread; waits for the load that it is in, but not for one that hangs."""
+        """Ends the thread; waits for a load in progress, but not for one that hangs."""
         with self.changed:
             self.closed = True
             self.ready.clear()

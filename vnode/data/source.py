@@ -1,4 +1,4 @@
-"""Where a loop takes its batches from, by step number: `Batches`, functions, sequences.
+"""Data of a loop (`Batches`, function, sequence) -> a loader of batches by step number.
 
 Knows forms of data, and arrays on the host. Must not know steps, nor threads.
 """
@@ -16,18 +16,18 @@ from vnode.errors import BatchError, VnodeError, layout_message
 from vnode.placement.placement import Placement
 
 SAMPLE = 16
-"""Examples, and batches, whose values stand for those of all in a fingerprint."""
+"""The number of examples, and of batches, whose values a fingerprint covers."""
 
 
 def loader(data: Any, steps: int) -> Callable[[int, Placement], Any]:
-    """What gives the batch of a step on a placement.
+    """Makes a function that loads the batch of a step on a placement.
 
-    Batches that are the data's own arrays on the host are copied, so that data may fill and return one buffer.
+    Batches that are the data's own host arrays are copied, so that data may reuse a buffer.
 
     Args:
-      data: what has a ``load(step, placement)``, a function of the step number, a sequence, or something with
+      data: an object with ``load(step, placement)``, a function of the step number, a sequence, or an object with
         ``batch(step)``.
-      steps: how many batches will be asked for, counted from number 0.
+      steps: the number of batches that are needed, from number 0 on.
 
     Raises:
       VnodeError: the data have no batches by step number, or too few.
@@ -49,7 +49,7 @@ def loader(data: Any, steps: int) -> Callable[[int, Placement], Any]:
                 ],
             )
         )
-    if hasattr(data, "__getitem__"):  # before `batch`, which a `grain.MapDataset` has for something else
+    if hasattr(data, "__getitem__"):  # before `batch`, which means something else in a `grain.MapDataset`
         if isinstance(data, Sequence) and len(data) < steps:
             raise VnodeError(
                 layout_message(
@@ -70,7 +70,7 @@ def loader(data: Any, steps: int) -> Callable[[int, Placement], Any]:
 
 
 class Cycle:
-    """The batches of a sequence, again and again in its order.
+    """Repeats the batches of a sequence in order.
 
     Args:
       data: the sequence.
@@ -88,7 +88,7 @@ class Cycle:
         return self.data[step % len(self.data)]
 
     def fingerprint(self) -> str | None:
-        """What the sequence says of the values of its examples; None if it says nothing."""
+        """The sequence's fingerprint of its examples; None if it has none."""
         return fingerprint(self.data)
 
 
@@ -101,10 +101,10 @@ def sizes(tree: Any) -> list[str]:
 
 
 def check_rows(tree: Any, count: int, itself: str, problem: str, remedy: str) -> None:
-    """Refuses examples of which not every array has `count` rows; `itself` names a tree that is a single array.
+    """Raises unless every array has `count` rows; `itself` names a tree that is a single array.
 
     Raises:
-      BatchError: there is such an array, or none at all.
+      BatchError: an array has another number of rows, or there is no array.
     """
     leaves = jax.tree.leaves_with_path(tree)
     wrong = [
@@ -117,17 +117,17 @@ def check_rows(tree: Any, count: int, itself: str, problem: str, remedy: str) ->
 
 
 def own_copy(batch: Any, what: str) -> Any:
-    """A batch that nobody else will write to: its arrays on the host are copies.
+    """Copies a batch's host arrays, so that nobody else writes to them.
 
-    Without them the arrays of a batch that waits, or is being computed with, would change under the step when the data
-    fill the same buffer for the next one. jax on a CPU may use an array's memory as it is.
+    Otherwise the arrays of a waiting or running batch would change when the data refill the same buffer. jax on a CPU
+    may use an array's memory without a copy.
 
     Args:
       batch: a pytree.
-      what: it is, for messages.
+      what: the batch's name in messages.
 
     Raises:
-      BatchError: a leaf holds objects, which is what ragged lists become, or text.
+      BatchError: a leaf holds objects, which ragged lists become, or text.
     """
 
     def copy_leaf(path: Any, leaf: Any) -> Any:
@@ -140,12 +140,12 @@ def own_copy(batch: Any, what: str) -> Any:
 
 
 def check_dtype(path: Any, leaf: Any, what: str) -> None:
-    """Refuses an array that jax cannot hold.
+    """Raises for an array that jax cannot hold.
 
     Args:
-      path: of the leaf, as jax has it.
+      path: the leaf's path in jax's form.
       leaf: the array.
-      what: it is a leaf of.
+      what: the name of the leaf's tree in messages.
 
     Raises:
       BatchError: it holds objects or text.
@@ -166,14 +166,14 @@ def check_dtype(path: Any, leaf: Any, what: str) -> None:
 
 
 def description(data: Any) -> dict[str, Any] | None:
-    """What data say of the order of their examples, fit for JSON; None if they say nothing."""
+    """The data's description of their order, as JSON; None if they have none."""
     return data.describe() if hasattr(data, "describe") else None
 
 
 def fingerprint(data: Any) -> str | None:
-    """What data say of the values of their examples; None if they say nothing.
+    """The data's fingerprint of their examples; None if they have none.
 
-    Of a list it is a checksum of each of its first batches, so that a list may grow: see `same_examples`.
+    For a list it has a checksum of each of its first batches, so that the list may grow: see `same_examples`.
     """
     if isinstance(data, list):
         return " ".join(checksum(batch) for batch in data[:SAMPLE]) if all(map(is_local_batch, data[:SAMPLE])) else None
@@ -181,7 +181,7 @@ def fingerprint(data: Any) -> str | None:
 
 
 def same_examples(before: str | None, now: str | None) -> bool:
-    """Whether two fingerprints may be of the same examples; where one says more, what both say counts.
+    """Whether two fingerprints may be of the same examples; only entries that both have are compared.
 
     >>> same_examples("5d0b 77aa", "5d0b 77aa 90cc"), same_examples("5d0b", "77aa"), same_examples(None, "77aa")
     (True, False, True)
@@ -190,7 +190,7 @@ def same_examples(before: str | None, now: str | None) -> bool:
 
 
 def checksum(examples: Any, most: int = SAMPLE) -> str:
-    """A checksum (CRC-32) of the values of a pytree, with their dtypes and shapes; of at most so many rows.
+    """A checksum (CRC-32) of the values of a pytree, with their dtypes and shapes; of at most `most` rows.
 
     >>> checksum({"x": np.zeros(2)}) == checksum({"x": np.ones(2)})
     False

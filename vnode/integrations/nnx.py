@@ -44,7 +44,7 @@ class ObjectStep(Step[P, R]):
 
     @property
     def placement(self) -> Placement:
-        """Where the nodes live."""
+        """The placement of the nodes."""
         return self._step.placement
 
     def on(self, devices: Any, *, counts: Sequence[int] | None = None) -> ObjectStep[P, R]:
@@ -146,12 +146,12 @@ class ObjectStep(Step[P, R]):
         entry = axes if isinstance(axes, int) else axes[len(given) if name is None else name]
         options = {**self._options, "in_axes": (None, entry), **donates}
         step = virtualize_pure(on_arrays, **options)
-        known = isinstance(self._step, VirtualStep)  # or the number of nodes is still to be found
+        known = isinstance(self._step, VirtualStep)  # otherwise the number of nodes is still to be found
         return step.on(self._step.placement) if known else step, nnx.to_pure_dict(state), update
 
     @contextlib.contextmanager
     def resolved(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, choose: bool = True) -> Iterator[Resolved]:
-        """The step on pytrees of arrays, and what the arguments are as such; the objects stay as they are."""
+        """The step on pytrees of arrays, and its arguments as pytrees; the objects stay as they are."""
         copies = nnx.clone((tuple(args), dict(kwargs)))
         with nnx.update_context(self._tag):
             pure_args, pure_kwargs = nnx.to_tree(copies, ctxtag=self._tag)

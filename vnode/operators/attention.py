@@ -3,9 +3,8 @@
 Knows which dimension of each operand and result is which, by the kernel's parameters. Must not know how attention is
 computed: examples and heads are apart, and all else is whole.
 
-Examples are together, and the call has no description, where a kernel draws random numbers (dropout: by position),
-where several sequences are packed into one example (their lengths are moved together over the batch), where keys lie in
-pages, and where a function of the user's changes scores.
+The call has no description where examples are not independent: dropout (random numbers by position), several sequences
+packed into one example (their lengths index the batch), keys in pages, and a user's function of scores.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from vnode.operators.registry import rule
 from vnode.operators.splits import WHOLE
 
 HEADS_FIRST = 1
-"""The ``layout`` in which the heads stand before the sequence."""
+"""The ``layout`` in which heads come before the sequence."""
 
 PAGES = 4
-"""So many dimensions a table of pages has; where there is none, it has one."""
+"""The number of dimensions of a table of pages; without pages it has one."""
 
 
 @rule("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
 def attention(eqn: JaxprEqn) -> OperatorDescription | None:
-    """Forward: the result, and what the backward pass reads; backward: gradients of queries, keys, values and bias."""
+    """Forward: the result and the residuals; backward: gradients of queries, keys, values and bias."""
     query, key, value, bias, *_ = shapes = [atom.aval.shape for atom in eqn.invars]
     has_bias, has_bias_gradient = eqn.params["variadic_args"]
     packed, paged = len(shapes[6]) > 1, len(shapes[8]) == PAGES
     if eqn.params["dropout_rate"] > 0 or packed or paged or len(query) != 4:
         return None
-    if eqn.params.get("score_mod") is not None:  # a function of the user's, of positions too (since jax 0.12)
+    if eqn.params.get("score_mod") is not None:  # a function of the user's, also of positions (since jax 0.12)
         return None
     heads_first = eqn.params["layout"] == HEADS_FIRST
-    at = 1 if heads_first else 2  # where the heads stand
+    at = 1 if heads_first else 2  # the dimension of heads
     groups, ratio = key[at], query[at] // key[at]
     f = Factors()
     b, n, width, depth = f.new(query[0]), f.new(groups), f.new(query[3], WHOLE), f.new(value[3], WHOLE)

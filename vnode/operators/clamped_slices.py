@@ -1,7 +1,7 @@
-"""Slices at places known at run time, whose starts jax moves into bounds: the same with starts that are there already.
+"""Slices at run-time positions -> explicit clamps of their starts, and slices that start in bounds.
 
-Knows dynamic slices, and gathers of windows, which XLA makes slices of where there is one. Must not know why a slice
-should begin in bounds.
+Knows dynamic slices, and gathers of windows, which XLA turns into slices where there is one. Must not know why starts
+should be in bounds.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from vnode.operators.indexing import Column, join_columns
 
 
 def with_starts_in_bounds(eqn: JaxprEqn) -> list[JaxprEqn] | None:
-    """Makes equations of what jax does with starts that are out of bounds.
+    """Makes jax's implicit clamp of out-of-bounds starts explicit.
 
     Args:
       eqn: any equation.
 
     Returns:
-      Equations to put in the place of `eqn`, the last one defining the same variable; None if it moves no start, or its
-      starts are known to be in bounds.
+      Equations that replace `eqn`, the last one defining the same variable; None if it has no starts to clamp.
     """
     if eqn.primitive.name == "dynamic_slice":
         return slice_in_bounds(eqn)
@@ -55,7 +54,7 @@ def windows_in_bounds(eqn: JaxprEqn) -> list[JaxprEqn] | None:
     value, indices = eqn.invars
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     if set(numbers.start_index_map) <= set(numbers.collapsed_slice_dims):
-        return None  # of one element nothing is cut out
+        return None  # nothing is sliced out of one element
     last = [value.aval.shape[d] - sizes[d] for d in numbers.start_index_map]
     made: list[JaxprEqn] = []
     columns = []
@@ -68,7 +67,7 @@ def windows_in_bounds(eqn: JaxprEqn) -> list[JaxprEqn] | None:
 
 
 def clamp_starts(eqn: JaxprEqn, starts: Atom, last: int, made: list[JaxprEqn]) -> Var:
-    """Integers moved to the nearest of ``0 ... last``, by an equation like `eqn` that is added to those `made`."""
+    """Clamps integers to ``0 ... last``, by an equation like `eqn` that is appended to `made`."""
     dtype = starts.aval.dtype
     scalar = starts.aval.update(shape=())
     least, most = (Literal(np.asarray(k, dtype), scalar) for k in (0, min(last, np.iinfo(dtype).max)))
@@ -83,5 +82,5 @@ def clamp_starts(eqn: JaxprEqn, starts: Atom, last: int, made: list[JaxprEqn]) -
 
 @functools.lru_cache(maxsize=1)
 def clamp_equation() -> JaxprEqn:
-    """A clamp, to copy."""
+    """A template of a clamp equation."""
     return jax.make_jaxpr(lax.clamp)(0, 0, 0).jaxpr.eqns[0]

@@ -1,4 +1,4 @@
-"""Values that depend on no argument, folded with NumPy.
+"""Values that depend on no argument -> NumPy constants.
 
 Knows the equations by which index arrays are commonly made: an iota, broadcast, normalised, reshaped. A value is kept
 at size one along every dimension that it does not vary along, so that folding the positions ``[B, T, 1]`` of a batch
@@ -16,10 +16,10 @@ from jax.extend.core import JaxprEqn, Literal, Var
 Atom = Var | Literal
 
 LIMIT = 1 << 24
-"""Elements of a constant that are looked at; larger ones count as unknown."""
+"""Elements of the largest constant that is folded; larger ones count as unknown."""
 
 DEPTH = 50
-"""Equations in a row that are folded; index arrays take few, and models have thousands."""
+"""The most equations in a chain that is folded; index arrays take few, and models have thousands."""
 
 ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "abs": np.abs,
@@ -48,14 +48,14 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "stop_gradient": lambda x: x,
     "sub": np.subtract,
 }
-"""Equations that NumPy evaluates on values of size one where they do not vary."""
+"""Equations that NumPy evaluates at size one along dimensions of constant values."""
 
 
 FOLDED = {*ELEMENTWISE, "broadcast_in_dim", "iota", "reshape", "slice", "squeeze", "transpose"}
 
 
 def shrink(value: np.ndarray) -> np.ndarray:
-    """`value` at size one along the dimensions that it does not vary along."""
+    """Shrinks `value` to size one along the dimensions that it does not vary along."""
     for axis, n in enumerate(value.shape):
         if n > 1:
             first = value[(slice(None),) * axis + (slice(0, 1),)]
@@ -147,7 +147,7 @@ def known_value(
 
 
 def truncated_division(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Division of integers towards zero, anything where the divisor is zero."""
+    """Division of integers towards zero; undefined where the divisor is zero."""
     safe = np.where(y == 0, 1, y)
     return np.sign(x) * np.sign(safe) * (np.abs(x) // np.abs(safe))
 

@@ -23,7 +23,8 @@ from vnode.operators.windows import resize_windows, window_dim
 
 
 def bilinear(eqn: JaxprEqn) -> tuple[frozenset[int], ...]:
-    """The groups of a product: an operand is not linear if it is widened from integers that wrap around earlier."""
+    """The linear groups of a product: an operand widened from integers is not linear, since these wrap around
+    earlier."""
     result = eqn.outvars[0].aval.dtype
     return tuple(frozenset({i}) for i in (0, 1) if keeps_sums(eqn.invars[i].aval.dtype, result))
 
@@ -34,7 +35,7 @@ def product_sum(eqn: JaxprEqn) -> Monoid:
 
 
 def with_sum_dtype(params: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
-    """The parameters of a contraction whose sum is formed, and stays, in `dtype`."""
+    """The parameters of a contraction whose sum is formed and returned in `dtype`."""
     return {**params, "preferred_element_type": np.dtype(dtype)}
 
 
@@ -132,8 +133,8 @@ def with_canonical_dimensions(
 ) -> list[Any]:
     """Evaluates a convolution with features last, transposing to and from it.
 
-    XLA for CPUs has a fast convolution for this order only. It brings convolutions into it, but not those inside a
-    loop, where the gradients' would run as plain nested loops.
+    XLA for CPUs has a fast convolution for this order only. It transposes convolutions to it, except inside a loop,
+    where gradients would run as plain nested loops.
     """
     params = e.params if d.resize is None else d.resize(d, e, sizes)
     numbers = params["dimension_numbers"]

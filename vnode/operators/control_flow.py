@@ -1,8 +1,8 @@
-"""Equations that hold other jaxprs: calls to inline, and loops and branches to keep as regions.
+"""Equations that contain jaxprs -> calls to inline, and loops and branches as regions.
 
-Knows the parameter names of jax's higher-order primitives in every supported version, and which operands go where.
-Must not know what is done with the regions. Everything else asks `call_of` and `region_of`, and a `Region` which of its
-operands are carried, scanned or read by which body; nothing else tells loops from branches.
+Knows the parameter names of jax's higher-order primitives in every supported version, and which operands go where. Must
+not know how regions are used. All other code asks `call_of` and `region_of`, and asks a `Region` which of its operands
+are carried, scanned or read by which body.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Body:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """An equation that means its body applied to some of its operands.
+    """An equation that applies its body to some of its operands.
 
     Attributes:
-      body: what is called.
+      body: the called body.
       operands: the positions of the operands that are passed, in order.
       barrier: whether the body must not be merged with equal computations outside (rematerialization).
       custom_derivative: whether the equation carries a derivative rule that the body does not have.
@@ -50,7 +50,7 @@ class Call:
 
 
 class Control(Protocol):
-    """How loops and branches are run: in a compiled program, or by Python."""
+    """How to run loops and branches: in a compiled program, or in Python."""
 
     def scan(self, body: Callable[[Any, Any], Any], carry: list[Any], xs: list[Any], loop: Loop) -> Any:
         """As `jax.lax.scan`: the last carry, and what the iterations return, stacked."""
@@ -59,7 +59,7 @@ class Control(Protocol):
     def repeat(
         self, condition: Run, body: Run, condition_constants: list[Any], constants: list[Any], carry: list[Any]
     ) -> list[Any]:
-        """The carry after as many iterations as the condition, a list of one value, asks for."""
+        """Iterates while the condition, which returns a list of one value, holds; returns the final carry."""
         ...
 
     def switch(self, index: Any, branches: Sequence[Run], operands: list[Any]) -> list[Any]:
@@ -73,28 +73,28 @@ Run = Callable[[list[Any]], list[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """A loop or branch: an equation whose bodies read its operands, and give its results.
+    """A loop or branch: an equation whose bodies read its operands and compute its results.
 
     Attributes:
       bodies: in order of evaluation.
-      operands: how many the equation has.
+      operands: the number of operands.
     """
 
     bodies: tuple[Body, ...]
     operands: int
 
     tests: ClassVar[int] = 0
-    """How many bodies, of the first, only say how the others are run; the others return the equation's results."""
+    """The number of bodies, from the first on, that only control the others; those return the equation's results."""
 
     chooser: ClassVar[int | None] = None
-    """The operand that says which body is run."""
+    """The operand that selects the body."""
 
     stacks: ClassVar[bool] = False
-    """Whether results that are not carried are stacked along dimension 0, one of each iteration."""
+    """Whether results that are not carried are stacked along dimension 0, one element per iteration."""
 
     @property
     def carried(self) -> range:
-        """Operands that change from iteration to iteration; what they become are the first results."""
+        """Operands that change between iterations; their final values are the first results."""
         return range(0)
 
     @property
@@ -104,36 +104,36 @@ class Region:
 
     @property
     def fixed(self) -> set[int]:
-        """Operands that are the same at every turn."""
+        """Loop-invariant operands."""
         return set(range(self.operands)).difference(self.carried, self.scanned)
 
     @property
     def run_count(self) -> int:
-        """How often bodies are run, as far as is known."""
+        """The number of times that bodies run, as far as known."""
         return 1
 
     @property
     def passed_through(self) -> range:
-        """Operands that the bodies hand on as their own results: whatever form they have, results may have."""
+        """Operands that the bodies return unchanged, so that results may have any form that these have."""
         return self.carried
 
     @property
     def inputs(self) -> tuple[tuple[int, ...], ...]:
-        """For each body the operands that it is given, in order."""
+        """For each body its operands, in order."""
         raise NotImplementedError
 
     def cost(self, costs: Sequence[Cost]) -> Cost:
-        """What the equation costs, given what a run of each body does."""
+        """The cost of the equation, given the cost of one run of each body."""
         raise NotImplementedError
 
     def run(self, control: Control, bodies: Sequence[Run], operands: Sequence[Any]) -> list[Any]:
         """Runs the region.
 
         Args:
-          control: how.
-          bodies: what is run in place of each body. They are given None for an operand that is None, and may return
-            None for what is not wanted, always the same.
-          operands: values in order.
+          control: how to run loops and branches.
+          bodies: functions that replace the bodies. They receive None for an operand that is None, and may return None
+            for unused results, always the same ones.
+          operands: the operands' values, in order.
 
         Returns:
           The results, in order.
@@ -189,14 +189,14 @@ class Loop(Region):
 class While(Region):
     """``while``: operands are the condition's constants, the body's constants, then initial carries.
 
-    The condition may return an array of booleans, as many leading dimensions as every carry has: then each element
-    of the carry stops for itself, and the loop runs until all have stopped.
+    The condition may return an array of booleans, with as many leading dimensions as every carry: then each element of
+    the carry stops by itself, and the loop runs until all have stopped.
     """
 
     condition_constants: int
     body_constants: int
     trip_count: int | None = None
-    """How often it turns, if that is written down."""
+    """The trip count, if it is a constant."""
 
     tests: ClassVar[int] = 1
 
@@ -245,7 +245,7 @@ class Branches(Region):
 
 
 def body_of(jaxpr: Any) -> Body:
-    """Takes the closed and the open representation alike."""
+    """Makes a body of a closed or an open jaxpr."""
     return Body(getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ())))
 
 
@@ -266,13 +266,13 @@ CALLS = {
 """Primitives that call one jaxpr on all of their operands, and the parameter that holds it."""
 
 WITHOUT_DESCRIPTION = {"custom_partitioning": "call"}
-"""Primitives that are described by what the user says of them, and are calls of a jaxpr where that is nothing."""
+"""Primitives described by their sharding rule; without one they are calls of a jaxpr."""
 
 CUSTOM_DERIVATIVES = {"custom_jvp_call", "custom_vjp_call"}
 
 
 def call_of(eqn: JaxprEqn) -> Call | None:
-    """The call that an equation stands for, or None."""
+    """The call that an equation means, or None."""
     name = eqn.primitive.name
     if name in CALLS:
         return Call(
@@ -284,7 +284,7 @@ def call_of(eqn: JaxprEqn) -> Call | None:
         )
     if name in WITHOUT_DESCRIPTION and describe(eqn) is None:
         return Call(body_of(eqn.params[WITHOUT_DESCRIPTION[name]]), tuple(range(len(eqn.invars))))
-    if name == "custom_linear_solve":  # the solver alone gives the result; the other jaxprs serve its derivatives
+    if name == "custom_linear_solve":  # only the solver computes the result; the other jaxprs serve its derivatives
         lengths = eqn.params["const_lengths"]
         start = lengths.matvec + lengths.vecmat
         constants = range(start, start + lengths.solve)
@@ -294,14 +294,14 @@ def call_of(eqn: JaxprEqn) -> Call | None:
 
 
 def implementation_of(eqn: JaxprEqn, known: Sequence[Any]) -> Call | None:
-    """The call of what evaluates an equation's primitive, if that is written in JAX.
+    """The call of a primitive's implementation, if that is written in JAX.
 
-    So it is of primitives of libraries, of sparse arrays (`jax.experimental.sparse`), and of those that jax
-    itself lowers to others (since jax 0.12).
+    That is so for primitives of libraries, of sparse arrays (`jax.experimental.sparse`), and for those that jax itself
+    lowers to others (since jax 0.12).
 
     Args:
       eqn: the equation.
-      known: the operands' values, None where they are not known; an implementation may need one while it is traced.
+      known: the operands' values, None where unknown; an implementation may need one while it is traced.
 
     Returns:
       The call; None for primitives of jax's core and those with a description, and where the implementation has effects
@@ -321,7 +321,7 @@ def implementation_of(eqn: JaxprEqn, known: Sequence[Any]) -> Call | None:
     make = functools.partial(implementation, run, eqn.primitive, params, shapes, given)
     try:
         written = IMPLEMENTATIONS.get_or_make(key, make)
-    except TypeError:  # a parameter that cannot be hashed
+    except TypeError:  # an unhashable parameter
         written = make()
     with jax.threefry_partitionable(eqn.ctx.threefry_partitionable):
         body = trace_implementation(
@@ -333,11 +333,11 @@ def implementation_of(eqn: JaxprEqn, known: Sequence[Any]) -> Call | None:
 
 
 IMPLEMENTATIONS = Memo[Any](1024)
-"""Of equations that are alike one function, so that jax traces it once for each way in which it is configured."""
+"""Caches one traced function per kind of equation, so that jax traces it once per configuration."""
 
 
 def exact_key(value: Any) -> Hashable:
-    """A key that differs for numbers that are equal to Python, and not to a program: 1 and True, 0.0 and -0.0."""
+    """A key that distinguishes numbers that are equal in Python but not in a program: 1 and True, 0.0 and -0.0."""
     if isinstance(value, tuple | list):
         return type(value), tuple(map(exact_key, value))
     return type(value), repr(value) if isinstance(value, float | complex | np.inexact) else value
@@ -350,7 +350,7 @@ def implementation(
     shapes: tuple[Any, ...],
     given: tuple[Any, ...],
 ) -> Any:
-    """A primitive's implementation as a function of what is not given."""
+    """A primitive's implementation as a function of the values that are not given."""
 
     def evaluate(*values: Any) -> list[Any]:
         rest = iter(values)
@@ -369,17 +369,17 @@ def implementation(
 
 
 def trace_implementation(function: Any, shapes: Sequence[Any], eqn: JaxprEqn) -> Body | None:
-    """The body of an equation's implementation; None if it is no JAX code, has effects, or is the equation itself."""
+    """The traced body of an implementation; None if it is no JAX code, has effects, or is the equation itself."""
     try:
         closed = function.trace(*shapes).jaxpr
-    except Exception:  # whatever code that is no JAX code makes of tracers
+    except Exception:  # code that is not written in JAX may raise anything on tracers
         return None
     same = any(each.primitive is eqn.primitive and each.params == eqn.params for each in closed.jaxpr.eqns)
     return None if closed.effects or same else body_of(closed)
 
 
 def region_of(eqn: JaxprEqn) -> Region | None:
-    """The loop or branch that an equation is, or None."""
+    """The region of a loop or branch; None for other equations."""
     params, count = eqn.params, len(eqn.invars)
     match eqn.primitive.name:
         case "scan":
@@ -401,7 +401,7 @@ def region_of(eqn: JaxprEqn) -> Region | None:
 
 
 def with_bodies(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr]) -> JaxprEqn:
-    """A loop or branch with other bodies, in the order of its region's, that take and give as many values."""
+    """Replaces the bodies of a loop or branch; they are in the region's order, and have as many inputs and outputs."""
     match eqn.primitive.name:
         case "scan":
             (params,) = ({"jaxpr": in_representation_of(eqn.params["jaxpr"], body)} for body in bodies)
@@ -416,13 +416,13 @@ def with_bodies(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr]) -> JaxprEqn:
 
 
 def scan_like(eqn: JaxprEqn, body: ClosedJaxpr, constants: int, carries: int | None = None) -> dict[str, Any]:
-    """The parameters of a scan like another one, with another body.
+    """The parameters of a scan like a given one, with another body.
 
     Args:
-      eqn: the other one.
-      body: its inputs are constants, what is carried, and a turn's part of what is scanned.
-      constants: how many of its inputs are.
-      carries: how many values it carries; by default as many as the other one.
+      eqn: the given scan.
+      body: its inputs are constants, carries, and one iteration's elements of scanned arrays.
+      constants: the number of its constants.
+      carries: the number of carries; by default that of `eqn`.
     """
     loop = region_of(eqn)
     assert isinstance(loop, Loop)
@@ -438,7 +438,7 @@ def scan_like(eqn: JaxprEqn, body: ClosedJaxpr, constants: int, carries: int | N
 
 @functools.cache
 def scan_grouping(constants: int, carries: int, scanned: int, stacked: int) -> dict[str, Any]:
-    """How a scan of so many operands and results says which are which, since jax 0.12: as one that jax made says it."""
+    """The parameter that groups a scan's operands and results, since jax 0.12; copied from a scan that jax made."""
 
     def scan(constant: list[Any], carry: list[Any], xs: list[Any]) -> Any:
         def turn(carry: list[Any], parts: list[Any]) -> Any:
@@ -453,12 +453,12 @@ def scan_grouping(constants: int, carries: int, scanned: int, stacked: int) -> d
 
 
 def in_representation_of(old: Any, body: ClosedJaxpr) -> Any:
-    """A body in the representation, closed or open, that an equation holds another one in."""
+    """A body in the representation, closed or open, in which an equation holds `old`."""
     return body if not hasattr(old, "eqns") or type(old) is type(body) else body.jaxpr
 
 
 WHILE = ("cond_jaxpr", "body_jaxpr")
-"""Where a ``while`` holds its bodies."""
+"""The parameters that hold the bodies of a ``while``."""
 
 
 def bind_while(
@@ -470,8 +470,8 @@ def bind_while(
       eqn: the equation; its primitive is bound.
       condition: closed jaxpr from condition constants and carries to booleans.
       body: closed jaxpr from constants and carries to carries.
-      condition_constants: values.
-      constants: values.
+      condition_constants: constants of the condition.
+      constants: constants of the body.
       init: initial carries.
 
     Returns:

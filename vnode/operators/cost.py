@@ -1,7 +1,6 @@
-"""What equations cost: operations by kind and bytes, amounts that add up.
+"""Equations -> their costs: operations by kind and bytes; costs add up.
 
-Knows descriptions, and the types of an equation's operands. Must not know regions, machines, nor what a cost is
-compared with.
+Knows descriptions, and the types of an equation's operands. Must not know regions, machines, nor how costs are used.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from vnode.operators.splits import LookedUp
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What something costs, wherever it is run.
+    """The cost of a computation, on any machine.
 
     Attributes:
-      matrix: scalar operations of contractions, which units for matrices do, by the type of the operands.
+      matrix: scalar operations of contractions, which matrix units perform, by the operands' dtype.
       vector: all other scalar operations.
       transcendental: how many of those are exponentials, logarithms, roots and the like.
       read: bytes of operands.
@@ -70,10 +69,10 @@ class Cost:
 
 
 def described_cost(eqn: JaxprEqn, description: OperatorDescription) -> Cost:
-    """The cost of an equation, each operand being read once and each result written once.
+    """The cost of an equation, which reads each operand once and writes each result once.
 
-    Of an operand that is looked up in, or sliced, only what is found is read; of a result in which places are looked
-    up, only what is put there is written, since a compiler updates it in place where it can.
+    Only the selected elements of an operand that is indexed or sliced are read. Only the updates of a result that is
+    updated at indices are written, since compilers update in place where they can.
 
     Args:
       eqn: no call, loop or branch.
@@ -105,7 +104,7 @@ def bytes_of(eqn: JaxprEqn, description: OperatorDescription, sizes: Sizes | Non
             0 if is_on_host(atom.aval) else math.prod(shape) * getattr(getattr(atom.aval, "dtype", None), "itemsize", 0)
         )
 
-    own: dict[Any, int] = {}  # a value that is read twice is read once
+    own: dict[Any, int] = {}  # a value that is read twice counts once
     operands = [bytes_held(atom, description.operand_shape(i, sizes)) for i, atom in enumerate(eqn.invars)]
     results = sum(bytes_held(var, description.result_shape(i, sizes)) for i, var in enumerate(eqn.outvars))
     places = {f for f, x in enumerate(description.factors) if isinstance(x.split, LookedUp) and x.split.monoid is None}
@@ -125,10 +124,10 @@ def has_any(dims: Dims, factors: Set[int]) -> bool:
 
 
 def nbytes(aval: Any) -> int:
-    """Bytes of an array of a type in a device's memory: none if it lies on the host."""
+    """Bytes of an array of a type in device memory: none if it is in host memory."""
     return 0 if is_on_host(aval) else all_bytes(aval)
 
 
 def all_bytes(aval: Any) -> int:
-    """Bytes of an array of a type, wherever it lies."""
+    """Bytes of an array of a type, in any memory."""
     return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)

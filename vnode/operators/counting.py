@@ -1,6 +1,6 @@
-"""The numbers of an array's elements, as generators count them.
+"""Slices of an array -> the elements' numbers, as random generators count them.
 
-Knows shapes. Must not know keys, nor what is drawn.
+Knows shapes. Must not know keys, nor how the numbers are used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def counters(shape: Sequence[int], positions: Sequence[jax.Array]) -> tuple[jax.
     """The row-major index of every element of a slice of an array, as the high and low word of 64 bits.
 
     Args:
-      shape: of the whole array.
+      shape: shape of the whole array.
       positions: for each dimension the global indices in the slice.
 
     Returns:

@@ -3,13 +3,13 @@
 Knows Shardy's rules as jax holds them, and how jax asks the user's ``partition`` for the function of one shard. Must
 not know what the call computes.
 
-A rule such as ``"b i j, b j k -> b i k"`` names the factors of every operand and result, as a description does. What
-evaluates a copy of the call is the user's function of one shard, which ``partition`` gives. It is asked for the factor
-over an axis of a mesh that is not there; a factor over which it wants operands otherwise, or over which its function
-sends something, is whole. So are factors that the rule says to be reduced (the user's function adds up the shards
-itself), to need replication or to be permuted.
+A rule such as ``"b i j, b j k -> b i k"`` names the factors of every operand and result, as a description does. A copy
+of the call is evaluated by the user's function of one shard, which ``partition`` returns. It is asked for the factor
+over an axis of a mesh that does not exist. A factor is whole if the function wants other operands for it, or
+communicates over it. So are factors that the rule declares reduced (the user's function adds up the shards itself),
+replicated or permuted.
 
-A call without a rule, or whose rule says nothing of use, is its body (`vnode.operators.control_flow.call_of`).
+A call without a usable rule is its body (`vnode.operators.control_flow.call_of`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from vnode.operators.registry import rule
 from vnode.operators.splits import FREE, WHOLE
 
 SHARDS = 2
-"""So many shards of each factor there are in the mesh for which ``partition`` is asked."""
+"""The number of shards of each factor in the mesh for which ``partition`` is asked."""
 
 
 @rule("custom_partitioning", alike=False)
@@ -64,7 +64,7 @@ def partitioned_call(eqn: JaxprEqn) -> OperatorDescription | None:
 
 
 def sharding_rule(eqn: JaxprEqn) -> SdyShardingRule | None:
-    """The sharding rule of a call, if it has one that can be read."""
+    """The sharding rule of a call, if it has a readable one."""
     found, options = eqn.params["sharding_rule"], {}
     if callable(found):
         types = [
@@ -73,7 +73,7 @@ def sharding_rule(eqn: JaxprEqn) -> SdyShardingRule | None:
         ]
         try:
             found = found(*eqn.params["static_args"], AbstractMesh((SHARDS,), ("shard",)), *types)
-        except Exception:  # it may ask of a mesh, or of types, what only those of a compiler say
+        except Exception:  # the function may read more of a mesh, or of types, than the stand-ins have
             return None
         if isinstance(found, list | tuple) and len(found) == 2:
             found, options = found
@@ -86,7 +86,7 @@ def sharding_rule(eqn: JaxprEqn) -> SdyShardingRule | None:
 
 @dataclasses.dataclass(frozen=True)
 class CompilerType:
-    """What a sharding rule that is a function asks of a type of the compiler's."""
+    """A stand-in for a compiler's type, for sharding rules that are functions."""
 
     shape: tuple[int, ...]
     element_type: str
@@ -131,7 +131,7 @@ def description_from_rule(eqn: JaxprEqn, found: SdyShardingRule) -> OperatorDesc
 
 
 def names_of(mapping: Sequence[Any], rank: int) -> list[tuple[str, ...]]:
-    """The names of the factors of each dimension of an array; those of an ellipsis are made up."""
+    """The names of each dimension's factors; those of an ellipsis are generated."""
     dims = [(dim,) if isinstance(dim, str) else tuple(dim) for dim in mapping]
     if dims and dims[0][0].startswith(BATCHING):
         (group,), *own = dims
@@ -146,7 +146,7 @@ def flatten_names(named: Iterable[Sequence[tuple[str, ...]]]) -> Iterator[str]:
 def sizes_of(
     named: Sequence[Sequence[tuple[str, ...]]], shapes: Sequence[Sequence[int]], given: Mapping[str, int]
 ) -> dict[str, int]:
-    """The sizes of factors, without those that dimensions of different sizes have."""
+    """The sizes of factors, except those with dimensions of different sizes."""
     found: dict[str, set[int]] = {name: {given[name]} if name in given else set() for name in flatten_names(named)}
     for names, shape in zip(named, shapes, strict=True):
         for dim, n in zip(names, shape, strict=True):
@@ -163,12 +163,12 @@ def shard_function(
     Args:
       eqn: the call.
       description: its description, as far as it is known.
-      sizes: of the factors of a shard.
+      sizes: sizes of a shard's factors.
       cut: the factors that are cut, each over an axis of its own.
 
     Returns:
-      The function, traced; None if the user's ``partition`` wants operands or results otherwise than so cut, or gives
-      no function of such a shard alone.
+      The traced function; None if the user's ``partition`` wants other shardings of operands or results, or returns no
+      function for a single shard.
     """
     params = eqn.params
     names = {f: f"shard{f}" for f in cut}
@@ -176,7 +176,7 @@ def shard_function(
     all_sizes = tuple(n * SHARDS if f in names else n for f, n in enumerate(sizes))
 
     def types(dims: Sequence[Dims], atoms: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """Arrays of all shards together, each with its sharding."""
+        """Abstract arrays of all shards together, each with its sharding."""
         specs = [[next((names[f] for f in dim if f in names), None) for dim in several] for several in dims]
         return [
             jax.ShapeDtypeStruct(
@@ -201,14 +201,14 @@ def shard_function(
         if [spec_of(sharding) for sharding in asked] != [spec_of(each.sharding) for each in (*given, *made)]:
             return None
         traced = jax.make_jaxpr(fun)(*in_tree.unflatten(local[: len(given)]))
-    except Exception:  # the user's functions may be written for devices, or for other sizes; then nothing is cut
+    except Exception:  # the user's functions may be written for real devices, or for other sizes; then nothing is cut
         return None
     found = [(aval.shape, aval.dtype) for aval in traced.out_avals]
     return traced if found == [(each.shape, each.dtype) for each in local[len(given) :]] else None
 
 
 def spec_of(sharding: Any) -> tuple[Any, ...]:
-    """What a sharding's spec says, without what says nothing."""
+    """A sharding's spec, without entries that shard nothing."""
     entries = [entry[0] if isinstance(entry, tuple) and len(entry) == 1 else entry for entry in sharding.spec]
     while entries and not entries[-1]:
         entries.pop()
@@ -218,7 +218,7 @@ def spec_of(sharding: Any) -> tuple[Any, ...]:
 def evaluate_shard(
     d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
 ) -> list[Any]:
-    """The call's body where it is evaluated whole, else the user's function of a shard."""
+    """Evaluates the call's body on whole values, else the user's function of a shard."""
     cut = tuple(f for f, n in enumerate(sizes) if n != d.sizes[f] or f in positions)
     if not cut:
         return list(jaxpr_as_fun(e.params["call"])(*operands))

@@ -1,7 +1,7 @@
-"""What an operator description is: an equation as an index expression.
+"""Operator descriptions: an equation as an index expression.
 
-Knows jax's equations (a primitive, parameters, shapes), and the words for how factors split. Must not know about
-batches, nodes, passes, devices or any particular primitive.
+Knows jax's equations (a primitive, parameters, shapes), and the kinds of splits. Must not know batches, nodes, passes,
+devices or any particular primitive.
 
 A description writes an equation as an index expression over *factors*, one factor per loop index. ``ij,jk->ik`` has
 three. A dimension of an array is a list of factors from major to minor, so that a reshape from ``(6, 4)`` to ``(24,)``
@@ -46,8 +46,8 @@ class Factor:
     """One loop index of an equation.
 
     Attributes:
-      size: how many indices it has.
-      split: how a copy of the equation may have some of them.
+      size: its number of indices.
+      split: how a copy of the equation may have some of its indices.
       positional: the result depends on the index itself, other than through the operands (an iota's). A copy on some
         of the indices is told which, and needs `OperatorDescription.emit` to make use of that.
       counted: it multiplies the work. Not so an operand's dimension that is only looked up in.
@@ -97,7 +97,7 @@ class Factors:
 
 
 class Algebra(enum.Flag):
-    """What holds of an equation as a function."""
+    """Algebraic properties of an equation."""
 
     MOVES = enum.auto()
     """It only moves elements of its linear operands (a reshape, a gather): what holds of sums holds of every monoid."""
@@ -113,7 +113,7 @@ class Algebra(enum.Flag):
     """Operands of size one along a dimension, and scalars, are spread to the others' shape."""
 
     CONTRACTS = enum.auto()
-    """What is reduced are products of two operands, so that an index costs two operations."""
+    """The reduced terms are products of two operands, so that an index costs two operations."""
 
     CHOOSES = enum.auto()
     """Each element of the result is one of those of the operands (a maximum): rounding may be done before or after."""
@@ -123,7 +123,7 @@ NOTHING = Algebra(0)
 
 
 class Role(enum.Enum):
-    """What an operand is for, where it is not simply read."""
+    """The role of an operand that is not simply read."""
 
     ONCE = "once"
     """It enters a reduction as one more term (what a scatter-add adds to). When the reduction is split, it may enter
@@ -135,7 +135,7 @@ class Role(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What an equation costs per index of its counted factors.
+    """The cost of an equation per index of its counted factors.
 
     Attributes:
       operations: scalar operations.
@@ -159,7 +159,7 @@ class OperatorDescription:
     gives a partial result. `vnode.operators.splits` has the other kinds.
 
     Attributes:
-      factors: what is known of every factor.
+      factors: the attributes of every factor.
       operands: the factors of every operand, ``operands[operand][dimension]``. A dimension of size one that the
         equation broadcasts implicitly has no factor.
       results: the same of every result.
@@ -170,18 +170,18 @@ class OperatorDescription:
       summed: results in which free factors that they lack are summed, though other results have them (the gradient of a
         bias, by a kernel that gives those of examples as well); for each the operands in which it is linear, that all
         have these factors.
-      algebra: what else holds of it.
-      work: per index, where it is neither one operation nor the two of a contraction nor, for what only moves, none.
+      algebra: further properties.
+      work: cost per index, if it is neither one operation nor the two of a contraction, nor none for moves.
       part: for an equation that is several independent ones, operand i to result i: the parameters of the i-th.
       widen: gives the parameters of a copy in a wider floating-point type, for an equation that names its type in them.
       layout: for an equation that asks how its result is laid out over a mesh, the axes that it asks for along each
         dimension; None where it leaves the choice. `emit` evaluates every copy of it, also one of full size.
       opaque: compilers do not know what it does, and may refuse to divide it over the devices of a mesh: where it is
         computed once, each device computes all of it.
-      whole_because: why factors are whole that might not have been; for people.
+      whole_because: why factors are whole that might not have been, as text.
       resize: gives the parameters of a copy with other factor sizes; None where they need no change.
       emit: evaluates a copy; by default binds the primitive with resized parameters. Needed with positional factors,
-        and where a copy is told positions (`LookedUp`, `Shifted`) and has to do something about them.
+        and where a copy uses its positions (`LookedUp`, `Shifted`).
       emit_on: the same for single platforms, where the default is slow inside a loop.
       replaced_on: for single platforms on which the primitive must not be bound as it stands, how the equation is
         evaluated instead, a copy or the whole of it.
@@ -207,7 +207,7 @@ class OperatorDescription:
 
     @functools.cached_property
     def answer_cache(self) -> Memo[Any]:
-        """What was asked of it, and found: whoever asks again of an equation of its kind need not find it again."""
+        """A cache of answers to questions about equations of this kind."""
         return Memo(2_000)
 
     @functools.cached_property
@@ -222,21 +222,21 @@ class OperatorDescription:
 
     @functools.cached_property
     def whole(self) -> frozenset[int]:
-        """Factors of which a copy needs all indices as long as nothing is exchanged: neither free nor reduced ones."""
+        """Factors of which a copy without communication needs all indices: neither free nor reduced ones."""
         return frozenset(f for f, x in enumerate(self.factors) if x.split is not FREE and f not in self.reduced)
 
     def has(self, algebra: Algebra) -> bool:
         """Whether any of some properties holds."""
-        # Asked for often: `&` of the flags themselves takes ten times as long.
+        # asked often: `&` of the flags themselves takes ten times as long
         return self.algebra._value_ & algebra._value_ != 0
 
     @property
     def by_element(self) -> bool:
-        """Whether no element of a result is a sum, or anything else of several elements of an operand."""
+        """Whether each element of a result depends on at most one element of each operand."""
         return all(isinstance(x.split, Free | Shifted) for x in self.factors) and not self.has(Algebra.CONTRACTS)
 
     def adds_along(self, factor: int) -> frozenset[int]:
-        """The operands that are zeros where a free factor has no index, or it would be added up in a result."""
+        """The operands that must be zero where a free factor has no index, since a result would sum over it."""
         lacking = [r for r in self.summed if not any(factor in dim for dim in self.results[r])]
         return frozenset(i for r in lacking for i in self.summed[r])
 
@@ -245,21 +245,21 @@ class OperatorDescription:
         return frozenset(i for i, has in self.roles.items() if has is role)
 
     def fill(self, factor: int, dtype: Any) -> Any:
-        """What takes an index of a reduced factor out of the reduction."""
+        """The value that takes an index of a reduced factor out of the reduction."""
         split = self.factors[factor].split
         assert isinstance(split, Reduced)
         return split.monoid.identity(dtype) if split.fill is None else split.fill
 
     @functools.cached_property
     def leads(self) -> tuple[tuple[Lead, Split], ...]:
-        """Every way to cut the equation: the factors that are cut together, and how they split."""
+        """Every way to cut the equation: factors that are cut together, and their split."""
         found: dict[Lead, Split] = {}
         for f, factor in enumerate(self.factors):
             found.update(dict.fromkeys(factor.split.leads(f), factor.split))
         return tuple(found.items())
 
     def by_elements(self, shifted: Shifted) -> OperatorDescription:
-        """The same equation, with what moves along a dimension counted in elements and not in blocks."""
+        """The same equation; dimensions with moving elements count elements, not blocks."""
         if shifted.unit is None:
             return self
         unit, finer = self.factors[shifted.unit].size, shifted.scaled(self.factors[shifted.unit].size)
@@ -281,7 +281,7 @@ class OperatorDescription:
 
     @functools.cached_property
     def operations(self) -> Work:
-        """What the whole equation takes, without what falls on padding or between elements that were put apart."""
+        """Scalar operations of the whole equation, except on padding or between dilated elements."""
         tied = {x.split for x in self.factors if isinstance(x.split, Windowed)}
         count = math.prod(x.size for x in self.factors if x.counted and x.split not in tied)
         count *= math.prod(tie.pairs(self.sizes[tie.operand], self.sizes[tie.result]) for tie in tied)

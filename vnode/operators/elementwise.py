@@ -78,7 +78,8 @@ TRANSCENDENTAL = {
     "tan", "tanh", "zeta",
 }
 # fmt: on
-"""Primitives that take more than one operation of an arithmetic unit: XLA counts them apart, and so does the cost."""
+"""Primitives that take more than one operation of an arithmetic unit: XLA counts them separately, and so does the
+cost."""
 
 MOVEMENT = {"copy", "name", "shard_alike", "stop_gradient", "xla_metadata_value"}
 
@@ -127,13 +128,13 @@ def nonlinear(eqn: JaxprEqn) -> OperatorDescription:
 def high_product(x: Any, y: Any) -> Any:
     """The high half of the product of integers, from products of their halves.
 
-    As `jax.lax.mulhi`, which jaxlib does not compile for several devices (0.10.2: "Unable to convert MHLO").
+    Like `jax.lax.mulhi`, which jaxlib does not compile for several devices (0.10.2: "Unable to convert MHLO").
 
     >>> high_product(jnp.uint32(1 << 20), jnp.uint32(3 << 20)).item() == (3 << 40) >> 32
     True
     """
     x, y = jnp.broadcast_arrays(x, y)
-    if jnp.issubdtype(x.dtype, jnp.signedinteger):  # a negative number stands for itself and all that fits, more
+    if jnp.issubdtype(x.dtype, jnp.signedinteger):  # a negative number also stands for itself plus all powers that fit
         unsigned = jnp.dtype(f"u{x.dtype}")
         high = high_product(x.astype(unsigned), y.astype(unsigned)).astype(x.dtype)
         return high - jnp.where(x < 0, y, 0) - jnp.where(y < 0, x, 0)

@@ -1,4 +1,4 @@
-"""Evaluating copies of an equation: at its own size, at that of a part, in a wider type.
+"""Equation and factor sizes -> evaluation of a copy: at full size, at the size of a part, or in a wider type.
 
 Knows descriptions and jax's equations. Must not know which factor is split, nor why.
 """
@@ -48,7 +48,7 @@ def evaluate(
 
 
 def cast(value: Any, dtype: Any) -> Any:
-    """A floating-point value in another type; any other, and a number without a type of its own, as it is."""
+    """Casts a floating-point value; any other value, and a number without a dtype of its own, stays."""
     own = getattr(value, "dtype", None)
     return value if own is None or own == dtype or not jax.numpy.issubdtype(own, np.floating) else value.astype(dtype)
 
@@ -62,10 +62,10 @@ def evaluate_wide(
     platform: str = "",
     dtype: Any = np.float32,
 ) -> list[Any]:
-    """The same in a floating-point type with more bits than that of the equation's results, which is not rounded to.
+    """As `evaluate`, in a floating-point type with more bits than the results', without rounding to it.
 
-    Products are still of narrow operands, if both are: only their sum is wide. A primitive of the user's may not take
-    another type, nor may a kernel: their results are cast.
+    Products of narrow operands stay narrow: only their sum is wide. A user's primitive, or a kernel, may not accept
+    another type: its results are cast.
 
     Args:
       description: of `eqn`.

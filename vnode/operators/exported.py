@@ -1,11 +1,11 @@
-"""Functions that were exported (`jax.export`) for any size of the batch: split where their program keeps rows apart.
+"""Exported functions (`jax.export`) for any batch size -> descriptions, if their programs keep rows independent.
 
-Knows StableHLO as far as it takes to see that each row of the results comes from the same row of the operands. Must not
-know how a program is compiled.
+Knows as much of StableHLO as proves that each row of the results comes from the same row of the operands. Must not know
+how a program is compiled.
 
-A function that takes a batch of any size need not treat examples one by one: it may subtract their mean. Its program
-tells. There, a value has rows if its type has one dimension of unknown size, ``tensor<?x4xf32>``. The proof ends at an
-operation that is not known to map rows to rows, at a reduction of rows, and where the number of rows is computed with.
+A function that takes a batch of any size need not treat examples independently: it may subtract their mean. Its program
+shows that. There, a value has rows if its type has one dimension of unknown size, ``tensor<?x4xf32>``. The proof fails
+at an operation that is not known to map rows to rows, at a reduction over rows, and where the number of rows is used.
 Then the call has no description. A derivative by parameters has none either: it sums over the rows.
 """
 
@@ -45,7 +45,7 @@ def exported_call(eqn: JaxprEqn) -> OperatorDescription | None:
     rows = [[d for d, n in enumerate(shape) if not isinstance(n, int)] for shape in shapes]
     outputs = rows[len(eqn.invars) :]
     if len(unknown) != 1 or not all(name.isidentifier() for name in unknown) or eqn.effects:
-        return None  # of several sizes, or of a sum or product of them
+        return None  # several unknown sizes, or a sum or product of them
     if any(len(dims) > 1 for dims in rows) or not all(outputs) or exported.ordered_effects:
         return None
     if not _apart.get_or_make(exported, lambda: keeps_rows_apart(exported)):
@@ -64,7 +64,7 @@ def exported_call(eqn: JaxprEqn) -> OperatorDescription | None:
 
 
 def takes_few(eqn: JaxprEqn, description: OperatorDescription, examples: int) -> bool:
-    """Whether the function takes few examples: it may ask for many, or for a multiple of eight."""
+    """Whether the function takes few examples: it may require many, or a multiple of eight."""
     for n in (1, 2, 3):
         sizes = tuple(n if f == examples else size for f, size in enumerate(description.sizes))
         shapes = [description.operand_shape(i, sizes) for i in range(len(eqn.invars))]
@@ -77,7 +77,7 @@ def takes_few(eqn: JaxprEqn, description: OperatorDescription, examples: int) ->
 
 
 _apart = Memo[bool](200)
-"""Whether the programs of exported functions keep rows apart."""
+"""For programs of exported functions, whether they keep rows independent."""
 
 
 Rows = Sequence[int | None]
@@ -85,11 +85,11 @@ Rows = Sequence[int | None]
 
 
 class Crossing(Exception):
-    """Rows may meet here."""
+    """Rows may depend on each other."""
 
 
 def keeps_rows_apart(exported: Any) -> bool:
-    """Whether every row of an exported function's results is proved to come of one row of its operands."""
+    """Whether every row of an exported function's results provably comes from one row of its operands."""
     with mlir.make_ir_context() as context:
         module = stablehlo.deserialize_portable_artifact(context, exported.mlir_module_serialized)
         functions = {ir.StringAttr(op.attributes["sym_name"]).value: op for op in module.body.operations}
@@ -102,14 +102,14 @@ def keeps_rows_apart(exported: Any) -> bool:
 
 
 def program_text(exported: Any) -> str:
-    """An exported function's program, without source lines."""
+    """The program of an exported function, without source lines."""
     with mlir.make_ir_context() as context:
         module = stablehlo.deserialize_portable_artifact(context, exported.mlir_module_serialized)
         return str(module.operation.get_asm(enable_debug_info=False))
 
 
 class Count(enum.Enum):
-    """What a value has to do with the number of rows."""
+    """How a value depends on the number of rows."""
 
     NOTHING = "nothing"
     MADE_OF_IT = "made of it"
@@ -117,20 +117,20 @@ class Count(enum.Enum):
 
 
 CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
-"""Operations that are functions of the module, each with where it says which one."""
+"""Operations that call functions of the module, each with the attribute that names the function."""
 
 Counts = Mapping[Any, Count]
-"""What the values of a function have to do with the number of rows."""
+"""How the values of a function depend on the number of rows."""
 
 
 class Walk:
-    """Follows which values are made of the number of rows; raises `Crossing` where rows may meet."""
+    """Finds the values computed from the number of rows; raises `Crossing` where rows may depend on each other."""
 
     def __init__(self, functions: dict[str, Any]) -> None:
         self.functions = functions
 
     def block(self, block: Any, given: Sequence[Count]) -> list[Count]:
-        """What the results have to do with the number of rows, given what the arguments have."""
+        """How the results depend on the number of rows, given how the arguments do."""
         counts = dict(zip(block.arguments, given, strict=True))
         for op in block.operations:
             operands = [counts.get(value, Count.NOTHING) for value in op.operands]
@@ -148,7 +148,7 @@ class Walk:
 
 
 def result_counts(op: Any, operands: Sequence[Count], counts: Counts) -> Count:
-    """What an operation's results have to do with the number of rows; raises `Crossing`."""
+    """How an operation's results depend on the number of rows; raises `Crossing`."""
     rows_in, rows_out = [rows(value) for value in op.operands], [rows(value) for value in op.results]
     for region in op.regions:
         for inner in operations(region):
@@ -173,11 +173,11 @@ def result_counts(op: Any, operands: Sequence[Count], counts: Counts) -> Count:
 
 
 SAME = {"stablehlo.reshape", "stablehlo.convert"}
-"""Operations that hand a number on."""
+"""Operations that return their operand's number unchanged."""
 
 
 def element(value: Any, k: int) -> tuple[Any, int]:
-    """Where element `k` of a short list of numbers, such as a shape, comes from."""
+    """The source of element `k` of a short list of numbers, such as a shape."""
     op = value.owner
     if isinstance(op, ir.Block):
         return value, k
@@ -195,7 +195,7 @@ def element(value: Any, k: int) -> tuple[Any, int]:
 
 
 def is_number(value: Any, k: int, number: int) -> bool:
-    """Whether element `k` of a list is known to be a number."""
+    """Whether element `k` of a list is known to be `number`."""
     source, k = element(value, k)
     if isinstance(source.owner, ir.Block) or source.owner.name != "stablehlo.constant":
         return False
@@ -224,7 +224,7 @@ def shape_of(value: Any) -> list[int | None]:
 
 
 def rows(value: Any) -> int | None:
-    """The dimension of unknown size; None if there is none. Raises `Crossing` where there are several."""
+    """The dimension of unknown size; None if there is none. Raises `Crossing` if there are several."""
     unknown = [d for d, n in enumerate(shape_of(value)) if n is None]
     if len(unknown) > 1:
         raise Crossing
@@ -243,13 +243,13 @@ NAMES = {
     "reduce_precision", "remainder", "round_nearest_afz", "round_nearest_even", "rsqrt", "select", "shift_left",
     "shift_right_arithmetic", "shift_right_logical", "sign", "sine", "sqrt", "subtract", "tan", "tanh", "xor",
 }
-"""Operations of StableHLO that compute element by element."""
+"""Elementwise operations of StableHLO."""
 
 FUNCTIONS = {
     "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i1e", "cosh", "digamma", "erf", "erf_inv", "erfc",
     "lgamma", "next_after", "polygamma", "sinh", "square", "tan", "zeta",
 }
-"""Functions that are no operations of StableHLO: of another dialect, or calls by name."""
+"""Elementwise functions outside StableHLO: of another dialect, or called by name."""
 # fmt: on
 
 
@@ -269,13 +269,13 @@ def integer(op: Any, name: str) -> int:
 
 
 def by_element(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
-    """A number without dimensions may stand beside rows."""
+    """A number without dimensions may be combined with rows."""
     pairs = zip(op.operands, rows_in, strict=True)
     return all(each == row or (each is None and not shape_of(value)) for value, each in pairs)
 
 
 def by_type(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
-    """Rows that were contracted or reduced would not be in the result."""
+    """Contracted or reduced rows would not be in the result."""
     return True
 
 
@@ -284,7 +284,7 @@ def concatenated(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
 
 
 def broadcast(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
-    """What has no rows is the same in each."""
+    """A value without rows is the same in each row."""
     dims = integers(op, "broadcast_dimensions")
     if rows_in[0] is not None:
         return dims[rows_in[0]] == row
@@ -292,7 +292,7 @@ def broadcast(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
 
 
 def reshaped(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
-    """As many elements stand before the rows, and in each of them."""
+    """The sizes before the dimension of rows, and after it, stay the same."""
     before, after = shape_of(op.operands[0]), shape_of(op.results[0])
     if rows_in[0] is None:
         return False
@@ -300,12 +300,12 @@ def reshaped(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
 
 
 def product(sizes: Sequence[int | None]) -> int:
-    """Of the sizes that are known."""
+    """The product of the known sizes."""
     return math.prod(n for n in sizes if n is not None)
 
 
 def gathered(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
-    """Rows of indices in what has none itself; or the same places in every row."""
+    """Rows of indices into an operand without rows; or the same places in every row."""
     if rows_in[0] is None:
         return rows_in[1] is not None
     numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
@@ -318,7 +318,7 @@ def gathered(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
 
 
 def sliced(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
-    """All rows, one after another."""
+    """All rows, in order."""
     _, start, limit, stride = op.operands
     whole = is_number(start, row, 0) and is_number(stride, row, 1) and is_count(limit, row, counts)
     return rows_in[0] == row and whole
@@ -366,7 +366,7 @@ KEEPS: dict[str, Callable[[Any, Rows, int, Counts], bool]] = {
     "stablehlo.sort": sorted_along,
     "stablehlo.transpose": by_type,
 }
-"""Operations that are known to keep rows apart, if this holds."""
+"""Operations that keep rows independent if the function returns true."""
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "stablehlo.dynamic_broadcast_in_dim": (1,),
@@ -375,4 +375,4 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "stablehlo.dynamic_reshape": (1,),
     "stablehlo.real_dynamic_slice": (1, 2, 3),
 }
-"""Operands that only say which shape the result has."""
+"""Operands that only determine the result's shape."""

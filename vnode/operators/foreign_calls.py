@@ -1,13 +1,13 @@
-"""Calls that leave XLA's hands: host code and kernels of a foreign function interface.
+"""Calls that leave XLA (host code, foreign kernels) -> descriptions of the dimensions that vmap added.
 
-Knows which dimensions of such a call jax added, and under which promise. Must not know what the call does: nothing in
-the equation says it, so without that promise the call has no description.
+Knows the dimensions of such a call that jax added, and the user's promise about them. Must not know the call's purpose:
+the equation does not state it, so without that promise the call has no description.
 
-`jax.vmap` with ``vmap_method="expand_dims"`` or ``"broadcast_all"`` hands the code all examples at once, along new
-leading dimensions; by these words the user promises that it treats what lies along them one by one. A call that was
-given a whole batch from the start looks the same in a jaxpr. What tells them apart is who made the equation: jax's rule
-for such calls under vmap stands in its traceback once for every dimension that it added. Where it does not (vmap of
-something that was traced before, such as a scan), the call stays undescribed, and the step is refused.
+`jax.vmap` with ``vmap_method="expand_dims"`` or ``"broadcast_all"`` passes all examples to the code at once, along new
+leading dimensions. With these words the user promises that the code treats these one by one. A call on a whole batch
+looks the same in a jaxpr. The traceback tells them apart: jax's rule for such calls under vmap is in it once per added
+dimension. If it is not (vmap of a traced function, such as a scan's body), the call stays undescribed, and the step is
+refused.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from vnode.operators.splits import WHOLE
 ADDS_DIMENSIONS = ("expand_dims", "broadcast_all")
 
 VMAP_RULE = "ffi_batching_rule"
-"""The function of jax that adds a dimension to such a call. If jax renames it, mapped calls are refused again."""
+"""jax's function that adds a dimension to such a call. If jax renames it, mapped calls are refused again."""
 
 
 def added_dimensions(eqn: JaxprEqn) -> int:
-    """How many leading dimensions of a call vmap added; 0 where that cannot be told."""
+    """The number of leading dimensions of a call that vmap added; 0 if that is unknown."""
     traceback = eqn.source_info.traceback
     if eqn.params.get("vmap_method") not in ADDS_DIMENSIONS or traceback is None:
         return 0

@@ -1,10 +1,10 @@
-"""Values that programs put in the host's memory for a while, and fetch from there.
+"""Values of a program -> copies in host memory, and back.
 
-Knows memory spaces, and what compilers make of moves between them. Must not know programs, nor who moves what, and why.
+Knows memory spaces, and how compilers treat moves between them. Must not know programs, nor which values move, and why.
 
-A value of which a loop moves one of each turn is a slice of an array on the host. The TPU compiler copies slices in
-pieces of rows; where a slice is but a row of a tile, or a part of one, it comes to an end with a failed check, and the
-process with it (libtpu 0.0.42; arrays of 16 bits, of one dimension or ``[n, 1]``). Such values stay where they are.
+A value that a loop moves in each iteration is a slice of an array on the host. The TPU compiler copies slices in pieces
+of rows. If a slice is only a row of a tile, or a part of one, a failed check ends the process (libtpu 0.0.42; arrays of
+16 bits, of one dimension or ``[n, 1]``). Such values stay where they are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vnode.operators.registry import rule
 from vnode.operators.structure import identities
 
 aside_p = Primitive("aside")
-"""Its operand in a memory, that of the parameter ``space``. In programs only: no jaxpr has it."""
+"""Moves its operand to the memory in the parameter ``space``. Used in vnode's programs only; no jaxpr has it."""
 
 
 @aside_p.def_abstract_eval
@@ -60,7 +60,7 @@ def move(source: Any, target: Var, like: JaxprEqn) -> JaxprEqn:
     Args:
       source: the value's variable.
       target: its new one, of the same shape and dtype.
-      like: an equation at whose place in the user's code it stands.
+      like: an equation with the source position to use.
     """
     space = HOST if is_on_host(target.aval) else DEVICE
     return move_template(space).replace(invars=[source], outvars=[target], source_info=like.source_info)
@@ -68,7 +68,7 @@ def move(source: Any, target: Var, like: JaxprEqn) -> JaxprEqn:
 
 @functools.lru_cache(maxsize=2)
 def move_template(space: Any) -> JaxprEqn:
-    """An equation that moves a number to a memory, to copy."""
+    """A template of an equation that moves a number to a memory."""
     (eqn,) = jax.make_jaxpr(lambda x: aside_p.bind(x, space=space))(0.0).jaxpr.eqns
     return eqn
 

@@ -1,6 +1,6 @@
-"""Loops and branches as a part of a compiled program.
+"""Loops and branches -> parts of a compiled program.
 
-Knows jax's control flow, and how a loop reads what is around it. Must not know what bodies compute.
+Knows jax's control flow, and how a loop reads outer values. Must not know what bodies compute.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class InProgram:
 
 
 def closed(run: Callable[..., Any], constants: list[Any], carry: list[Any]) -> tuple[Any, list[Any]]:
-    """A part of a loop as a closed jaxpr of its constants and the carry, and these constants.
+    """Traces a part of a loop to a closed jaxpr of its constants and the carry; also returns these constants.
 
-    Those given come last: what it reads of the program around it, as which node it is part of, becomes one too.
+    The given constants come last: captured outer values, such as the node's number, become constants too.
     """
     made = jax.make_jaxpr(run)(*constants, *carry)
     given, state = jax.tree.leaves(constants), jax.tree.leaves(carry)

@@ -1,11 +1,11 @@
 """Indexing operators: gathers, scatters and dynamic slices.
 
 Knows jax's dimension numbers, and the older form of batched indexing that writes the batch into the indices. Must not
-know what else the indices are.
+know the other uses of indices.
 
-A dimension that is indexed is looked up in: a copy may have some of its places. Dimensions of the index array are
-independent of each other: in a gather each gives elements of the result, in a scatter each contributes a term, so there
-they are reduced by the scatter's monoid.
+An indexed dimension is `LookedUp`: a copy may have some of its places. Dimensions of the index array are independent of
+each other: in a gather each gives elements of the result. In a scatter each contributes a term, so there the scatter's
+monoid reduces them.
 A dimension that a window covers fully is not indexed, whatever the parameters say: only the index zero is in bounds.
 """
 
@@ -44,9 +44,9 @@ INDICES = {1: Role.INDEX}
 
 
 def looked_up(dtype: Any) -> Split:
-    """How a dimension that is read from by index splits: what copies find is put together."""
+    """The split of a dimension that is read by index: results of copies are combined."""
     if not (dtype == np.bool_ or jnp.issubdtype(dtype, np.number)):
-        return WHOLE  # there is no zero among keys
+        return WHOLE  # keys have no zero
     return LookedUp(Monoid.OR if dtype == np.bool_ else Monoid.SUM)
 
 
@@ -67,7 +67,7 @@ def gather(eqn: JaxprEqn) -> OperatorDescription:
         operand[d] = indices[e]
     offsets = iter(numbers.offset_dims)
     windows: list[int] = []
-    columns: dict[int, int] = {}  # of factors that are looked up: where the index array has their place
+    columns: dict[int, int] = {}  # for looked-up factors, the column of the index array with their place
     for d, n in enumerate(operand_shape):
         if d in numbers.operand_batching_dims:
             continue
@@ -94,7 +94,7 @@ def gather(eqn: JaxprEqn) -> OperatorDescription:
     def emit(
         d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
     ) -> list[Any]:
-        """A copy that has some of the places finds zero for the others; beyond all places, the first one answers."""
+        """A copy with some of the places finds zero for the others; the first copy answers for places out of bounds."""
         params = resized(d, e, sizes)
         cut = {columns[factor]: (factor, positions[factor]()[0]) for factor in columns if factor in positions}
         value, index = operands
@@ -132,7 +132,7 @@ def gather(eqn: JaxprEqn) -> OperatorDescription:
 
 
 def out_of_bounds_value(fill_value: Any, dtype: Any) -> Any:
-    """What a gather gives where it reads out of bounds, a scalar of type `dtype`."""
+    """The value that a gather gives for out-of-bounds reads, a scalar of type `dtype`."""
     if fill_value is not None:
         return jnp.asarray(fill_value, dtype)
     if jnp.issubdtype(dtype, np.inexact):
@@ -144,7 +144,7 @@ def out_of_bounds_value(fill_value: Any, dtype: Any) -> Any:
 
 
 def fills_with_zero_or_nan(eqn: JaxprEqn) -> bool:
-    """Whether reading out of bounds gives a value that sums like one: nothing else may be added once per part."""
+    """Whether the out-of-bounds value may be summed over parts: others must not be added once per part."""
     if eqn.params["mode"] != GatherScatterMode.FILL_OR_DROP:
         return True
     fill = eqn.params["fill_value"]
@@ -161,20 +161,20 @@ SCATTERS = {
     "scatter-min": Monoid.MIN,
     "scatter-max": Monoid.MAX,
 }
-"""How terms at the same place combine; None where one of them stays."""
+"""The monoid that combines updates at the same place; None where one of them stays."""
 
 
 def neutral_update(name: str, dtype: Any) -> Any:
-    """What a scatter combines with any element without a change to its bits; None if there is no such thing."""
+    """An update that changes no bit of any element it is combined with; None if there is none."""
     monoid, floats = SCATTERS[name], jnp.issubdtype(dtype, jnp.inexact)
     if monoid is None or (monoid is Monoid.PROD and jnp.issubdtype(dtype, jnp.complexfloating)):
         return None  # 1 + 0j changes the sign of zeros
-    zero = name == "scatter-add" and floats  # of which 0 + -0 is 0, and -0 + 0 is not -0
+    zero = name == "scatter-add" and floats  # for floats 0 + -0 is 0, so only -0 is neutral
     return jnp.asarray(-np.zeros((), dtype) if zero else monoid.identity(dtype), dtype)
 
 
 def overwrites(eqn: JaxprEqn) -> bool:
-    """Whether a plain scatter puts its updates in place; with a function of its own it changes the operand by that."""
+    """Whether a plain scatter overwrites with its updates; with a function of its own it modifies the operand."""
     update = eqn.params.get("update_jaxpr")
     return update is None or (not update.eqns and update.outvars == [update.invars[1]])
 
@@ -195,7 +195,7 @@ def scatter(eqn: JaxprEqn) -> OperatorDescription:
     for d, e in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
         operand[d] = indices[e]
     windows = iter(numbers.update_window_dims)
-    columns: dict[int, int] = {}  # of factors in which a place is looked up: where the index array has it
+    columns: dict[int, int] = {}  # for looked-up factors, the column of the index array with their place
     for d, n in enumerate(operand_shape):
         if d in numbers.operand_batching_dims:
             continue
@@ -219,16 +219,16 @@ def scatter(eqn: JaxprEqn) -> OperatorDescription:
     def resized(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
         if all(sizes[factor] == d.sizes[factor] for factor in combined):
             return e.params
-        # A part of the terms may come with padding, of which nothing is promised.
+        # a part's terms may include padding, whose values are undefined
         return {**e.params, **UNORDERED}
 
     def emit(
         d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
     ) -> list[Any]:
-        """A copy that has some of the places leaves out what goes to others, by an index out of bounds.
+        """A copy with some of the places drops updates of others, by an out-of-bounds index.
 
-        Not if there is one index: XLA then reads a slice, and of two slices makes one, whose start it moves into the
-        bounds of all that was sliced, and so reads beyond what a copy was given.
+        Not with a single index: XLA then reads a slice, merges two slices into one, and clamps its start to the bounds
+          of the original array, so that it reads outside the copy's operand.
         """
         params = resized(d, e, sizes)
         cut = {columns[factor]: (factor, positions[factor]()[0]) for factor in columns if factor in positions}
@@ -260,7 +260,7 @@ def scatter(eqn: JaxprEqn) -> OperatorDescription:
         places[some] = jnp.where(here, places[some], own)
         if not alone:
             return [e.primitive.bind(value, jnp.stack(places, -1), update, **drops)]
-        # A place for what goes to others.
+        # a place for the dropped updates
         value = lax.concatenate([value, lax.slice_in_dim(value, 0, 1, axis=dimension)], dimension)
         result = e.primitive.bind(value, jnp.stack(places, -1), update, **drops)
         return [lax.slice_in_dim(result, 0, own, axis=dimension)]
@@ -283,7 +283,7 @@ UNORDERED = {"unique_indices": False, "indices_are_sorted": False}
 
 
 def updated_extent(numbers: Any, dimension: int, shape: Sequence[int], update: Sequence[int]) -> int:
-    """How many places of a dimension one update covers."""
+    """The number of places of a dimension that one update covers."""
     if dimension in numbers.inserted_window_dims or dimension in numbers.operand_batching_dims:
         return 1
     windows = [d for d in range(len(shape)) if d not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)]
@@ -291,7 +291,7 @@ def updated_extent(numbers: Any, dimension: int, shape: Sequence[int], update: S
 
 
 def with_wide_update(params: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
-    """The parameters of a scatter in another type, in which its function of two elements is traced anew."""
+    """The parameters of a scatter in another type; its function of two elements is traced again."""
     if params["update_jaxpr"] is None:
         return dict(params)
     update = jaxpr_as_fun(ClosedJaxpr(params["update_jaxpr"], params["update_consts"]))
@@ -300,17 +300,17 @@ def with_wide_update(params: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
 
 
 def are_in_bounds(place: Any, last: int) -> Any:
-    """Whether indices of any integer type are among ``0 ... last``."""
+    """Whether indices of any integer type are in ``0 ... last``."""
     return (place >= 0) & (place <= min(last, np.iinfo(place.dtype).max))
 
 
 def clamp_indices(place: Any, last: int, dtype: Any) -> Any:
-    """Indices of any integer type moved to the nearest of ``0 ... last``, in a type that holds all of these."""
+    """Clamps indices of any integer type to ``0 ... last``, in a type that holds all of these."""
     return jnp.clip(place, 0, min(last, np.iinfo(place.dtype).max)).astype(dtype)
 
 
 def pad_with_zeros(value: Any, dimension: int, count: int) -> Any:
-    """Zeros before and behind an array's elements along a dimension."""
+    """Pads an array with zeros before and after its elements along a dimension."""
     config = [(count, count, 0) if d == dimension else (0, 0, 0) for d in range(value.ndim)]
     return lax.pad(value, jnp.zeros((), value.dtype), config)
 
@@ -332,7 +332,7 @@ def dynamic_slice(eqn: JaxprEqn) -> OperatorDescription:
     def emit(
         d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
     ) -> list[Any]:
-        """A copy that has some of the places finds zero for the others."""
+        """A copy with some of the places finds zero for the others."""
         value, *starts = operands
         cut = {i: positions[f]()[0] for i, (f,) in enumerate(operand) if result[i] != (f,) and f in positions}
         if cut:
@@ -370,7 +370,7 @@ def dynamic_update_slice(eqn: JaxprEqn) -> OperatorDescription:
     def emit(
         d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
     ) -> list[Any]:
-        """A copy that has some of the places takes of the update what lies there."""
+        """A copy with some of the places takes the part of the update that lies there."""
         value, part, *starts = operands
         there: Any = True
         for i, (n, m) in enumerate(zip(d.operand_shape(0), d.operand_shape(1), strict=True)):
@@ -385,7 +385,7 @@ def dynamic_update_slice(eqn: JaxprEqn) -> OperatorDescription:
                 starts[i] = jnp.zeros((), starts[i].dtype)
         if there is True:
             return [e.primitive.bind(value, part, *starts, **e.params)]
-        # Along the other dimensions the update is a part of the copy's: put it in place there, then choose.
+        # along other dimensions the update is a part of the copy: update in place there, then select
         placed = e.primitive.bind(value, part, *starts, **e.params)
         return [jnp.where(there, placed, value)]
 
@@ -403,7 +403,7 @@ def dynamic_update_slice(eqn: JaxprEqn) -> OperatorDescription:
 def with_batching_dims(
     eqn: JaxprEqn, definition: Callable[[Var], JaxprEqn | None], constant: Callable[[Var], Any]
 ) -> list[JaxprEqn] | None:
-    """Rewrites indexing that writes the batch into its indices so that the batch is a dimension of its own.
+    """Rewrites indices that contain batch positions so that the batch is a dimension of its own.
 
     ``x[jnp.arange(B), i]`` gathers at the index pairs ``(0, i[0]), (1, i[1]), ...``, which looks as if every example
     read every other. Where a column of the index array is proved to equal the position in the array, it goes, and the
@@ -417,8 +417,8 @@ def with_batching_dims(
       constant: the value of a variable that the jaxpr closes over, or None.
 
     Returns:
-      Equations to put in the place of `eqn`, the last one defining the same variable, or None if there is nothing to
-      rewrite. The others make the remaining columns of the index array.
+      Equations that replace `eqn`, the last one defining the same variable; None if nothing is rewritten. The others
+      compute the remaining columns of the index array.
     """
     if eqn.primitive.name != "gather" and eqn.primitive.name not in SCATTERS:
         return None
@@ -471,18 +471,18 @@ SCATTER_NAMES = (
 
 
 class Column:
-    """Column `offset` of the last dimension of `atom`, which has `width`."""
+    """Column `offset` of the last dimension, of size `width`, of `atom`."""
 
     def __init__(self, atom: Atom, offset: int, width: int) -> None:
         self.atom, self.offset, self.width = atom, offset, width
 
     def read_from(self, value: np.ndarray) -> np.ndarray:
-        """The column of a value of `atom` that is shrunk where it does not vary."""
+        """The column in a value of `atom` that is shrunk to size one where it does not vary."""
         return value if value.shape[-1] == 1 else value[..., self.offset : self.offset + 1]
 
 
 def index_columns(indices: Atom, definition: Callable[[Var], JaxprEqn | None]) -> list[Column]:
-    """The columns of an index array, each as narrow a variable as there is."""
+    """The columns of an index array, each as a variable with as few columns as possible."""
     made = None if isinstance(indices, Literal) else definition(indices)
     pieces: Sequence[Atom] = (indices,)
     last = len(indices.aval.shape) - 1
@@ -502,7 +502,7 @@ def position_axis(value: np.ndarray, shape: Sequence[int], size: int, taken: Any
 
 
 def join_columns(eqn: JaxprEqn, columns: Sequence[Column]) -> tuple[list[JaxprEqn], Atom]:
-    """Equations that put `columns` side by side (beside the indices of `eqn`), and the variable they make."""
+    """Equations that concatenate `columns`, with their result (beside the indices of `eqn`)."""
     made: list[JaxprEqn] = []
 
     def add(primitive: Any, operands: list[Atom], width: int, params: dict[str, Any]) -> Var:

@@ -1,12 +1,12 @@
 """Linear algebra and Fourier transforms of stacks of matrices or vectors.
 
-Knows how many trailing dimensions of each operand belong to one problem. The leading ones number the problems, which
-are solved independently; one problem is taken whole. Must not know nodes or devices, beyond the platform.
+Knows the number of trailing dimensions of each operand that belong to one problem. The leading ones number independent
+problems; one problem is not split. Must not know nodes or devices, beyond the platform.
 
-On CPUs, jaxlib calls LAPACK for a stack of problems by handing them to a pool of threads and waiting. XLA itself runs
-parts of a program in that pool; where all its threads wait in such calls, as loops of several devices do on few cores,
-nobody is left to solve the problems, and the program hangs. A stack of one is solved by the thread that calls. So
-stacks are taken apart there: XLA then runs the calls at the same time, as far as it has threads.
+On CPUs, jaxlib calls LAPACK for a stack of problems in a thread pool, and waits. XLA runs parts of a program in that
+pool, too. If all its threads wait in such calls, as in loops of several devices on few cores, nobody solves the
+problems, and the program hangs. A stack of one is solved in the calling thread. So stacks are split there: XLA then
+runs the calls concurrently, as far as it has threads.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ LINEAR = {"triangular_solve": 1, "tridiagonal_solve": 3}
 """The operand in which a primitive is linear: a solver's right-hand side."""
 
 TOGETHER = 8
-"""Problems of a stack that are written out as calls of their own; more take turns in a loop."""
+"""The most problems of a stack that are unrolled to calls; more run in a loop."""
 
 
 def solve_separately(
     description: OperatorDescription, eqn: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
 ) -> list[Any]:
-    """Solves a stack of problems by a call for each."""
+    """Solves a stack of problems with one call each."""
     primitive, params = eqn.primitive, eqn.primitive.get_bind_params(eqn.params)
     leading = jnp.ndim(operands[0]) - CORE[primitive.name][0]
     stack = jnp.shape(operands[0])[:leading]
@@ -126,7 +126,7 @@ def fft(eqn: JaxprEqn) -> OperatorDescription:
 def fft_in_rows(
     d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
 ) -> list[Any]:
-    """The transform of what lies in memory row by row, to the same: jaxlib's for CPUs fails at run time for others."""
+    """A transform in row-major layout: jaxlib's for CPUs fails at run time for other layouts."""
 
     def rows(x: Any) -> Any:
         return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

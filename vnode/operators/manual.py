@@ -1,11 +1,11 @@
-"""A program per shard of a mesh (`jax.shard_map`), as a program on the whole values.
+"""Per-shard program (`jax.shard_map`) -> program on whole values.
 
 Knows the parameters of ``shard_map``, and that `jax.vmap` gives collectives over its named axis the same meaning. Must
 not know batches, nodes or devices: only the sizes of the mesh's axes count.
 
-A shard is an index of named axes of `jax.vmap`. An operand is cut along the dimensions that its spec names, and a
-result is put together along those of its own; along axes that it does not name, a result is that of the first shard,
-as on devices.
+A shard is an index of named axes of `jax.vmap`. An operand is split along the dimensions that its spec names, and a
+result is joined along those of its own. Along axes that it does not name, the first shard's result is taken, as on
+devices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CASTS = {"pvary", "pcast", "vary_unreduced_cast_p", "preduced"}
 
 
 def replicates(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a call of `jax.pmap`, which leaves no primitive of its own, but its frame."""
+    """Whether an equation is a call of `jax.pmap`, which has no primitive of its own, but a stack frame."""
     traceback = eqn.source_info.traceback
     inside = itertools.takewhile(lambda frame: LIBRARY in frame.file_name, traceback.frames if traceback else ())
     return any(os.path.basename(frame.file_name) == "pmap.py" for frame in inside)
@@ -38,14 +38,14 @@ LIBRARY = os.path.join(os.path.dirname(jax.__file__), "")
 
 
 def without_varying_types(eqn: JaxprEqn) -> JaxprEqn:
-    """An equation of a shard's program without what it proves of the types of its results."""
+    """Removes from an equation of a per-shard program the varying axes of its results' types."""
     if eqn.primitive.name != "psum_invariant":
         return eqn
     return eqn.replace(primitive=psum_p, params={"axis_index_groups": None, **eqn.params})
 
 
 def call_on_whole_values(eqn: JaxprEqn, body: Jaxpr) -> JaxprEqn:
-    """The call of a program on whole values that a ``shard_map`` means.
+    """Rewrites a ``shard_map`` as a call of a program on whole values.
 
     Args:
       eqn: the ``shard_map``.
@@ -86,7 +86,7 @@ def per_shard(eqn: JaxprEqn, body: Jaxpr) -> Callable[..., list[Any]]:
         parts = [split_into_shards(value, dims, sizes) for value, dims in zip(operands, given, strict=True)]
         try:
             results = over_shards(True)(*parts)
-        except ValueError:  # or they are said to be, with check_vma=False, and are not
+        except ValueError:  # or, with check_vma=False, results differ that are declared equal
             results = [first_shards(v, dims, sizes) for v, dims in zip(over_shards(False)(*parts), made, strict=True)]
         return [join_shards(value, dims, sizes) for value, dims in zip(results, made, strict=True)]
 
@@ -104,7 +104,7 @@ def flatten_axes(dims: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def split_into_shards(value: Any, dims: Sequence[tuple[str, ...]], sizes: dict[str, int]) -> Any:
-    """A whole value as shards, ``[axes that it names, in the order of the mesh, ..., local dimensions]``."""
+    """Splits a whole value into shards, ``[axes that it names, in the order of the mesh, ..., local dimensions]``."""
     shape: list[int] = []
     at: dict[str, int] = {}
     local: list[int] = []
@@ -120,7 +120,7 @@ def split_into_shards(value: Any, dims: Sequence[tuple[str, ...]], sizes: dict[s
 
 
 def join_shards(value: Any, dims: Sequence[tuple[str, ...]], sizes: dict[str, int]) -> Any:
-    """A whole value from shards; undoes `cut`."""
+    """Joins shards to a whole value; undoes `split_into_shards`."""
     named = [name for name in sizes if name in flatten_axes(dims)]
     if not named:
         return value
@@ -134,6 +134,6 @@ def join_shards(value: Any, dims: Sequence[tuple[str, ...]], sizes: dict[str, in
 
 
 def first_shards(value: Any, dims: Sequence[tuple[str, ...]], sizes: dict[str, int]) -> Any:
-    """Of shards ``[all axes, ..., local dimensions]`` the first along the axes that are not named."""
+    """Takes the first of shards ``[all axes, ..., local dimensions]`` along the axes that are not named."""
     named = flatten_axes(dims)
     return value[tuple(slice(None) if name in named else 0 for name in sizes)]

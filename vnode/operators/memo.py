@@ -1,6 +1,6 @@
-"""What was found before, so that it need not be found again; forgotten when it is too much.
+"""A cache of computed values that is emptied when it is full.
 
-Knows keys, and who makes what belongs to them. Must not know what that is.
+Knows keys, and functions that compute values. Must not know the values.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 class Memo(Generic[T]):
-    """Values by keys, up to a number of them. Several threads may ask at once.
+    """Values by keys, up to a number of them; thread-safe.
 
     Args:
-      most: values; when there are as many, and another is found, all are forgotten.
+      most: the most values; when another is added, all are dropped.
 
     Example:
-      >>> lengths = Remembered[int](100)
+      >>> lengths = Memo[int](100)
       >>> lengths.get_or_make("node", lambda: len("node")), lengths.get_or_make("node", lambda: 0)
       (4, 4)
     """
@@ -28,7 +28,7 @@ class Memo(Generic[T]):
         self._values: dict[Hashable, T] = {}
 
     def get_or_make(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What belongs to a key, made if that is not known."""
+        """The value of a key, computed if it is unknown."""
         try:
             return self._values[key]
         except KeyError:

@@ -1,6 +1,6 @@
-"""In which memory a value lies, by its type: a device's, or its host's.
+"""The memory space of a value, by its type: device memory or host memory.
 
-Knows types. Must not know equations, programs, nor who moves what, and why.
+Knows types. Must not know equations, programs, nor who moves values, and why.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def is_on_host(aval: Any) -> bool:
-    """Whether values of a type lie in the host's memory.
+    """Whether values of a type are in host memory.
 
     >>> is_on_host(jax.typeof(jnp.ones(3)))
     False
@@ -24,7 +24,7 @@ def is_on_host(aval: Any) -> bool:
 
 
 def crosses_memories(eqn: Any) -> bool:
-    """Whether an equation, no loop or branch, moves a value to the host's memory, or back.
+    """Whether an equation (no loop or branch) moves a value to host memory, or back.
 
     >>> there = jax.make_jaxpr(lambda x: jax.device_put(jnp.sin(x), HOST))(1.0)
     >>> [crosses_memories(eqn) for eqn in there.jaxpr.eqns]
@@ -35,7 +35,7 @@ def crosses_memories(eqn: Any) -> bool:
 
 
 def can_offload(aval: Any) -> bool:
-    """Whether values of a type can be moved to the host: numbers, or booleans, of whole bytes, and some of them.
+    """Whether values of a type can be offloaded: non-empty arrays of numbers or booleans of whole bytes.
 
     >>> can_offload(jax.typeof(jnp.ones(3))), can_offload(jax.typeof(jax.random.key(0)))
     (True, False)

@@ -1,6 +1,6 @@
-"""Monoids: how the pieces of a reduced value combine.
+"""Monoids: how the partial values of a reduction combine.
 
-Knows their identities in every dtype and their operations. Must not know equations, nor what is in pieces or why.
+Knows their identities in every dtype and their operations. Must not know equations, nor which values are partial.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Monoid(enum.Enum):
-    """How the pieces of a reduced value combine."""
+    """How partial values of a reduction combine."""
 
     SUM = "sum"
     PROD = "prod"

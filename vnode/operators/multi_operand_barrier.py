@@ -1,10 +1,10 @@
-"""Identities of several operands, which were taken apart to follow each operand by itself: evaluated as one again.
+"""Parts of a multi-operand identity, which were separated to follow each operand -> one identity again.
 
 Knows equations and descriptions. Must not know programs, nodes, devices, nor who evaluates.
 
-A barrier of several operands says that none of its results is there before all operands are: so `jax.checkpoint` keeps
-compilers from computing again what the backward pass needs before that begins. Barriers of one operand each say nothing
-of the kind (libtpu 0.0.42: six layers under `jax.checkpoint` took 1,059 MiB with them, 481 as jax writes it).
+A barrier of several operands says that no result is available before all operands are. So `jax.checkpoint` keeps
+compilers from recomputing before the backward pass begins. Barriers of one operand each do not (libtpu 0.0.42: six
+layers under `jax.checkpoint` took 1,059 MiB with them, 481 as jax writes it).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Describe = Callable[[JaxprEqn], OperatorDescription | None]
 
 
 def is_part(eqn: JaxprEqn, description: OperatorDescription | None) -> bool:
-    """Whether an equation is one operand's part of an identity, which can be evaluated with others."""
+    """Whether an equation is one operand's part of an identity, which can be evaluated with the others."""
     several = eqn.primitive.multiple_results and not eqn.params and len(eqn.invars) == 1
     return several and description is not None and description.part is not None
 
@@ -33,13 +33,13 @@ def group_barrier_parts(
     describe: Describe,
     needs: Callable[[T, Sequence[T]], bool],
 ) -> Iterator[list[T]]:
-    """Groups what is evaluated, in order: parts of what was one equation together, everything else by itself.
+    """Groups items, in order: the parts of one original equation together, all others by themselves.
 
     Args:
-      items: what is evaluated.
-      equation: of an item; None for one that is not the evaluation of an equation.
-      describe: an equation.
-      needs: whether an item that is not the evaluation of an equation needs results of others.
+      items: the items to evaluate.
+      equation: returns an item's equation; None if it evaluates none.
+      describe: returns an equation's description.
+      needs: returns whether an item without an equation reads results of others.
 
     Yields:
       One item, or several parts of one equation.
@@ -67,10 +67,10 @@ def evaluate_together(eqn: JaxprEqn, describe: Describe, operands: Sequence[Any]
     """Evaluates an identity of several operands.
 
     Args:
-      eqn: the part of one of them.
-      describe: an equation.
-      operands: of all parts, in order.
-      platform: what the program is compiled for, e.g. ``"cpu"``.
+      eqn: one of the parts.
+      describe: returns an equation's description.
+      operands: operands of all parts, in order.
+      platform: the platform that the program is compiled for, such as ``"cpu"``.
 
     Returns:
       The results of all parts.

@@ -1,10 +1,10 @@
-"""Values that programs have when a later one is there, and not before, so that what is computed of them again waits.
+"""Values -> the same values, available only after later ones, so that recomputation from them waits.
 
-Knows the barriers of compilers, and what these make of them. Must not know programs, nor who postpones what, and why.
+Knows the barriers of compilers, and their effects. Must not know programs, nor which values are delayed, and why.
 
-Compilers compute as early as they like, and find that something was computed before. A barrier of several operands
-keeps them from both; but XLA removes barriers on CPUs before it looks for equal operations, and before it orders them.
-There a value is made of itself and of one element of the later one, in a way that leaves its bits as they are.
+Compilers compute as early as they can, and merge repeated computations. A barrier of several operands prevents both.
+But on CPUs XLA removes barriers before it merges equal operations, and before it orders them. There a value is combined
+with one element of the later value, in a way that keeps its bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vnode.operators.structure import identities
 
 postponed_p = Primitive("postponed")
 postponed_p.multiple_results = True
-"""Its operands, the last of which is the one that the others wait for. In programs only: no jaxpr has it."""
+"""The last operand is the one that the others wait for. Used in vnode's programs only; no jaxpr has it."""
 
 
 @postponed_p.def_abstract_eval
@@ -49,7 +49,7 @@ def emit_barrier(
 def emit_bit_dependency(
     d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
 ) -> list[Any]:
-    """Emits what XLA keeps on CPUs."""
+    """Emits a data dependence that XLA keeps on CPUs."""
     *values, latest = operands
     if not can_be_awaited(latest):
         return emit_barrier(d, e, operands, sizes, positions)
@@ -57,12 +57,12 @@ def emit_bit_dependency(
 
 
 def can_be_awaited(type_: Any) -> bool:
-    """Whether others can be made to wait for an array of a type: it has floating-point numbers."""
+    """Whether others can wait for an array of a type: it has floating-point numbers."""
     return bool(jnp.issubdtype(type_.dtype, np.floating) and type_.size)
 
 
 def ready_value(value: Any, *latest: Any) -> Any:
-    """A value that is there when others are, if it is of numbers."""
+    """A value available only after others, if it is numeric."""
     real = jnp.issubdtype(value.dtype, np.floating), jnp.issubdtype(value.dtype, np.integer)
     about = jnp.finfo if real[0] else jnp.iinfo
     whole_bytes = any(real) and about(value.dtype).bits == 8 * value.dtype.itemsize
@@ -70,7 +70,7 @@ def ready_value(value: Any, *latest: Any) -> Any:
 
 
 def bits_after(value: Any, *latest: Any) -> Any:
-    """The bits of a value, as integers that are there when others are, and not before.
+    """A value's bits as integers that are available only after others.
 
     Args:
       value: an array of real numbers, any shape.

@@ -1,11 +1,11 @@
 """Pallas kernels (`jax.experimental.pallas.pallas_call`): the axes of their grids as factors.
 
-Knows what a ``pallas_call`` says of itself: its grid, the block of each operand that a step of the grid has, and the
-kernel. Must not know nodes or devices, nor import Pallas: all that is needed is in the equation's parameters.
+Knows the parameters of a ``pallas_call``: its grid, each operand's block per grid step, and the kernel. Must not know
+nodes or devices, nor import Pallas: the equation's parameters have all that is needed.
 
-An axis of the grid is a factor where it numbers blocks of every result, and of each operand that depends on it, and
-where the steps along it have nothing to do with each other. A copy of the call on some of its indices is the same
-kernel on a shorter grid and smaller arrays::
+A grid axis is a factor where it numbers blocks of every result, and of each operand that depends on it, and where the
+steps along it are independent. A copy of the call on some of its indices is the same kernel on a shorter grid and
+smaller arrays::
 
     grid (batch, heads, rows)    x[batch, heads, 128 * rows, 64] in blocks of (1, 1, 128, 64)
                                  by (b, h, i) -> (b, h, i, 0)
@@ -55,7 +55,7 @@ def pallas_call(eqn: JaxprEqn) -> OperatorDescription | None:
 
 
 DESCRIPTIONS = Memo[OperatorDescription](256)
-"""Kernels have no constants that would be kept."""
+"""Kernels have no constants that a cache would keep alive."""
 
 
 def described(eqn: JaxprEqn, call: Call) -> OperatorDescription:
@@ -111,7 +111,8 @@ def described(eqn: JaxprEqn, call: Call) -> OperatorDescription:
 
 
 def work_of(call: Call) -> tuple[int, int]:
-    """Operations of the whole call, and how many are transcendental: as its author says, else those of the kernel."""
+    """Operations of the whole call, and how many are transcendental: by the author's estimate, else those of the
+    kernel."""
     said = call.params["cost_estimate"]
     if said is not None:
         return int(said.flops), int(said.transcendentals)
@@ -128,9 +129,9 @@ def evaluate_copy(eqn: JaxprEqn, plan: Plan, sizes: Mapping[int, int], operands:
 
     Args:
       eqn: the call.
-      plan: along which axes it is split.
-      sizes: the size of each of these, as `Axis` counts.
-      operands: of the copy's shapes.
+      plan: the axes along which it is split.
+      sizes: the size of each of these axes, as `Axis` counts.
+      operands: operands with the copy's shapes.
 
     Returns:
       The results. Scalars, and arrays of rows that do not fill their last block, are padded with their last elements.
@@ -186,6 +187,6 @@ def evaluate_copy(eqn: JaxprEqn, plan: Plan, sizes: Mapping[int, int], operands:
 
 
 def repeat_last(value: Any, shape: tuple[int, ...]) -> Any:
-    """An array that repeats its last elements up to a shape."""
+    """Extends an array to a shape by repeating its last elements."""
     missing = [(0, n - own) for n, own in zip(shape, jnp.shape(value), strict=True)]
     return jnp.pad(value, missing, mode="edge") if any(after for _, after in missing) else value

@@ -28,12 +28,12 @@ class Axis:
     """A grid axis along which a call is split.
 
     Attributes:
-      axis: of the grid.
+      axis: the grid's axis.
       size: indices of the factor: blocks, or rows.
       within: steps of the grid per index: the minor part of an axis that index maps divide.
       block: rows of a block, where the factor's indices are rows; else 0.
-      adds: whether results are sums over it.
-      linear: if others are not: in which of the arrays the sums are linear.
+      adds: whether results are sums over the axis.
+      linear: if other results are not, the arrays in which the sums are linear.
     """
 
     axis: int
@@ -68,7 +68,7 @@ class Call:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """The size of every axis, 0 for one that is known at run time only."""
+        """The size of every axis, 0 if it is known at run time only."""
         return tuple(size if isinstance(size, int) else 0 for size in self.mapping.grid)
 
     @property
@@ -92,25 +92,25 @@ class Call:
 
     @property
     def users(self) -> list[int]:
-        """The grid's axis that the kernel knows by each number: those of `jax.vmap` it does not know."""
+        """The grid axis of each axis number in the kernel, which does not count axes of `jax.vmap`."""
         return [axis for axis in range(len(self.grid)) if axis not in self.mapping.vmapped_dims]
 
     @property
     def semantics(self) -> dict[int, str]:
-        """What the author of the kernel promises of each axis: ``"parallel"``, ``"arbitrary"``, ..."""
+        """The author's promise for each axis: ``"parallel"``, ``"arbitrary"``, ..."""
         said = getattr(self.params["compiler_params"], "dimension_semantics", None) or ()
         named = {axis: str(getattr(word, "value", word)).lower() for axis, word in zip(self.users, said, strict=False)}
         return named | dict.fromkeys(self.mapping.vmapped_dims, "parallel")
 
     @property
     def is_plain(self) -> bool:
-        """Whether all it does is to run a kernel over a grid."""
+        """Whether the call only runs a kernel over a grid."""
         special = [getattr(self.mapping, name, None) for name in ("grid_names", "get_grid_indices", "local_grid_env")]
         return self.params.get("mesh") is None and not any(each is not None for each in special)
 
     @property
     def has_effects(self) -> bool:
-        """Whether the kernel does more than to compute its results: talks to other devices, say."""
+        """Whether the kernel has effects besides its results, such as communication."""
         options = self.params["compiler_params"]
         effect = getattr(options, "has_side_effects", False)
         pure = not effect or str(getattr(effect, "value", effect)).lower() in ("pure", "false", "0")
@@ -119,13 +119,13 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Along which axes a call is split, and where they stand.
+    """The axes along which a call is split, and their dimensions in the arrays.
 
     Attributes:
-      axes: of the grid.
-      scalars: for each operand of scalars and each of its dimensions the axis that numbers it, or None.
+      axes: the grid's axes.
+      scalars: for each scalar operand and each of its dimensions the axis that numbers it, or None.
       arrays: the same for arrays, operands first: the axis whose blocks lie there, or None.
-      whole: why other axes are not among them.
+      whole: why the other axes cannot be split.
     """
 
     axes: list[Axis]
@@ -219,9 +219,9 @@ class Line:
     """The blocks along a dimension.
 
     Attributes:
-      digits: what numbers them, the leading digit first.
-      block: elements of one.
-      ragged: whether the last one reaches beyond the array.
+      digits: the digits that number them, the leading digit first.
+      block: elements of one block.
+      ragged: whether the last block extends beyond the array.
     """
 
     digits: tuple[Digit, ...]
@@ -230,12 +230,12 @@ class Line:
 
 
 def leading_digit(line: Line | None) -> Digit | None:
-    """The digit that leads the blocks along a dimension, if it also leads its axis: what a copy may have less of."""
+    """The leading digit of a dimension's blocks, if it also leads its axis: a copy may have fewer values of it."""
     return line.digits[0] if line is not None and line.digits and line.digits[0].leading else None
 
 
 def along_dimension(component: Component, digits: Mapping[int, list[Digit]], block: Any, size: int) -> Line | None:
-    """The blocks along a dimension of an array, None if they do not lie one behind the other all along it."""
+    """The blocks along a dimension of an array; None if they do not cover it one after another."""
     elements = elements_of(block)
     numbers = None if elements is None else numbering(component, digits)
     if elements is None or numbers is None:
@@ -263,7 +263,8 @@ def elements_of(block: Any) -> int | None:
 def numbered_scalars(
     reads: Sequence[Read], shapes: Sequence[tuple[int, ...]], grid: Sequence[int]
 ) -> dict[tuple[int, int], int]:
-    """Dimensions of scalars that are always read at the program id of one axis, which is as long: which axis."""
+    """For dimensions of scalars that are always read at one axis's program id and are as long as the axis: that
+    axis."""
     seen: dict[tuple[int, int], set[int | None]] = {}
     for read in reads:
         for d in range(len(shapes[read.scalars])):
@@ -277,7 +278,7 @@ def numbered_scalars(
 
 
 def carrying_axes(call: Call) -> set[int]:
-    """Axes along which a step may read what earlier ones left, unless the kernel's author says that it does not."""
+    """Axes along which a step may read values of earlier ones, unless the kernel's author excludes it."""
     kernel, users, semantics = call.kernel, call.users, call.semantics
     first_scratch = call.scalars + len(call.blocks)
     inputs = range(call.scalars + call.arrays)
@@ -287,7 +288,7 @@ def carrying_axes(call: Call) -> set[int]:
     found = set()
     for axis in range(len(call.grid)):
         word = semantics.get(axis, "arbitrary")
-        if word not in ("parallel", "arbitrary"):  # cores that work together
+        if word not in ("parallel", "arbitrary"):  # cores that cooperate
             found.add(axis)
             continue
         later = frozenset(number for number, other in enumerate(users) if other > axis)
@@ -300,7 +301,7 @@ def carrying_axes(call: Call) -> set[int]:
 
 
 def mismatched_aliases(call: Call, numbered: Sequence[Sequence[Line | None]]) -> set[int]:
-    """Axes along which an operand and the result that takes its memory do not lie in the same blocks."""
+    """Axes along which an operand and the result aliased to it have different blocks."""
     found: set[int] = set()
     for operand, result in dict(call.params["input_output_aliases"]).items():
         own = operand - call.scalars
@@ -312,9 +313,9 @@ def mismatched_aliases(call: Call, numbered: Sequence[Sequence[Line | None]]) ->
 def summed_axis(
     call: Call, axis: int, found: Sequence[Sequence[Component]], numbered: Sequence[Sequence[Line | None]]
 ) -> dict[int, Axis]:
-    """The innermost axis, if all that the steps along it do is to add up; else nothing.
+    """The innermost axis, if the steps along it only sum; else nothing.
 
-    Of an axis around others the steps of these would come between.
+    Steps of inner axes would come between the steps of an outer axis.
     """
     kernel, users, first = call.kernel, call.users, call.scalars
     arrays = range(first, first + call.arrays)

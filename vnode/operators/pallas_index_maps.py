@@ -28,7 +28,7 @@ from vnode.operators.constant_folding import OF_INTEGERS, tabulated
 from vnode.operators.control_flow import Body, body_of, call_of
 
 MOST = 1 << 16
-"""Block indices that are looked at; a map of more axes together counts as unknown."""
+"""The most block indices that are evaluated; a map of more axes together counts as unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Component:
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """A read of scalars: which program id numbers each dimension, None where it is not one as it stands."""
+    """A read of scalars: the axis whose program id indexes each dimension; None for any other index."""
 
     scalars: int
     axes: tuple[int | None, ...]
@@ -115,7 +115,7 @@ def components(index_map: Any, grid: Sequence[int]) -> tuple[list[Component], li
 
 
 def flatten(body: Body, env: dict[Var, Any], equations: list[JaxprEqn]) -> bool:
-    """Adds the equations of a body to others, calls inlined; False if one has an effect that is no read.
+    """Appends a body's equations, calls inlined; False if one has an effect other than a read.
 
     Args:
       body: what to add.
@@ -141,7 +141,7 @@ def flatten(body: Body, env: dict[Var, Any], equations: list[JaxprEqn]) -> bool:
 
 
 def read_indices(eqn: JaxprEqn) -> list[Any] | None:
-    """What a ``get`` of a single element asks for, one atom for each dimension; None if it takes more than one."""
+    """The index of a ``get`` of a single element, one atom for each dimension; None if it reads more than one."""
     transforms = jax.tree.unflatten(eqn.params["tree"], eqn.invars[1:])
     if len(transforms) != 1 or not hasattr(transforms[0], "indices"):
         return None
@@ -150,7 +150,7 @@ def read_indices(eqn: JaxprEqn) -> list[Any] | None:
 
 
 def divisors(found: Sequence[Component], grid: Sequence[int]) -> dict[int, int]:
-    """For each axis that index maps divide, by what; only where all of them divide it by the same number."""
+    """For each axis that index maps divide, the divisor, if all of them divide it by the same number."""
     parts: dict[int, set[int]] = {}
     for component in found:
         if component.values is None:

@@ -1,11 +1,11 @@
-"""The kernel of a Pallas call -> what its grid steps have to do with each other.
+"""The kernel of a Pallas call -> dependences between its grid steps.
 
 Knows kernels: programs that read and write references, what they are told of the grid, and how they branch. Must not
 know index maps, nor which axis is split.
 
-Steps of a grid run one after another, and may leave something for the next: in scratch memory, or in operands that they
-write. An axis is independent if nothing that is left matters: at the first step for each of its values, all scratch is
-overwritten before it is read. That is so of the usual accumulator::
+Steps of a grid run one after another, and may leave values for the next: in scratch memory, or in operands that they
+write. An axis is independent if no step reads these: at the first step for each of its values, all scratch is
+overwritten before it is read. The usual accumulator does so::
 
     @pl.when(pl.program_id(2) == 0)     # the first step for each value of axes 0 and 1
     def _():
@@ -32,10 +32,10 @@ PROGRAM_ID = "program_id"
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """What a kernel makes of the grid.
+    """How a kernel uses the grid.
 
     Attributes:
-      axes: of which it uses the program id for more than to read scalars by it.
+      axes: axes whose program id it uses for more than reading scalars.
       reads: how it reads scalars.
     """
 
@@ -64,11 +64,11 @@ def has_program_id(eqn: JaxprEqn) -> Iterator[int]:
 
 
 def uses(kernel: Jaxpr, scalars: int) -> Use:
-    """What a kernel makes of program ids.
+    """How a kernel uses program ids.
 
     Args:
       kernel: its first inputs are references to scalars.
-      scalars: how many are.
+      scalars: the number of scalar inputs.
     """
     axes: set[int] = set()
     reads: list[Read] = []
@@ -118,7 +118,7 @@ def uses(kernel: Jaxpr, scalars: int) -> Use:
 
 
 def is_copy(eqn: JaxprEqn) -> bool:
-    """Whether an equation gives its operand: jax writes conversions from a type to itself."""
+    """Whether an equation copies its operand: jax writes conversions from a type to itself."""
     return eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
 
 
@@ -137,19 +137,19 @@ def written_inputs(kernel: Jaxpr) -> frozenset[int]:
 
 
 class Exposed(Exception):
-    """Something that earlier steps may have left is read."""
+    """A value that an earlier step may have left is read."""
 
 
 RANDOM = -1
-"""Stands for the state of the random number generator among the inputs of a kernel."""
+"""Number of the random generator's state among the inputs of a kernel."""
 
 
 def overwrites(kernel: Jaxpr, state: Sequence[int], zeros: frozenset[int], sizes: Mapping[int, int]) -> bool:
-    """Whether a step reads nothing of what earlier steps left.
+    """Whether a step reads no value that earlier steps left.
 
     Args:
-      kernel: what a step runs.
-      state: inputs in which something may be left.
+      kernel: the kernel.
+      state: inputs in which values may be left.
       zeros: axes whose program id is zero at this step.
       sizes: the size of each axis, as far as it is known: the program id of one of size 1 is zero.
     """
@@ -227,7 +227,7 @@ def overwrites(kernel: Jaxpr, state: Sequence[int], zeros: frozenset[int], sizes
 
 
 def runs_random(eqn: JaxprEqn) -> Iterator[bool]:
-    """Whether an equation, which runs no known body, draws random bits in one: once for each such body."""
+    """Whether an equation without known bodies draws random bits; one entry for each body."""
     for value in eqn.params.values():
         for each in value if isinstance(value, tuple | list) else (value,):
             inner = getattr(each, "jaxpr", each)
@@ -238,7 +238,7 @@ def runs_random(eqn: JaxprEqn) -> Iterator[bool]:
 
 
 def takes_all(eqn: JaxprEqn, indices: Sequence[Any]) -> bool:
-    """Whether an equation reads or writes all of its reference, given the operands that say where."""
+    """Whether an equation accesses all of its reference, by its index operands."""
     transforms = jax.tree.unflatten(eqn.params["tree"], indices)
     shape = eqn.invars[0].aval.shape
     if not transforms:
@@ -249,7 +249,7 @@ def takes_all(eqn: JaxprEqn, indices: Sequence[Any]) -> bool:
 
 
 def is_all(index: Any, size: int) -> bool:
-    """Whether an index along a dimension takes all of it: a slice from its start, or its only element."""
+    """Whether an index covers a whole dimension: a slice from its start, or its only element."""
     if hasattr(index, "start"):
         start = index.start.val if isinstance(index.start, Literal) else index.start
         return isinstance(start, int | np.integer) and int(start) == 0 and index.size == size and index.stride == 1

@@ -24,8 +24,8 @@ from vnode.operators.registry import describe
 from vnode.operators.splits import FREE
 
 UNIFORM, SHARED = -2, -1
-"""What a value may be that has no rows: the same everywhere, or anything that is the same for all rows. Any other
-number is the dimension along which a value has rows."""
+"""Kinds of values without rows: the same everywhere, or any values that all rows share. Any other number is the
+dimension that numbers a value's rows."""
 
 
 class Dependent(Exception):
@@ -37,8 +37,8 @@ def rows_are_independent(kernel: Jaxpr, rows: Mapping[int, int], scratch: Sequen
 
     Args:
       kernel: the kernel.
-      rows: for each input whose blocks have rows, along which dimension.
-      scratch: inputs that begin with nothing.
+      rows: for each input whose blocks have rows, their dimension.
+      scratch: inputs without initial values.
       axis: the axis of the grid that numbers these blocks, as the kernel counts axes.
     """
     held = {k: rows.get(k, UNIFORM if k in scratch else SHARED) for k in range(len(kernel.invars))}
@@ -56,14 +56,14 @@ def rows_are_independent(kernel: Jaxpr, rows: Mapping[int, int], scratch: Sequen
 T = TypeVar("T", int, "int | tuple[str, int]")
 
 Value = int | tuple[str, int]
-"""What a variable is: the rows of a value, or a reference by its number."""
+"""A variable's rows, or the number of a reference."""
 
 
 class Walk:
     """Follows rows through a kernel.
 
     Args:
-      held: for each reference what it holds; what scratch holds is found on the way.
+      held: for each reference its contents; those of scratch are inferred.
       rows: references whose blocks have rows.
       axis: the axis that numbers the blocks.
     """
@@ -72,10 +72,10 @@ class Walk:
         self._held, self._rows, self._axis = held, rows, axis
 
     def body(self, jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
-        """What a program returns, given what its inputs are.
+        """The kinds of a program's results, given those of its inputs.
 
         Raises:
-          Dependent: rows depend on each other, or nobody knows whether they do.
+          Dependent: rows depend on each other, or may do so.
         """
         env: dict[Var, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         env.update(dict.fromkeys(jaxpr.constvars, SHARED))
@@ -118,7 +118,7 @@ class Walk:
 
     @staticmethod
     def named_dims(eqn: JaxprEqn, indices: Sequence[Value], atoms: Sequence[Any]) -> tuple[list[int], frozenset[int]]:
-        """What an access names: the reference's dimensions that the value has, and those of which it has a part."""
+        """The reference's dimensions that an accessed value has, and those that it has a part of."""
         if any(not isinstance(i, int) or i >= 0 for i in indices):
             raise Dependent
         shape = eqn.invars[0].aval.shape
@@ -131,11 +131,11 @@ class Walk:
         dims = [d for d, i in enumerate(index) if hasattr(i, "start")]
         single = [i for i in index if not hasattr(i, "start")]
         if any(getattr(getattr(i, "aval", i), "shape", ()) != () for i in single):
-            raise Dependent  # several elements by their numbers
+            raise Dependent  # several elements by index
         return dims, frozenset(d for d, i in enumerate(index) if not is_all(i, shape[d]))
 
     def read_rows(self, reference: Value, dims: list[int], cut: frozenset[int]) -> int:
-        """The rows of what is read."""
+        """The rows of a value that is read."""
         assert isinstance(reference, tuple)
         rows = self._held[reference[1]]
         if rows < 0:
@@ -145,7 +145,7 @@ class Walk:
         return dims.index(rows)
 
     def put(self, reference: Value, dims: list[int], cut: frozenset[int], value: Value) -> None:
-        """Writes a value at a place."""
+        """Writes a value."""
         assert isinstance(reference, tuple)
         number = reference[1]
         if not isinstance(value, int):
@@ -162,7 +162,7 @@ class Walk:
         self.read_rows(reference, dims, cut)
 
     def follow_region(self, eqn: JaxprEqn, region: Any, bodies: Sequence[Any], operands: list[Value]) -> list[Value]:
-        """A call, loop or branch."""
+        """Follows a call, loop or branch."""
         if region is None:
             ((body, given),) = bodies
             return self.body(body.jaxpr, [operands[k] for k in given])
@@ -198,7 +198,7 @@ class Walk:
 
 
 def row_dims(description: OperatorDescription, values: Sequence[int]) -> list[int]:
-    """The dimension along which each result has rows, given that of each operand."""
+    """The dimension of rows of each result, given that of each operand."""
     found: set[int] = set()
     for dims, rows in zip(description.operands, values, strict=True):
         if rows >= 0:
@@ -224,7 +224,7 @@ def row_dims(description: OperatorDescription, values: Sequence[int]) -> list[in
 
 
 def merge_values(a: T, b: T) -> T:
-    """What is one value or another."""
+    """The kind of a value that is either of two."""
     if a == b or b == UNIFORM:
         return a
     if a == UNIFORM:

@@ -1,4 +1,4 @@
-"""The kernel of a Pallas call -> whether its steps along an axis do nothing but add up.
+"""The kernel of a Pallas call -> whether its steps along an axis only sum.
 
 Knows kernels, and how sums are written in them. Must not know index maps, nor nodes.
 
@@ -12,7 +12,7 @@ A product of matrices adds up blocks of the contracted dimension, in its result 
     def _():
         o[...] = total[...].astype(o.dtype)
 
-A call on some of the blocks gives a part of the sum. Only what is written in this order is taken for a sum.
+A call on some of the blocks computes a part of the sum. Only this order of writes is recognized as a sum.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vnode.operators.pallas_kernel import PROGRAM_ID, has_program_id, takes_all
 
 
 class Term(enum.Enum):
-    """What becomes of a value where the operands that have blocks along the axis are zero."""
+    """A value where the operands with blocks along the axis are zero."""
 
     ZERO = "zero"
     SAME = "the same"
@@ -38,7 +38,7 @@ class Term(enum.Enum):
 
 
 class Test(enum.Enum):
-    """What is known of a program id."""
+    """Knowledge about a program id at a step."""
 
     NUMBER = "it"
     FIRST = "it is zero"
@@ -47,12 +47,12 @@ class Test(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """What a reference holds at a place, with terms added.
+    """The contents of a reference at a place, plus terms.
 
     Attributes:
-      reference: which.
-      place: where, as the equation says it that reads it; None for all of it.
-      cast: whether it is in another type.
+      reference: the reference.
+      place: the place, as the reading equation has it; None for all of it.
+      cast: whether the value was cast to another type.
     """
 
     reference: int
@@ -73,11 +73,11 @@ SUMS = {"add", "add_any", "sub"}
 
 
 class Unknown(Exception):
-    """It is not known to be a sum."""
+    """The value is not known to be a sum."""
 
 
 class Stage(enum.IntEnum):
-    """How far a reference has come."""
+    """The state of a reference."""
 
     UNTOUCHED, ZEROED, FINAL = range(3)
 
@@ -97,10 +97,10 @@ def adds_up(
       kernel: the kernel.
       axis: the axis, as the kernel counts axes.
       size: its size.
-      state: inputs that are scratch, or results.
-      outputs: those that are sums.
-      having: operands that have blocks along the axis.
-      free: results that have; if there are any, the terms are linear in `having`.
+      state: inputs that are scratch or results.
+      outputs: inputs that are the sums.
+      having: operands with blocks along the axis.
+      free: results with blocks along the axis; if there are any, the terms are linear in `having`.
     """
     sums = Sums(axis, size, dict.fromkeys(state, Stage.UNTOUCHED), outputs, having, free)
     try:
@@ -118,9 +118,9 @@ class Sums:
     ) -> None:
         self.axis, self.size, self.stages, self.outputs, self.having = axis, size, stages, outputs, having
         self.free = free
-        self.done = False  # totals have been handed on
-        self.level = 0  # of programs in one another: `with_size` rewrites the outermost
-        self.depth = 0  # of branches that are not taken at every step
+        self.done = False  # totals have been written to results
+        self.level = 0  # nesting depth: `with_size` rewrites the outermost program
+        self.depth = 0  # depth of branches that some steps skip
 
     def body(self, jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
         env: dict[Var, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -171,7 +171,7 @@ class Sums:
         return [term(eqn, terms, linear=bool(self.free))] * len(eqn.outvars)
 
     def test(self, eqn: JaxprEqn, operands: list[Value]) -> Test:
-        """What an equation asks of the program id."""
+        """The condition on the program id that an equation computes."""
         (first, *_) = operands
         if eqn.primitive.name == "convert_element_type" and first in (Test.FIRST, Test.LAST):
             assert isinstance(first, Test)
@@ -184,7 +184,7 @@ class Sums:
         return Test.FIRST if number == 0 else Test.LAST
 
     def branch(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-        """What is done at the first step, at the last one, or whatever the step is."""
+        """Follows a branch taken at the first step, at the last one, or at any step."""
         region = region_of(eqn)
         assert region is not None
         chosen, given = operands[0], operands[1:]
@@ -204,14 +204,14 @@ class Sums:
         if chosen is Test.FIRST and plain:
             self.check_first_step(region.bodies[1], given)
         elif chosen is Test.LAST and plain:
-            self.done = True  # all that is done at last is to hand on totals
+            self.done = True  # the last step only writes totals to results
             self.body(region.bodies[1].jaxpr, given)
         else:
             raise Unknown
         return []
 
     def check_first_step(self, body: Body, given: list[Value]) -> None:
-        """All that is done first is to begin with zero."""
+        """Checks that the first step only initializes with zero."""
         env: dict[Any, Value] = dict(zip(body.jaxpr.invars, given, strict=True))
         zeros: set[Var] = set()
         for eqn in body.jaxpr.eqns:
@@ -261,7 +261,7 @@ class Sums:
 
 
 def access_place(indices: Sequence[Any], eqn: JaxprEqn) -> Any:
-    """Where an equation reads or writes its reference; None if that is all of it."""
+    """The place at which an equation accesses its reference; None if that is all of it."""
     if takes_all(eqn, indices):
         return None
     named = tuple((atom.val, None) if isinstance(atom, Literal) else (None, id(atom)) for atom in indices)
@@ -274,7 +274,7 @@ def is_zero(atom: Any) -> bool:
 
 
 def term(eqn: JaxprEqn, operands: Sequence[Term], linear: bool) -> Term:
-    """What becomes of the result of an equation without references; `linear`: zero is said of what is linear, too."""
+    """A result of an equation without references; `linear`: it must be zero where linear operands are."""
     name = eqn.primitive.name
     if all(value is Term.SAME for value in operands):
         return Term.SAME
@@ -289,7 +289,7 @@ def term(eqn: JaxprEqn, operands: Sequence[Term], linear: bool) -> Term:
 
 
 def with_size(kernel: Jaxpr, axis: int, size: int, other: int) -> Jaxpr:
-    """A kernel that `adds_up` along an axis, for another size of it: its last step is another one."""
+    """A kernel that `adds_up` along an axis, for another size of it: the last step changes."""
     ids = {eqn.outvars[0] for eqn in kernel.eqns if eqn.primitive.name == PROGRAM_ID and eqn.params["axis"] == axis}
 
     def rewritten(eqn: JaxprEqn) -> JaxprEqn:

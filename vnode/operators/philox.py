@@ -1,9 +1,9 @@
-"""Philox, in operations that compile for several devices: the very bits of JAX's keys of that kind.
+"""JAX's Philox keys -> the same bits, by operations that compile for several devices.
 
 Knows the generator, and how JAX counts and makes keys with it. Must not know equations.
 
-JAX's own multiplies 32-bit words with `jax.lax.mulhi`, of which jaxlib makes no program for several devices (0.10.2:
-"Unable to convert MHLO to StableHLO").
+JAX's own implementation multiplies 32-bit words with `jax.lax.mulhi`, which jaxlib does not compile for several devices
+(0.10.2: "Unable to convert MHLO to StableHLO").
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 3.3; the constants
 are those of table 2's ten rounds in the authors' library.
@@ -22,10 +22,10 @@ from vnode.operators.counting import counters
 from vnode.operators.elementwise import high_product
 
 MULTIPLIERS = {2: (0xD256D193,), 4: (0xD2511F53, 0xCD9E8D57)}
-"""For two and for four words: the constants that a round multiplies with."""
+"""The multipliers of a round, for two and for four words."""
 
 WEYL = (0x9E3779B9, 0xBB67AE85)
-"""What is added to each word of a key from round to round."""
+"""The increments of a key's words from round to round."""
 
 ROUNDS = 10
 
@@ -58,7 +58,7 @@ def implementation(words: int) -> Hashable:
     size = words // 2
 
     def block(key: Any, high: Any, low: Any, first: bool) -> Words:
-        """The block of a 64-bit number, which stands first or last in a counter of four words."""
+        """The block of a 64-bit number in the first or last two words of a counter."""
         none = (jnp.zeros_like(high),) * (words - 2)
         return philox([key[i] for i in range(size)], (high, low, *none) if first else (*none, high, low))
 
@@ -101,17 +101,17 @@ def implementation(words: int) -> Hashable:
 
 
 PHILOX = {f"key<phx{words}>": (f"philox{words}x32", implementation(words)) for words in MULTIPLIERS}
-"""For the types of JAX's Philox keys: what JAX calls them, and what draws the same from the same words."""
+"""For the types of JAX's Philox keys, JAX's name and vnode's equal implementation."""
 
 OURS = frozenset(f"key<vphx{words}>" for words in MULTIPLIERS)
-"""Types of the keys that draw so."""
+"""Types of vnode's keys."""
 
 
 def with_other_keys(draw: Callable[..., Any], operands: Sequence[Any], dtype: str) -> Any:
-    """What a function of keys gives, its Philox keys of type `dtype` taken for ours on the way.
+    """Calls a function of Philox keys of type `dtype` with vnode's keys in their place.
 
     Args:
-      draw: from operands to an array, or to keys.
+      draw: maps operands to an array, or to keys.
       operands: its operands; keys among them are of that type.
       dtype: the name of the type.
     """

@@ -1,6 +1,6 @@
-"""What programs cost: calls, loops and branches included.
+"""Programs -> their costs, calls, loops and branches included.
 
-Knows descriptions and regions. Must not know batches, machines, nor what else a cost is compared with.
+Knows descriptions and regions. Must not know batches, machines, nor how costs are used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vnode.operators.registry import describe
 
 
 def equation_cost(eqn: JaxprEqn) -> Cost:
-    """The cost of an equation: a loop's by its turns, as far as they are known, branches as the dearest."""
+    """The cost of an equation: a loop's times its trip count, if known; a branch's most expensive body."""
     call = call_of(eqn)
     if call is not None:
         return body_cost(call.body)
@@ -27,9 +27,9 @@ def equation_cost(eqn: JaxprEqn) -> Cost:
 
 
 def undescribed_cost(eqn: JaxprEqn) -> Cost:
-    """The least that an equation without a description can cost: an operation for each element of its results.
+    """The least cost of an equation without a description: one operation per element of its results.
 
-    One that reads or writes a reference, as kernels do, only moves elements of what is counted elsewhere.
+    An access of a reference, as in kernels, only moves elements that are counted elsewhere.
     """
     if any(hasattr(atom.aval, "inner_aval") for atom in eqn.invars):
         return Cost()

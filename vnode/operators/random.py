@@ -1,8 +1,8 @@
 """Random draws and keys.
 
-Knows which generators draw an array of keys key by key, and how the bits of a slice follow from the key and the
-slice's place when the generator counts along the flat result (threefry with ``jax_threefry_partitionable``). All other
-generators can only be drawn whole. Must not know what the draws are for.
+Knows which generators treat each key of an array alone, and how the bits of a slice follow from the key and the slice's
+position when the generator counts along the flat result (threefry with ``jax_threefry_partitionable``). Other
+generators can only be drawn whole. Must not know the draws' purpose.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def keywise(eqn: JaxprEqn, keys: Any) -> bool:
 def emit_portable_draw(
     d: OperatorDescription, eqn: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
 ) -> list[Any]:
-    """An equation of Philox keys, by an implementation that compiles for several devices."""
+    """Evaluates an equation of Philox keys by an implementation that compiles for several devices."""
     (dtype,) = {atom.aval.dtype.name for atom in (*eqn.invars, *eqn.outvars)} & PHILOX.keys()
     params = {key: PHILOX[dtype][1] if key == "impl" else value for key, value in eqn.params.items()}
     return [with_other_keys(functools.partial(eqn.primitive.bind, **params), operands, dtype)]
 
 
 def replacement_platforms(keys: Any) -> dict[str, Emit]:
-    """On which platforms an equation that computes with keys such as `keys` is replaced, and by what."""
+    """Implementations by platform for an equation with keys such as `keys`."""
     return dict.fromkeys(("cpu", "gpu", "tpu"), emit_portable_draw) if keys.aval.dtype.name in PHILOX else {}
 
 
@@ -106,13 +106,13 @@ def draw(keys: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, j
     data = jax.random.key_data(keys).reshape(*keys.shape, *(1,) * high.ndim, 2)
     shape = (*keys.shape, *high.shape)
     one, two, high, low = (jnp.broadcast_to(word, shape) for word in (data[..., 0], data[..., 1], high, low))
-    none = (one ^ high ^ low) & jnp.uint32(0)  # under vmap, jax wants both counters batched if anything is
+    none = (one ^ high ^ low) & jnp.uint32(0)  # under vmap, jax wants both counters batched if either is
     first, second = threefry2x32_p.bind(one, two, high | none, low | none)
     return first, second
 
 
 def is_counted(eqn: JaxprEqn) -> bool:
-    """Whether element i of what a key gives is a function of the key and i."""
+    """Whether element i of a key's draw is a function of the key and i."""
     return eqn.invars[0].aval.dtype.name == "key<fry>" and eqn.ctx.threefry_partitionable
 
 
@@ -221,7 +221,7 @@ def block_of_words(eqn: JaxprEqn) -> OperatorDescription:
 
 @rule("rng_bit_generator", "rng_uniform")
 def opaque_generator(eqn: JaxprEqn) -> OperatorDescription:
-    """XLA's own generators: what they draw depends on the shape they are asked for."""
+    """XLA's own generators: their bits depend on the requested shape."""
     f = Factors()
     operands = tuple(f.dims(atom.aval.shape) for atom in eqn.invars)
     results = tuple(f.dims(atom.aval.shape) for atom in eqn.outvars)

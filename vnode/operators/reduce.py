@@ -1,6 +1,6 @@
 """Reductions along dimensions, by a monoid or by position.
 
-Knows which dimensions vanish and by which monoid. Must not know what is done with the partial results.
+Knows the reduced dimensions and the monoid. Must not know how partial results are used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def over_axes(eqn: JaxprEqn, monoid: Monoid) -> OperatorDescription:
     reduced = [factor for dims in operands for d, dim in enumerate(dims) if d in axes for factor in dim]
     f.change(*reduced, split=Reduced(monoid))
     linear = monoid is Monoid.SUM and len(operands) == 1
-    adds = linear and all(f.size(factor) == 1 for factor in reduced)  # a gradient of what was spread
+    adds = linear and all(f.size(factor) == 1 for factor in reduced)  # a gradient of a broadcast
     return OperatorDescription(
         factors=f.all,
         operands=operands,
@@ -66,7 +66,7 @@ UNVMAP = {"unvmap_any": Monoid.OR, "unvmap_all": Monoid.AND, "unvmap_max": Monoi
 
 @rule(*UNVMAP)
 def unvmap(eqn: JaxprEqn) -> OperatorDescription:
-    """Equinox asks so whether any example still needs a branch or another turn of a loop."""
+    """Equinox reduces over all examples to decide whether any still needs a branch or another iteration."""
     f = Factors()
     dims = f.dims(eqn.invars[0].aval.shape, Reduced(UNVMAP[eqn.primitive.name]))
     return OperatorDescription(factors=f.all, operands=(dims,), results=((),))

@@ -1,4 +1,4 @@
-"""Arrays that are mutated in place (`jax.new_ref`): what each access means as a function of values.
+"""Accesses of mutable arrays (`jax.new_ref`) -> functions of values.
 
 Knows the primitives that make, read and write a reference, and how they index. Must not know where a reference is made
 or passed on: `vnode.analysis.discharge_references` does.
@@ -16,16 +16,16 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 Access = Callable[[JaxprEqn, Any, Sequence[Any]], tuple[Any, list[Any]]]
-"""From the equation, what the reference holds and the other operands to what it holds then and the results."""
+"""Maps the equation, the reference's content and the other operands to the new content and the results."""
 
 
 def is_reference(atom: Any) -> bool:
-    """Whether a variable stands for an array that is mutated in place."""
+    """Whether a variable is a mutable array."""
     return hasattr(getattr(atom, "aval", None), "inner_aval")
 
 
 def initial_content(eqn: JaxprEqn, operands: Sequence[Any]) -> Any | None:
-    """What a new reference holds at first; None if the equation makes none."""
+    """The initial content of a new reference; None if the equation makes none."""
     if eqn.primitive.name == "new_ref":
         return operands[0]
     if eqn.primitive.name == "empty_ref":
@@ -35,7 +35,7 @@ def initial_content(eqn: JaxprEqn, operands: Sequence[Any]) -> Any | None:
 
 
 def access_of(eqn: JaxprEqn) -> Access | None:
-    """What an equation does to the reference that is its first operand; None if it is no access."""
+    """The function of an access to the reference that is the first operand; None for any other equation."""
     return ACCESSES.get(eqn.primitive.name)
 
 
@@ -72,7 +72,7 @@ def indexers(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """The views that an access takes one after another.
 
     Raises:
-      NotImplementedError: one of them is no indexing (a bitcast, say).
+      NotImplementedError: a view is not an index (a bitcast, say).
     """
     chain = jax.tree.unflatten(eqn.params["tree"], operands) or ()
     for view in chain:
@@ -82,7 +82,7 @@ def indexers(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
 
 
 def covers(view: Any) -> bool:
-    """Whether a view is of everything."""
+    """Whether a view covers everything."""
     return all(
         hasattr(i, "size") and not hasattr(i, "dtype") and (i.start, i.size, i.stride) == (0, n, 1)
         for i, n in zip(view.indices, view.shape, strict=True)

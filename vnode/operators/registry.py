@@ -1,4 +1,4 @@
-"""The registry: one rule per primitive, that gives the description of its equations.
+"""The registry: one rule per primitive, which describes the primitive's equations.
 
 Knows equations' primitives by name, and descriptions. Must not know any particular primitive: the families beside this
 file do, each for its own primitives.
@@ -19,19 +19,20 @@ from vnode.operators.memo import Memo
 Rule = Callable[[JaxprEqn], OperatorDescription | None]
 _rules: dict[str, Rule] = {}
 _unshared: set[str] = set()
-"""Primitives of which two equations with equal parameters and types may have different descriptions."""
+"""Primitives whose descriptions depend on more than parameters and types."""
 _users: set[str] = set()
-"""Primitives that users describe, of which no more is known than they say."""
+"""Primitives that users describe; nothing else is known of them."""
 _advice: dict[str, tuple[str, ...]] = {}
 _rare: dict[str, str] = {}
 """Families that are not imported yet, by the module of jax that makes their primitives."""
 
 
 def import_when_met(families: Mapping[str, str]) -> None:
-    """Families whose rules are registered once a primitive without a rule is met, if jax's part of them is imported.
+    """Registers families that are imported when a primitive without a rule is met, if jax's module for them is
+    imported.
 
     Args:
-      families: modules of descriptions, by the modules of jax without which there are no such primitives.
+      families: modules of descriptions, by the jax modules that define their primitives.
     """
     _rare.update(families)
 
@@ -52,9 +53,9 @@ def rule(*names: str, alike: bool = True, advice: tuple[str, ...] = ()) -> Calla
     Names, not objects: some primitives have no public home in jax, and some exist in one supported version only.
 
     Args:
-      *names: of the primitives.
+      *names: the primitives' names.
       alike: whether the description depends on nothing but parameters and types.
-      advice: what a user may do where the rule gives no description.
+      advice: advice to the user where the rule gives no description.
 
     Returns:
       A decorator for the rule.
@@ -76,14 +77,14 @@ def rule(*names: str, alike: bool = True, advice: tuple[str, ...] = ()) -> Calla
 
 
 def register(primitive: Primitive | str) -> Callable[[Rule], Rule]:
-    """Describes a primitive of the user's own (a Pallas kernel, an FFI call); replaces an earlier description.
+    """Describes a user's primitive (a Pallas kernel, an FFI call); replaces an earlier description.
 
     Args:
       primitive: the primitive, or its name.
 
     Returns:
-      A decorator for the rule: a function from a `JaxprEqn` to its `OperatorDescription`. What it returns is checked
-      against the equation's shapes each time.
+      A decorator for the rule: a function from a `JaxprEqn` to its `OperatorDescription`. Its result is checked against
+        the equation's shapes each time.
 
     Example:
       >>> from jax.extend.core import Primitive
@@ -104,7 +105,9 @@ def register(primitive: Primitive | str) -> Callable[[Rule], Rule]:
             if description is None:
                 return None
             description.check(eqn)
-            return dataclasses.replace(description)  # what is remembered of it is of this equation: rules keep theirs
+            return dataclasses.replace(
+                description
+            )  # a copy, so that cached answers are this equation's: rules may return the same object
 
         _rules[name] = checked
         _unshared.add(name)
@@ -117,7 +120,7 @@ def register(primitive: Primitive | str) -> Callable[[Rule], Rule]:
 def describe(eqn: JaxprEqn) -> OperatorDescription | None:
     """The description of an equation, or None if its primitive has none.
 
-    Equations of a kind are given the same description; layers, and the plans of a search, have many of few kinds.
+    Equations of one kind share a description; layers, and the plans of a search, have many of few kinds.
 
     Args:
       eqn: an equation of any jaxpr.
@@ -135,7 +138,7 @@ def describe(eqn: JaxprEqn) -> OperatorDescription | None:
 
 
 _known = Memo[OperatorDescription | None](20_000)
-"""Descriptions that were made, by kind."""
+"""Cached descriptions, by kind."""
 
 
 def has_rule(eqn: JaxprEqn) -> bool:
@@ -144,12 +147,12 @@ def has_rule(eqn: JaxprEqn) -> bool:
 
 
 def is_users(eqn: JaxprEqn) -> bool:
-    """Whether a user described an equation's primitive, so that no more is known of it than that."""
+    """Whether a user described an equation's primitive, so that nothing else is known of it."""
     return eqn.primitive.name in _users
 
 
 def advice(eqn: JaxprEqn) -> tuple[str, ...]:
-    """What a user may do about an equation that has no description."""
+    """Advice to the user about an equation without a description."""
     return _advice.get(eqn.primitive.name) or (
         "describe it with vnode.operators.register (docs/registering-a-primitive.md)",
         "or write the operation with primitives that jax.lax documents",
@@ -157,14 +160,13 @@ def advice(eqn: JaxprEqn) -> tuple[str, ...]:
 
 
 def kind(eqn: JaxprEqn) -> Hashable | None:
-    """What the description of an equation depends on: equations of a kind share theirs.
+    """The kind of an equation, which determines its description.
 
     Args:
       eqn: an equation of any jaxpr.
 
     Returns:
-      The kind; None if there is no telling, because the rule is a user's or reads more of the equation, or a parameter
-      cannot be hashed.
+      The kind; None if the rule is a user's or depends on more of the equation, or a parameter is unhashable.
     """
     name = eqn.primitive.name
     if rule_of(name) is not None and name in _unshared:
@@ -182,6 +184,7 @@ PROGRAMS = (Jaxpr, ClosedJaxpr)
 
 
 def kind_to_keep(eqn: JaxprEqn) -> Hashable | None:
-    """The kind of an equation; None also of one with a program or function, lest what is known keep its constants."""
+    """The kind of an equation; None also if it holds a program or function, whose constants a cache would keep
+    alive."""
     programs = any(isinstance(each, PROGRAMS) or callable(each) for each in eqn.params.values())
     return None if programs else kind(eqn)

@@ -1,10 +1,10 @@
-"""Results that are rounded each, whatever kernels compilers make of a program.
+"""Results of equations -> results rounded one by one, whatever kernels compilers make of a program.
 
-Knows descriptions. Must not know programs, nodes, nor who wants such results.
+Knows descriptions. Must not know programs, nodes, nor who needs such results.
 
-Compilers contract a product and a sum to one operation that rounds once, and keep more bits of narrow types, wherever
-both come to be in one kernel. Which do depends on the sizes of arrays, and on what else reads them: so would the last
-bits of what is computed of the same numbers on one device and, in parts, on several.
+Compilers contract a product and a sum into one operation that rounds once, and keep more bits of narrow types, wherever
+both are in one kernel. Which ones are depends on array sizes, and on other users of the arrays. So the last bits of the
+same computation would differ between one device and several.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from jax.extend.core import JaxprEqn
 from vnode.operators.description import Algebra, OperatorDescription
 
 NARROW = 4
-"""Bytes of the narrowest type whose sums compilers round to it."""
+"""Bytes of the narrowest type to which compilers round sums."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """Rounds results of equations that compute single elements.
+    """Rounds results of elementwise equations.
 
     Attributes:
-      zero: uint32 scalar without a bit that is set, which compilers do not know: it is the reason not to contract.
+      zero: a uint32 scalar without set bits; compilers do not know its value, so they cannot contract.
     """
 
     zero: jax.Array
 
     @staticmethod
     def from_values(values: Sequence[Any]) -> Rounding | None:
-        """A rounding in a program that is being traced; None if nothing is computed of anything.
+        """A rounding in a traced program; None if no value can be used.
 
         Args:
-          values: of the program. An element of one says how often a loop doubles zero: compilers do not see through
-            loops, and what is made in one is in memory for whoever reads it.
+          values: the program's values. An element of one is the trip count of a loop that doubles zero: compilers do
+            not see through loops, and their results are in memory.
         """
         for value in values:
             if Rounding.can_use(value):
@@ -53,14 +53,14 @@ class Rounding:
 
     @staticmethod
     def can_use(value: Any) -> bool:
-        """Whether a value has a number of which a rounding can be made."""
+        """Whether a rounding can be made from a value: it has numbers."""
         return bool(getattr(value, "size", 0)) and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
 
     def opaque_constant(self, constant: Any) -> Any:
-        """A constant of several elements that compilers do not know for one.
+        """A constant array that compilers do not know as one.
 
-        They would compute what is made of it while they compile, and round that otherwise than a device does; and only
-        where they see all of it, which of parts they do not.
+        They would fold computations with it, and round these otherwise than a device does; and only where they see the
+        whole constant, which is not so for shards.
         """
         several = jnp.size(constant) > 1 and self.is_at_stake(constant, adds=False)
         return self.round_value(jnp.asarray(constant)) if several else constant
@@ -68,12 +68,12 @@ class Rounding:
     def round_results(
         self, eqn: JaxprEqn, description: OperatorDescription | None, results: Sequence[Any]
     ) -> list[Any]:
-        """Results of an equation, rounded before anything else is computed of them if compilers might not.
+        """Rounds an equation's results before their users read them, if compilers might not.
 
         Args:
           eqn: the equation.
-          description: of it.
-          results: at any sizes.
+          description: its description.
+          results: the results, at any sizes.
         """
         if description is None or not description.by_element or description.has(Algebra.MOVES):
             return list(results)
@@ -82,20 +82,20 @@ class Rounding:
 
     @staticmethod
     def is_at_stake(value: Any, adds: bool) -> bool:
-        """Whether compilers might not round a result; sums of single elements they do."""
+        """Whether compilers might leave a result unrounded; they do round sums of single elements."""
         dtype = getattr(value, "dtype", None)
         return dtype is not None and jnp.issubdtype(dtype, np.floating) and not (adds and dtype.itemsize >= NARROW)
 
     def round_value(self, value: jax.Array) -> jax.Array:
-        """The same value, by its bits."""
+        """The same value, rounded by an operation on its bits."""
         bits = jnp.dtype(f"uint{8 * value.dtype.itemsize}")
         return lax.bitcast_convert_type(lax.bitcast_convert_type(value, bits) ^ self.zero.astype(bits), value.dtype)
 
     def hide_broadcast(self, spread: jax.Array) -> jax.Array:
-        """A value that is one number everywhere, or along a dimension, of which compilers do not see that.
+        """Hides from compilers that a value is a broadcast scalar, or constant along a dimension.
 
-        XLA divides by such a value by multiplying with its reciprocal, or does not, depending on which other arrays
-        have the same shape. The bits of each element are combined with those of its place that `zero` has, too.
+        XLA may divide by such a value by multiplying with its reciprocal, depending on which other arrays have the same
+        shape. Each element's bits are combined with the index bits that `zero` has, too.
         """
         if not jnp.issubdtype(spread.dtype, np.floating):
             return lax.optimization_barrier(spread) if jnp.issubdtype(spread.dtype, np.inexact) else spread

@@ -51,7 +51,7 @@ def broadcast_in_dim(eqn: JaxprEqn) -> OperatorDescription:
 
 
 def common_refinement(a: Sequence[int], b: Sequence[int]) -> tuple[list[int], list[Dim], list[Dim], set[int]]:
-    """Writes the shapes of a reshape over common factors.
+    """Writes a reshape's shapes over common factors.
 
     Row-major order is kept, so a major (or minor) part that both shapes share is a factor of its own; what is left
     between, where neither shape divides the other, can only be taken whole.
@@ -161,7 +161,7 @@ def squeeze(eqn: JaxprEqn) -> OperatorDescription:
 
 @rule("concatenate")
 def concatenate(eqn: JaxprEqn) -> OperatorDescription:
-    """Operands of sizes 2n and n join to a dimension of 3 blocks of n, which move to their places."""
+    """Operands of sizes 2n and n are joined to a dimension of 3 blocks of n; their blocks move."""
     f = Factors()
     axis = eqn.params["dimension"]
     shape = eqn.outvars[0].aval.shape
@@ -183,7 +183,7 @@ def concatenate(eqn: JaxprEqn) -> OperatorDescription:
     def emit(
         d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
     ) -> list[Any]:
-        """At places of the result's own, elements of whichever operand lies there."""
+        """At each place of the result, the element of the operand that lies there."""
         if total not in positions:
             return [e.primitive.bind(*operands, **e.params)]
         place = lax.broadcast_in_dim(positions[total](), d.result_shape(0, sizes), (axis,))
@@ -225,12 +225,12 @@ def pad(eqn: JaxprEqn) -> OperatorDescription:
     def emit(
         d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
     ) -> list[Any]:
-        """Along what moves, the elements are in place: what is there instead where none is, is the padding."""
+        """Elements are already in place along moving dimensions; the padding value is filled in elsewhere."""
         value, padding = operands
         cut = [factor for factor in moved if factor in positions]
 
         def block_padding(i: int) -> tuple[int, int, int]:
-            """Blocks may be of fewer elements than they were."""
+            """Blocks may have fewer elements than before."""
             low, high, interior = configs[i]
             if d.results[0][i][0] in cut:
                 return 0, 0, 0
@@ -272,7 +272,7 @@ def rev(eqn: JaxprEqn) -> OperatorDescription:
     def emit(
         d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
     ) -> list[Any]:
-        """What comes in the result's order stays in it."""
+        """Elements in the result's order stay in it."""
         rest = tuple(k for k in e.params["dimensions"] if result[k][0] not in positions)
         return [e.primitive.bind(operands[0], dimensions=rest)] if rest else [operands[0]]
 
@@ -304,7 +304,7 @@ def slice_(eqn: JaxprEqn) -> OperatorDescription:
         result.append((keep, element))
 
     def resize(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
-        """Blocks of other sizes; or, along what comes in the result's order, all of it."""
+        """Blocks of other sizes; all of a dimension whose elements come in the result's order."""
         starts, limits, steps = [], [], list(strides)
         for i, (element, unit) in enumerate(units):
             have, keep = operand[i][0], result[i][0]

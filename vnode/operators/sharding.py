@@ -1,11 +1,11 @@
-"""Operators that ask for a layout over a mesh: a sharding constraint, a change of sharding, a cast between meshes.
+"""Operators that request a layout over a mesh: a sharding constraint, a change of sharding, a cast between meshes.
 
-Knows how jax writes such a wish into an equation, also into one that computes something (``out_sharding``). Must not
-know which axes there are where the equation is evaluated: a copy asks jax.
+Knows how jax writes such a request into an equation, also into one that computes something (``out_sharding``). Must not
+know the axes at the place of evaluation: a copy asks jax.
 
-What is asked of a value is asked of every copy of the equation, by axis names: over the axes that are left to the
-partitioner where it is evaluated, and of these it takes those that divide the value there. Nothing is asked of the
-dimension that a copy has a part of: where examples lie is not for the step to say.
+A request applies to every copy of the equation, by axis names: over the axes that the partitioner has there, and those
+of them that divide the value. The dimension that a copy has a part of is left free: the step does not decide where
+examples lie.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from vnode.operators.description import Algebra, Factors, OperatorDescription, P
 from vnode.operators.registry import rule
 
 ASKED = ("sharding", "dst_sharding")
-"""Parameters that say which layout is asked for."""
+"""Parameters of sharding constraints that hold the request."""
 
 ASIDE = ("out_sharding", "sharding")
-"""Parameters that say so in equations that do something else."""
+"""Parameters of other equations that hold a request."""
 
 
 FAMILY = ("sharding_constraint", "reshard", "mesh_cast")
@@ -50,7 +50,7 @@ def constraint(eqn: JaxprEqn) -> OperatorDescription:
 
 
 def axes_of(asked: Any, ndim: int, free: Any = ()) -> tuple[tuple[str, ...] | None, ...]:
-    """The mesh axes that are asked for along each dimension; None where the partitioner may choose."""
+    """The requested mesh axes of each dimension; None where the partitioner may choose."""
     spec = asked.spec if isinstance(asked, NamedSharding) else asked
     if not isinstance(spec, PartitionSpec):  # of devices, which are not the step's to choose
         return (None,) * ndim
@@ -66,7 +66,7 @@ def axes_of(asked: Any, ndim: int, free: Any = ()) -> tuple[tuple[str, ...] | No
 def emit_constraint(
     d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
 ) -> list[Any]:
-    """Asks of a copy what is asked over the axes that are the partitioner's here."""
+    """Emits a copy with the request restricted to the partitioner's axes."""
     (value,) = operands
     mesh = jax.sharding.get_abstract_mesh()
     automatic = {
@@ -89,7 +89,7 @@ def emit_constraint(
 
 
 def without_mesh(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """An equation without a mesh in its parameters: what it computes, then a constraint with what it asks for.
+    """Removes the mesh from an equation's parameters: the computation, then a constraint with the request.
 
     Args:
       eqn: any equation, typed for no mesh.
@@ -116,7 +116,7 @@ def without_mesh(eqn: JaxprEqn) -> list[JaxprEqn]:
 
 @functools.lru_cache
 def constraint_equation(axes: tuple[tuple[str, ...] | None, ...]) -> JaxprEqn:
-    """A sharding constraint by the names of axes, to copy; how long they are plays no part."""
+    """A template of a sharding constraint by axis names; sizes do not matter."""
     named = tuple({name: None for entry in axes for name in entry or ()}) or ("any",)
     mesh = AbstractMesh((1,) * len(named), named, axis_types=(AxisType.Auto,) * len(named))
     spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED if entry is None else entry for entry in axes])

@@ -26,14 +26,14 @@ SUM = Reduced(Monoid.SUM)
 
 @rule("bcoo_dot_general")
 def coordinates(eqn: JaxprEqn) -> OperatorDescription | None:
-    """Places of elements are rows of ``indices [b, nse, n_sparse]``."""
+    """Index arrays ``indices [b, nse, n_sparse]``: each row is an element's place."""
     indices = eqn.invars[1].aval.shape
     return product(eqn, len(indices) - 2, indices[-1], ((None, indices[-1]),))
 
 
 @rule("bcsr_dot_general")
 def compressed_rows(eqn: JaxprEqn) -> OperatorDescription | None:
-    """Places are columns, ``indices [b, nse]``, and where each row begins, ``indptr [b, rows + 1]``."""
+    """Column indices ``indices [b, nse]``, and the start of each row, ``indptr [b, rows + 1]``."""
     starts = eqn.invars[2].aval.shape
     return product(eqn, len(starts) - 1, 2, ((None,), (starts[-1],)))
 
@@ -44,13 +44,13 @@ def product(
     """The description of a product.
 
     Args:
-      eqn: of data, arrays of places, and the dense array.
-      n_batch: how many batch dimensions the sparse array has.
-      n_sparse: how many dimensions its places are in.
-      places: the dimensions of each array of places, batch dimensions left out; None for that of the stored elements.
+      eqn: the equation, of data, index arrays, and the dense array.
+      n_batch: the number of the sparse array's batch dimensions.
+      n_sparse: the number of its sparse dimensions.
+      places: the dimensions of each index array, without batch dimensions; None for that of stored elements.
 
     Returns:
-      The description; None if stored elements stand for several along a dimension that is summed.
+      The description; None if stored elements are broadcast along a summed dimension.
     """
     (contracted, dense_contracted), (shared, dense_shared) = eqn.params["dimension_numbers"]
     shape, dense = eqn.params["lhs_spinfo"].shape, eqn.invars[-1].aval.shape

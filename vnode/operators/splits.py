@@ -1,14 +1,13 @@
-"""How an equation can be cut along its factors: what a copy of it on some of the indices is given, and gives.
+"""How an equation can be cut along its factors: the operands and results of a copy on some of the indices.
 
-Knows index arithmetic: windows, shifts, places that are looked up. Must not know primitives, nor who cuts: batch flow
-(contiguous ranges of examples, nothing exchanged) and the partitioner (blocks over a mesh axis, with explicit
-exchange) read the same words.
+Knows index arithmetic: windows, shifts, looked-up places. Must not know primitives, nor who cuts: batch flow
+  (contiguous ranges of examples, no communication) and the partitioner (blocks over a mesh axis, explicit
+  communication) use the same terms.
 
-A factor has one of these. Alone: `Free`, `Reduced`, `LookedUp`, `Prefix`, `Whole`. Tied to others, so that a range of
-one needs some range of another: `Windowed`, `Shifted`. All that a cut needs to know is said by `Split.leads` (which
-factors are cut, together), `Split.parts` (which indices each part has then), and `Split.partial` (how the parts'
-results combine). Free and reduced factors are those of Tofu (Wang et al., EuroSys 2019, section 4), where all others
-are opaque.
+A factor has one of these splits. Alone: `Free`, `Reduced`, `LookedUp`, `Prefix`, `Whole`. Tied to others, so that a
+  range of one needs some range of another: `Windowed`, `Shifted`. A cut needs `Split.leads` (factors that are cut
+  together), `Split.parts` (the indices of each part), and `Split.partial` (how the parts' results combine). Free and
+  reduced factors are those of Tofu (Wang et al., EuroSys 2019, section 4), where all others are opaque.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ Lead = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """The indices of a factor that each of several parts has.
+    """The indices of a factor in each of several parts.
 
-    Element j of part i is index ``(starts[i] + j * stride) / spread``. Where that is no whole number, or no index of
-    the factor, there is no such element, and the part has something else in its place.
+    Element j of part i is index ``(starts[i] + j * stride) / spread``. Where that is no integer, or no index of the
+    factor, the element is undefined.
 
     Attributes:
-      starts: for each part.
-      length: elements of every part.
-      stride: from element to element.
-      spread: the distance that was put between neighbouring indices.
+      starts: one start per part.
+      length: number of elements of every part.
+      stride: distance between elements.
+      spread: distance between neighbouring indices.
 
     Example:
       >>> Interval((-1, 1), 4).indices(0, 4).tolist()  # two blocks of two, with a halo of one
@@ -94,8 +93,8 @@ class Split:
           sizes: the size of every factor of the equation.
 
         Returns:
-          For each factor one interval, or several that lie one behind the other. None if parts would differ in more
-          than where they begin.
+          For each factor one interval, or several consecutive ones. None if parts would differ in more than their
+          starts.
         """
         return {factor: (blocks(sizes[factor], count),) for factor in lead}
 
@@ -124,13 +123,13 @@ class Reduced(Split):
 
 @dataclasses.dataclass(frozen=True)
 class LookedUp(Split):
-    """An index operand says which places of the factor are read or written; a copy has some of the places.
+    """An index operand selects places of the factor that are read or written; a copy has some of the places.
 
-    The copy is told which (it is evaluated with positions), and leaves out what is looked up elsewhere.
+    The copy knows its places (it is evaluated with positions), and skips all others.
 
     Attributes:
-      monoid: where places are read: the result is what the copies found, combined, each of the others giving the
-        identity; None where they are written, and the result has the factor.
+      monoid: for reads, combines the copies' results, where a copy without the place gives the identity; None for
+        writes, whose result has the factor.
     """
 
     monoid: Monoid | None = None
@@ -141,13 +140,13 @@ class LookedUp(Split):
 
 @dataclasses.dataclass(frozen=True)
 class Prefix(Split):
-    """A running reduction: a copy gives the running values within its range, less what lies before it.
+    """A running reduction: a copy gives the running values within its range alone.
 
     Attributes:
-      combine: an associative function of two arrays, applied to the last running values of all ranges before and to
+      combine: an associative function of two arrays, applied to the last running values of all earlier ranges and to
         those of the range.
-      around: the monoid whose identity is neutral: a copy is given it where it reaches beyond the end.
-      reverse: it runs from the end: "before" means behind.
+      around: the monoid whose identity pads a copy beyond the end.
+      reverse: it runs from the end, so that "before" means after.
     """
 
     combine: Callable[[Any, Any], Any]
@@ -173,16 +172,16 @@ class Windowed(Split):
 
     Attributes:
       operand: the factor of the operand's dimension.
-      result: the factor of the result's.
+      result: the factor of the result's dimension.
       extent: the factor of the window's elements, where an operand (a kernel) has them as a dimension.
-      window: how many elements it has.
-      stride: how far it moves.
+      window: number of elements of the window.
+      stride: distance between windows.
       low: padding before the operand.
-      high: padding behind it.
+      high: padding after it.
       base: distance of the operand's elements.
       dilation: distance of the window's elements.
-      monoid: by which results of parts of the window combine.
-      around: for each operand the monoid whose identity lies around it; if empty, zeros do.
+      monoid: combines results of parts of the window.
+      around: for each operand the monoid whose identity pads it; if empty, zeros do.
       back: the factor of a result that has the operand's places again, and collects from all windows that cover one;
         a copy is then cut along it.
     """
@@ -226,8 +225,8 @@ class Windowed(Split):
         return {factor: (cut,), self.operand: (self._covered(moved, count, results, elements),)}
 
     def _covered(self, moved: int, count: int, results: int, elements: int) -> Interval:
-        """What `results` windows of `elements` cover, in parts that lie `moved` places apart."""
-        first = -(self.low // self.base)  # the first element at or behind where the first window begins
+        """The interval that `results` windows of `elements` cover, in parts `moved` places apart."""
+        first = -(self.low // self.base)  # the first element at or after the first window's start
         last = ((results - 1) * self.stride + (elements - 1) * self.dilation - self.low) // self.base
         step = moved // self.base
         return Interval(tuple(i * step + first for i in range(count)), max(last - first + 1, 1))
@@ -245,12 +244,13 @@ class Windowed(Split):
 
     @property
     def _reach(self) -> int:
-        """With `back`: how many places a window reaches beyond its first, those behind it included that none covers."""
+        """With `back`: the number of places that a window reaches beyond its first, including uncovered ones after
+        it."""
         return max((self.window - 1) * self.dilation, self.stride - 1)
 
     @property
     def before(self) -> int:
-        """With `back`: how many places a copy has before the first of its own."""
+        """With `back`: the number of places that a copy has before its own."""
         return (self._reach - self.low) // self.stride * self.stride + self.low
 
     def padding(self, sizes: Sequence[int], full: Sequence[int]) -> tuple[int, int]:
@@ -266,7 +266,7 @@ class Windowed(Split):
         return low, end - low - (sizes[self.operand] - 1) * self.base
 
     def pairs(self, size: int, results: int) -> int:
-        """How many elements of all windows lie on the operand, not on padding or between its elements."""
+        """The number of window elements that lie on the operand, not on padding or between dilated elements."""
         if self.base == self.stride == self.dilation == 1 and self.low == self.high == 0:
             return results * self.window
         places = np.arange(results)[:, None] * self.stride - self.low
@@ -292,13 +292,13 @@ class Move:
 class Shifted(Split):
     """Elements move along a dimension: a slice, padding, a concatenation, a reversal.
 
-    A copy on a range of the results' indices is given, of every operand, what moves there, in the results' order, and
-    anything at all where nothing does. It is told the indices (it is evaluated with positions).
+    A copy on a range of the results' indices gets the elements that move there, in the results' order; others are
+    undefined. The copy knows its indices (it is evaluated with positions).
 
     Attributes:
-      moves: what moves where.
-      unit: a free factor that stands beside each of the factors as their minor part, if elements move in such blocks.
-        They are cut by elements then, not by blocks.
+      moves: the moves, from operands to results.
+      unit: a free minor factor beside each of the factors, if elements move in blocks. Cuts then count elements, not
+        blocks.
     """
 
     moves: tuple[Move, ...]
@@ -325,7 +325,7 @@ class Shifted(Split):
         return frozenset(f for move in self.moves for f in (move.operand, move.result))
 
     def scaled(self, unit: int) -> Shifted:
-        """The same by elements, each of a block of `unit`."""
+        """The same split counted in elements, each block having `unit` of them."""
         return Shifted(tuple(dataclasses.replace(move, start=move.start * unit) for move in self.moves), None)
 
 

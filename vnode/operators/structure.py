@@ -1,8 +1,8 @@
-"""Operators that give back what they are given, or make values out of nothing.
+"""Operators that return their operands, or make values from nothing.
 
-Knows identities with a side purpose (placement, ordering, memory) and buffers. Must not know what the purpose is good
-for: a copy of one of these on a part of the value keeps it where the parameters do not speak of the whole value's
-layout, and otherwise lets the value pass.
+Knows identities with a side effect (placement, ordering, memory) and buffers. Must not know the purpose of that effect.
+A copy on a part of the value keeps the effect where the parameters do not describe the whole value's layout; otherwise
+it is the plain identity.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vnode.operators.registry import rule
 def pass_through(
     d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
 ) -> list[Any]:
-    """Emits a copy as the identity: a layout that was asked of the whole value says nothing of a part."""
+    """Emits a copy as the identity: a layout of the whole value does not apply to a part."""
     return list(operands)
 
 
@@ -48,7 +48,7 @@ def identities(eqn: JaxprEqn, emit: Any = None, replaced_on: Mapping[str, Any] |
 
 
 def part_of(params: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Parameters of the identity of one operand: those that are tuples have an entry per operand."""
+    """The parameters of one operand's identity: entry `index` of those that are tuples."""
     return {name: (value[index],) if isinstance(value, tuple) else value for name, value in params.items()}
 
 
@@ -64,7 +64,7 @@ def layout(eqn: JaxprEqn) -> OperatorDescription:
 
 @rule("device_put")
 def device_put(eqn: JaxprEqn) -> OperatorDescription:
-    """A move to a memory space is a move of the parts; one to devices is about the whole value."""
+    """A move to a memory space applies to each part; one to devices concerns the whole value."""
     places = (*eqn.params["devices"], *eqn.params["srcs"])
     whole_value = any(isinstance(place, jax.sharding.Sharding | jax.Device) for place in places)
     return identities(eqn, pass_through if whole_value else None)
@@ -72,7 +72,7 @@ def device_put(eqn: JaxprEqn) -> OperatorDescription:
 
 @rule("nonbatchable", "nondifferentiable_backward", "nontraceable")
 def assertion(eqn: JaxprEqn) -> OperatorDescription:
-    """Equinox's promises about a value, which jax checked while it traced the step."""
+    """Equinox's assertions about a value, which jax checked during the trace."""
     return identities(eqn)
 
 
@@ -101,5 +101,5 @@ def empty(eqn: JaxprEqn) -> OperatorDescription:
 
 @rule("platform_index")
 def platform_index(eqn: JaxprEqn) -> OperatorDescription:
-    """Which of several platforms the program is compiled for."""
+    """The index of the platform that the program is compiled for."""
     return OperatorDescription(factors=(), operands=(), results=((),), algebra=Algebra.MOVES)

@@ -29,8 +29,8 @@ class Window:
       operand: factors of the operand's dimension.
       result: factors of the result's dimension.
       window: factors of the window's extent, as far as an array has it.
-      inside: the factor of the places in a window, if the windows tile the operand; its size is the stride.
-      tie: how the factors hang together, if the windows overlap, have gaps, or reach into padding.
+      window_factor: the factor of the places in a window, if the windows tile the operand; its size is the stride.
+      tie: the split of the factors, if the windows overlap, have gaps, or reach into padding.
       repeats: operations per index that no factor counts.
     """
 
@@ -60,18 +60,18 @@ def window_dim(
     """Describes one dimension that a window slides along.
 
     Args:
-      f: where new factors come from.
+      f: makes new factors.
       operand: size of the operand's dimension.
       result: size of the result's dimension.
       window: extent of the window, in elements.
-      stride: how far it moves.
+      stride: distance between windows.
       padding: added before and after.
       base_dilation: distance of the operand's elements.
       window_dilation: distance of the window's elements.
       kernel: the window's extent is a dimension of an operand.
-      monoid: by which a window is reduced; None if by no monoid.
-      around: what lies around each operand, as in `Windowed`; None if nothing is known to be neutral.
-      back: a result has the operand's places, as in `Windowed`; it may have them of factors of its own.
+      monoid: reduces a window; None if no monoid does.
+      around: padding of each operand, as in `Windowed`; None if no value is neutral.
+      back: whether a result has the operand's places, as in `Windowed`; perhaps by factors of its own.
     """
     reach = (window - 1) * window_dilation + 1
     plain = tuple(padding) == (0, 0) and base_dilation == 1
@@ -125,7 +125,7 @@ def window_dims(
 
 
 def resize_windows(windows: Sequence[Window], d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
-    """The parameters that speak of windows, for a copy with factor sizes `sizes`."""
+    """The parameters that describe windows, for a copy with factor sizes `sizes`."""
     extent, stride = list(e.params.get("window_dimensions", ())), list(e.params["window_strides"])
     padding = list(e.params["padding"])
     for i, w in enumerate(windows):
@@ -201,7 +201,7 @@ def select_and_scatter_add(eqn: JaxprEqn) -> OperatorDescription:
     def emit(
         d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
     ) -> list[Any]:
-        """A copy collects over all that its windows cover; of that its own places are kept."""
+        """A copy collects from all windows over its places, and returns its own places."""
         made = e.primitive.bind(*operands, **resize_windows(windows, d, e, sizes))
         for i, w in enumerate(windows):
             if w.tie is not None and w.tie.back is not None and w.tie.back in positions:
@@ -225,7 +225,7 @@ PREFIXES = {
     "cummin": (jnp.minimum, Monoid.MIN),
     "cumlogsumexp": (jnp.logaddexp, Monoid.MAX),
 }
-"""What combines running values, and whose identity is neutral in it."""
+"""The function that combines running values, and the monoid whose identity is neutral."""
 
 
 @rule(*PREFIXES)

@@ -1,9 +1,9 @@
-"""Facts that must be the same in all processes: told to one another, and compared.
+"""Facts of each process -> agreement, or the same error in every process.
 
-Knows processes, and facts as JSON. Must not know what the facts are of.
+Knows processes, and facts as JSON. Must not know what the facts describe.
 
-Each process leaves its facts at a meeting, long ones as checksums, and reads those of all. All come to the same answer:
-the facts go on, or every process raises the same error, which names those that differ from the most.
+Each process leaves its facts at a meeting, long ones as checksums, and reads those of all. So all reach the same
+conclusion: they go on, or every process raises the same error, which names the processes that differ from the majority.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from vnode.placement.process_barrier import exchange_words, process_names
 from vnode.placement.world import world
 
 LONGEST = 120
-"""Characters of a fact that is told as it is; of a longer one a checksum is."""
+"""Characters up to which a fact is exchanged in full; longer ones are exchanged as checksums."""
 
 SHOWN = 8
-"""Facts that differ, of which an error tells."""
+"""The most differing facts that an error lists."""
 
 CHECKSUM = "sha256:"
 
 LAUNCHED = "programs begun together"
-"""A fact of each process: where one has begun more than another, what they begin next would meet what is left over."""
+"""A fact of each process: if one has begun more programs than another, its next collectives would meet the other's
+earlier ones."""
 
 REMEDY = "start all processes with the same program, arguments and versions"
 
 
 class DifferentProcess(ProcessError):
-    """A process does something else than the others; `process` says which."""
+    """A process does something else than the others; `process` is its number."""
 
 
 def check_same(
@@ -44,19 +45,19 @@ def check_same(
     shows: Mapping[str, Callable[[Any, Any], list[str]]] | None = None,
     remedies: Iterable[str] = (REMEDY,),
 ) -> None:
-    """Refuses facts that are not the same in all processes; all of them must call it.
+    """Raises if facts differ between processes; all of them must call it.
 
     Args:
       what: as for `vnode.placement.process_barrier.meet`.
-      facts: by name, fit for JSON; those of dictionaries are compared one by one. One that is None is not known, and
-        not compared.
-      processes: which; by default all there are.
-      shows: for long facts, by name: says how two of them differ, a line each, given that of a process that differs and
-        that of another one.
-      remedies: what to do about it.
+      facts: by name, JSON values; entries of dictionaries are compared one by one. None means unknown, and is not
+        compared.
+      processes: the processes; all by default.
+      shows: for long facts, by name, a function that describes how two of them differ, one line each, given a differing
+        process's fact and another's.
+      remedies: advice for the error message.
 
     Raises:
-      DifferentProcess: some differ; it names the processes, and the facts with their values.
+      DifferentProcess: some facts differ; the error names the processes, and the facts with their values.
     """
     if not world().has_others:
         return
@@ -70,7 +71,7 @@ def check_same(
         return
     long = [name for name, two in odd.items() if any(everyones[p].get(name, "").startswith(CHECKSUM) for p in two)]
     full: dict[int, Any] = {}
-    if long:  # all know that, and come to tell
+    if long:  # all processes know that, and exchange them
         tells = world().index in {process for name in long for process in odd[name]}
         word = json.dumps({name: mine.get(name) for name in long} if tells else {})
         words = exchange_words(f"{what}, {long}", word, processes)
@@ -102,7 +103,7 @@ def check_same(
 
 
 def find_differing(name: str, everyones: Mapping[int, Mapping[str, str]]) -> tuple[int, int] | None:
-    """A process whose fact is another one than that of most, and one of these; None if all that have it agree.
+    """A process whose fact differs from the majority's, and one of the majority; None if all known facts agree.
 
     >>> find_differing("seed", {0: {"seed": "1"}, 1: {"seed": "2"}, 2: {"seed": "2"}, 3: {"seed": "null"}})
     (0, 1)
@@ -111,12 +112,12 @@ def find_differing(name: str, everyones: Mapping[int, Mapping[str, str]]) -> tup
     found = {process: text for process, text in found.items() if text != "null"}
     if len({*found.values()}) < 2:
         return None
-    most = collections.Counter(found.values()).most_common(1)[0][0]  # the lowest process's, where several are as many
+    most = collections.Counter(found.values()).most_common(1)[0][0]  # on a tie the lowest process's
     return next(p for p, text in found.items() if text != most), next(p for p, text in found.items() if text == most)
 
 
 def flatten_facts(facts: Mapping[str, Any], whole: Collection[str] = ()) -> dict[str, Any]:
-    """Facts of dictionaries one by one, but for those that are one fact.
+    """Flattens dictionaries of facts, except those named in `whole`.
 
     >>> flatten_facts({"data": {"seed": 1, "size": None}, "examples": None})
     {'data.seed': 1, 'data.size': 'None', 'examples': None}
@@ -131,6 +132,6 @@ def flatten_facts(facts: Mapping[str, Any], whole: Collection[str] = ()) -> dict
 
 
 def shorten(value: Any) -> str:
-    """A fact as it is told."""
+    """The text of a fact in messages."""
     text = json.dumps(value, sort_keys=True, default=str)
     return text if len(text) <= LONGEST else f"{CHECKSUM}{hashlib.sha256(text.encode()).hexdigest()[:24]}"

@@ -1,11 +1,11 @@
-"""Makes a client of JAX for several processes, beside the one that `jax.devices()` shows: the devices of another world.
+"""Address of a service -> a further client of JAX for several processes: the devices of another world.
 
-Knows the constructors that JAX keeps for itself, here alone. Must not know who asks for a world, nor what it computes.
+Knows the private constructors of JAX's clients, here alone. Must not know who asks for a world, nor what it computes.
 
-A process may have several clients, each with devices of its own, so that the next world is made while this one trains.
-The processes of a world find one another by a service outside of them. That has a single node, and every process
-connects as that node: then nobody waits for the others to connect, no heartbeat is missed when one dies, and JAX aborts
-no process because of another one. (JAX aborts a process whose service goes: it must live longer than the processes.)
+A process may have several clients, each with its own devices, so that the next world is made while this one trains. The
+processes of a world find one another by a service outside of them. The service has a single node, and every process
+connects as that node. So nobody waits for the others to connect, no heartbeat is missed when one dies, and JAX aborts
+no process because of another one. (JAX aborts a process whose service ends: it must outlive the processes.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vnode.placement.rendezvous import Rendezvous
 from vnode.placement.world import World
 
 HEARTBEAT = 10**6
-"""Seconds between heartbeats: none is sent while a process lives."""
+"""Seconds between heartbeats: in effect none is sent."""
 
 CONNECT = 20
 """Seconds within which the service must answer."""
@@ -40,21 +40,21 @@ def join_world(
     interface: str = "127.0.0.1",
     workers: tuple[int, ...] = (),
 ) -> World:
-    """Makes this process's part of a world; waits until all of its processes do.
+    """Joins a world; waits until all of its processes do.
 
     Args:
-      address: of the service, ``host:port``.
-      index: of this process among them.
-      count: of processes.
+      address: the service's address, ``host:port``.
+      index: this process's number.
+      count: the number of processes.
       generation: the number of the world.
       interface: the address at which other processes reach this one.
-      workers: the numbers by which people know the processes.
+      workers: the numbers of the workers, for messages.
 
     Returns:
-      The world. That of a single process has the devices that JAX shows.
+      The world. A single process's world has the devices that JAX shows.
 
     Raises:
-      ProcessError: this version of JAX has no such constructors, or the service does not answer.
+      ProcessError: this version of JAX lacks the constructors, or the service does not answer.
     """
     if count == 1:
         return World(own_devices=tuple(jax.local_devices()), generation=generation, workers=workers)
@@ -68,9 +68,9 @@ def join_world(
 
 
 def leave_world(world: World) -> None:
-    """Ends this process's part of a world of several: it waits for nobody there, and its service may end.
+    """Leaves a world of several processes without waiting for any; its service may end afterwards.
 
-    Its arrays stay. Another process that still waits for this one is not told.
+    Its arrays stay valid. Another process that still waits for this one is not notified.
     """
     assert world.board is not None
     world.board.close()
@@ -78,7 +78,7 @@ def leave_world(world: World) -> None:
 
 
 def connect(address: str) -> Any:
-    """A client of a service, which answers."""
+    """Connects a client to a service."""
     client = constructors()["get_distributed_runtime_client"](
         address,
         0,
@@ -93,7 +93,7 @@ def connect(address: str) -> Any:
 
 
 def backend_of(client: Any, index: int, count: int, interface: str) -> Any:
-    """The client of XLA of one of several processes; waits until all of them make theirs."""
+    """Makes one process's XLA client; waits until all processes make theirs."""
     made = constructors()
     collectives = made["make_gloo_tcp_collectives"](distributed_client=client, hostname=interface)
     backend = made["make_cpu_client"](
@@ -109,15 +109,15 @@ def backend_of(client: Any, index: int, count: int, interface: str) -> Any:
 
 
 MADE: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The clients of XLA that were made here, as far as they are there."""
+"""The live XLA clients that were made here."""
 
 
 KEPT: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Those of them that are never destroyed."""
+"""The clients among them that are never destroyed."""
 
 
 def keep_client(backend: Any) -> None:
-    """Has this process never destroy a client: that waits for its threads, and they perhaps for a lost process."""
+    """Prevents a client's destruction: that waits for its threads, and they perhaps for a lost process."""
     if backend not in KEPT:
         KEPT.add(backend)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
@@ -125,16 +125,16 @@ def keep_client(backend: Any) -> None:
 
 @atexit.register
 def keep_clients() -> None:
-    """Has the end of the process destroy no client."""
+    """Prevents the destruction of all clients at the end of the process."""
     for backend in list(MADE):
         keep_client(backend)
 
 
 class Stage:
-    """All processes of a world, played by this one, to compile for them; none of them may compute.
+    """All processes of a world, simulated in this one, to compile for them; none of them may compute.
 
     Args:
-      count: of processes.
+      count: the number of processes.
     """
 
     def __init__(self, count: int) -> None:
@@ -143,7 +143,7 @@ class Stage:
     def __enter__(self) -> Stage:
         try:
             self.set_up()
-        except BaseException:  # as at the end of the process, when no more threads are started
+        except BaseException:  # such as at the end of the process, when no more threads are started
             self.__exit__()
             raise
         return self
@@ -163,7 +163,7 @@ class Stage:
                 self.backends = [each.result() for each in made]
 
     def world(self, index: int) -> World:
-        """The world as one of the processes is in it."""
+        """The world as one of its processes sees it."""
         if self.count == 1:
             return World(own_devices=tuple(jax.local_devices()))
         meeting, board = Rendezvous(self.client, index, self.count), Board.silent(index)
@@ -177,10 +177,10 @@ class Stage:
 
 
 def check_reachable(address: str) -> None:
-    """Makes sure that the service answers: JAX aborts a process that cannot connect.
+    """Checks that the service answers: JAX aborts a process that cannot connect.
 
     Raises:
-      ProcessError: it does not.
+      ProcessError: it does not answer.
     """
     host, port = address.rsplit(":", 1)
     try:
@@ -198,7 +198,7 @@ def constructors() -> dict[str, Any]:
     """The constructors of JAX's clients, by name.
 
     Raises:
-      ProcessError: this version of JAX does not have them.
+      ProcessError: this version of JAX lacks them.
     """
     if jax.default_backend() != "cpu":
         raise ProcessError(

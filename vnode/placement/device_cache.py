@@ -1,6 +1,6 @@
-"""Caches whose entries hold devices, and with them a client of XLA: they can be emptied, so that the client goes.
+"""Function of devices -> cached function, whose cache can be emptied to free XLA clients.
 
-Knows caches of Python and of JAX. Must not know what is cached, nor which client nobody needs any more.
+Knows caches of Python and of JAX. Must not know the cached values, nor which client is no longer needed.
 
     @device_cache(maxsize=16)
     def programs(sharding): ...
@@ -20,14 +20,14 @@ import jax
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 EMPTY: list[Callable[[], None]] = []
-"""Empties each of the caches."""
+"""Functions that empty the caches."""
 
 
 def device_cache(maxsize: int) -> Callable[[Function], Function]:
     """As `functools.lru_cache`, for functions of devices, placements or shardings.
 
     Args:
-      maxsize: entries.
+      maxsize: the most entries.
 
     Example:
       >>> @device_cache(maxsize=2)
@@ -45,12 +45,12 @@ def device_cache(maxsize: int) -> Callable[[Function], Function]:
 
 
 def empty_device_caches() -> None:
-    """Empties these caches and JAX's, and collects what they alone held: clients of XLA, their threads and memory.
+    """Empties these caches and JAX's, and collects garbage: XLA clients, their threads and memory.
 
-    Programs that JAX has compiled are taken from its persistent cache when they are needed again, if it is on.
+    If JAX's persistent cache is on, compiled programs are read from it when they are needed again.
     """
     for empty in EMPTY:
         empty()
     jax.clear_caches()
-    for _ in range(2):  # a client holds its devices, and they hold it: the first pass leaves some
+    for _ in range(2):  # clients and devices refer to each other: the first pass leaves some
         gc.collect()

@@ -1,6 +1,6 @@
-"""Arrays that are gone: donated to an earlier computation, or deleted. Whoever is given some says so in the same words.
+"""Deleted arrays: donated to an earlier computation, or deleted by the user; one error message for all callers.
 
-Knows deleted arrays. Must not know what becomes of those that are there.
+Knows deleted arrays. Must not know how valid arrays are used.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ IS_DELETED = operator.methodcaller("is_deleted")
 
 
 def donated_leaves(tree: Any, name: str) -> list[str]:
-    """The leaves whose arrays are deleted: a computation that they were donated to has their memory.
+    """The leaves whose arrays are deleted, for example by donation to a computation.
 
     Args:
       tree: any pytree.
-      name: what it is called.
+      name: the tree's name in messages.
 
     Example:
       >>> import jax.numpy as jnp
@@ -33,7 +33,7 @@ def donated_leaves(tree: Any, name: str) -> list[str]:
     """
 
     if not any(map(IS_DELETED, arrays_among(jax.tree.leaves(tree)))):
-        return []  # in a tenth of the time
+        return []  # takes a tenth of the time
     paths = jax.tree.leaves_with_path(tree)
     return [
         name + jax.tree_util.keystr(path) for path, leaf in paths if is_array_class(type(leaf)) and leaf.is_deleted()
@@ -41,7 +41,7 @@ def donated_leaves(tree: Any, name: str) -> list[str]:
 
 
 def arrays_among(leaves: list[Any]) -> list[Any]:
-    """Those leaves that are arrays of jax with memory of their own, no tracers; in a fifth of the time of asking each.
+    """The leaves that are jax arrays with memory of their own, no tracers; in a fifth of the time of asking each.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np
@@ -55,7 +55,7 @@ def arrays_among(leaves: list[Any]) -> list[Any]:
 
 @functools.lru_cache(maxsize=64)
 def is_array_class(kind: type) -> bool:
-    """Whether values of a class are arrays of jax with memory of their own."""
+    """Whether instances of a class are jax arrays with memory of their own."""
     return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
 
 
@@ -65,15 +65,15 @@ def check_not_donated(
     *,
     returned: str = "state, metrics = step(state, batch)",
 ) -> None:
-    """Refuses arrays whose memory was given to an earlier computation; jaxlib 0.10 crashes on several devices.
+    """Raises if arrays were donated to an earlier computation; jaxlib 0.10 crashes on several devices.
 
     Args:
-      trees: what was given, by what it is called.
-      donated: of those that whoever asks donates, by the same names: how.
-      returned: how what an earlier call returned is got at.
+      trees: the arguments, by name.
+      donated: by the same names, how the caller donates arguments, if it does.
+      returned: code that shows how to use an earlier call's results.
 
     Raises:
-      VnodeError: some are gone.
+      VnodeError: some arrays are deleted.
 
     Example:
       >>> import jax.numpy as jnp

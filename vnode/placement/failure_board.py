@@ -1,11 +1,11 @@
-"""What processes tell one another of failures: notices on a board that each of them reads as they are written.
+"""Failures of processes -> notices on a board that every process reads as they are written.
 
 Knows the key-value store of the service that `jax.distributed.initialize` starts, and threads. Must not know what a
 process waits for.
 
 The board is a log in that store: notice i has the key ``vnode/board/i``, and is never overwritten. In each process a
-thread waits for the next one, so a notice is known everywhere some milliseconds after it was written, and whoever waits
-looks only at a list in its own memory. As long as nobody fails nothing is written, and the threads sleep.
+  thread waits for the next notice, so all processes have it within milliseconds, and a waiting process only looks at a
+  list in its own memory. As long as nobody fails, nothing is written, and the threads sleep.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from vnode.threads import background
 KEY = "vnode/board/"
 
 READ_TIMEOUT = 3_600_000
-"""Milliseconds that the reader asks the service to wait; it asks again."""
+"""Milliseconds per request for the next notice; the reader then asks again."""
 
 logger = logging.getLogger("vnode")
 
 NOTICE_DELAY = 1.5
-"""Seconds within which the notice of a process that has failed is here, once others feel its failure."""
+"""Seconds within which a failed process's notice arrives, once others notice its failure."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Notice:
-    """What is known of a process that others may wait for in vain.
+    """A failure of a process that others may wait for in vain.
 
     Attributes:
-      process: which one.
-      kind: ``raised``: it left, by an error, what it did with the others (`scope`). ``ended``: it is no more. ``left``:
-        it has ended a run that may go on elsewhere. ``silent``, ``heard``: it gives no sign of life; it does again.
-      scope: which run, or which meeting.
-      text: its error, or why; may be empty.
-      step: before which step it has left the run.
-      lost: whether it will not come to the end of the program either.
+      process: the process.
+      kind: ``raised``: an error ended its part in a `scope`. ``ended``: it has exited. ``left``: it ended a run that
+        may go on elsewhere. ``silent``, ``heard``: it gives no sign of life; it does again.
+      scope: the run, or the meeting.
+      text: its error, or the reason; may be empty.
+      step: the step before which it left the run.
+      lost: whether it will not reach the end of the program either.
     """
 
     process: int
@@ -56,7 +56,7 @@ class Notice:
 
     @property
     def description(self) -> str:
-        """What became of the process, as the rest of a sentence.
+        """The process's fate, as the predicate of a sentence.
 
         >>> Notice(1, "raised", text="ValueError: no such file").description, Notice(1, "ended").description
         ('has failed: ValueError: no such file', 'has ended')
@@ -66,17 +66,17 @@ class Notice:
 
 
 class Board:
-    """The notices of all processes, as far as they are known in this one.
+    """The notices of all processes known to this one.
 
     Args:
-      client: of the service.
-      index: of this process.
-      reads: whether a thread reads what others write.
+      client: a client of the service.
+      index: this process's number.
+      reads: whether a thread reads the others' notices.
 
     Attributes:
-      notices: what is known.
-      written: how many notices of the service are among them.
-      step: to which step of its run this process came last.
+      notices: the known notices.
+      written: how many of them are on the service.
+      step: the latest step of this process's run.
     """
 
     def __init__(self, client: Any, index: int, reads: bool = True) -> None:
@@ -91,7 +91,7 @@ class Board:
 
     @classmethod
     def silent(cls, index: int) -> Board:
-        """A board that nobody writes on, of processes that never compute."""
+        """A board without writers, for processes that never compute."""
         board = cls(None, index, reads=False)
         board.closed = True
         return board
@@ -101,7 +101,7 @@ class Board:
         while not self.closed:
             try:
                 text = self.client.blocking_key_value_get(f"{KEY}{self.written}", READ_TIMEOUT)
-            except Exception as error:  # jax's errors may be gone with the modules, at the end of the process
+            except Exception as error:  # at exit, jax's error classes may be gone
                 if "DEADLINE_EXCEEDED" in str(error):
                     continue
                 if not self.closed and self.index:
@@ -111,15 +111,15 @@ class Board:
             self.note(Notice(**json.loads(text)))
 
     def note(self, notice: Notice) -> None:
-        """Takes note of something, without telling the others."""
+        """Records a notice without telling the others."""
         if notice.process == 0 and notice.lost and notice.kind == "ended" and not self.closed and not self.notices:
-            logger.error("process 0 %s", notice.description)  # now: jax is about to abort this process
+            logger.error("process 0 %s", notice.description)  # at once: jax is about to abort this process
         with self.changed:
             self.notices.append(notice)
             self.changed.notify_all()
 
     def post(self, notice: Notice) -> None:
-        """Tells all processes; returns when the service has it, or if it is gone."""
+        """Tells all processes; returns when the service has the notice, or is gone."""
         number = self.written
         while not self.closed:
             try:
@@ -131,7 +131,8 @@ class Board:
                 number += 1
 
     def find_failure(self, processes: Collection[int], scopes: Collection[str]) -> Notice | None:
-        """The first notice by which one of some processes will not come to these scopes, best with a reason."""
+        """The first notice that a process will not come to one of these scopes; notices with a reason take
+        precedence."""
         if not self.notices:
             return None
         found, silent = [], {}
@@ -150,7 +151,7 @@ class Board:
     def await_failure(
         self, processes: Collection[int], scopes: Collection[str], seconds: float = NOTICE_DELAY
     ) -> Notice | None:
-        """As `find_failure`, for what may be on its way: waits for it."""
+        """As `find_failure`; waits for a notice that may be on its way."""
         end = time.monotonic() + seconds
         with self.changed:
             while (found := self.find_failure(processes, scopes)) is None:
@@ -161,13 +162,13 @@ class Board:
         return found
 
     def has_lost_process(self) -> bool:
-        """Whether a process is known that will not come to the end of all: it was killed, or is silent."""
+        """Whether a known process will not reach the end of the program: it was killed, or is silent."""
         return any(notice.kind in ("ended", "silent") and notice.lost for notice in list(self.notices))
 
     def close(self) -> None:
-        """Has nothing more said to the service, whose client is about to end."""
+        """Stops writing to the service, whose client is about to end."""
         self.closed = True
 
 
 SERVICE_GONE = "its service does not answer; it was killed, or its host has failed"
-"""What is known of process 0 when the service that it runs is gone."""
+"""The notice for process 0 when its service is gone."""

@@ -1,10 +1,10 @@
-"""A state between two steps: copied to the host and back, told apart leaf by leaf.
+"""State on devices -> copy in host memory -> the same state, leaf by leaf.
 
 Knows arrays, random keys and shardings. Must not know steps, nor where copies are kept.
 
-A state is any pytree. Leaves that are no arrays (functions in a `TrainState`, names) are passed through. What must
-survive a copy for the next step to be the same program with the same bits: values, dtypes, the implementation of
-typed random keys, and weak types (those of a state's Python numbers), which decide what ``bfloat16 * leaf`` is.
+A state is any pytree. Leaves that are not arrays (functions in a `TrainState`, names) pass through. The next step must
+be the same program with the same bits. So a copy keeps values, dtypes, the implementation of typed random keys, and
+weak types (of Python numbers in a state), which decide the dtype of ``bfloat16 * leaf``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vnode.placement.world import is_shared
 
 
 def abstract(leaf: Any) -> Any:
-    """Shape, dtype and sharding of a leaf that is an array; any other leaf as it is."""
+    """Shape, dtype and sharding of an array leaf; any other leaf unchanged."""
     return shape_of(leaf, sharding="keep") if is_array(leaf) else leaf
 
 
@@ -35,7 +35,7 @@ def is_weak(leaf: Any) -> bool:
 
 
 def to_numpy(leaf: Any) -> Any:
-    """An array as NumPy has it; keys and other leaves as they are. (`jax.device_get` takes ten times as long.)
+    """Converts an array to NumPy; keys and other leaves stay. (`jax.device_get` takes ten times as long.)
 
     An array of several processes must be whole in this one (`vnode.placement.process_arrays.replicate_in_processes`).
     """
@@ -43,7 +43,7 @@ def to_numpy(leaf: Any) -> Any:
 
 
 def with_weak_type(value: Any, sharding: NamedSharding) -> jax.Array:
-    """A weakly typed array of these values; there are such of Python's types only."""
+    """A weakly typed array of given values; only Python's types can be weak."""
     if not sharding.is_fully_addressable:
         there = not isinstance(value, jax.Array) or value.sharding.addressable_devices
         whole = np.asarray(value) if there else np.zeros(value.shape, value.dtype)
@@ -55,7 +55,7 @@ def with_weak_type(value: Any, sharding: NamedSharding) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class HostParts:
-    """What this process has of an array of several processes, in the host's memory."""
+    """This process's shards of an array of several processes, in host memory."""
 
     shape: tuple[int, ...]
     sharding: Any
@@ -66,9 +66,9 @@ class HostParts:
 
     @classmethod
     def copy(cls, leaf: jax.Array) -> HostParts:
-        """Copies this process's parts of a leaf; waits for them."""
+        """Copies this process's shards of a leaf; waits for them."""
         weak = is_weak(leaf)
-        leaf = replicate_in_processes(leaf) if weak else leaf  # there are weak types of whole arrays only
+        leaf = replicate_in_processes(leaf) if weak else leaf  # only whole arrays are weakly typed
         key = jax.random.key_impl(leaf) if is_key(leaf) else None
         data = leaf if key is None else jax.random.key_data(leaf)
         parts = {}
@@ -78,7 +78,7 @@ class HostParts:
         return cls(data.shape, data.sharding, data.dtype, parts, key, weak)
 
     def rebuild(self) -> jax.Array:
-        """The array as it was, where it was. All processes that have a part must call it."""
+        """The original array with its sharding. All processes that have a shard must call it."""
         if self.weak:
             whole = next(iter(self.parts.values()), np.zeros(self.shape, self.dtype))
             array = with_weak_type(whole, self.sharding)
@@ -91,7 +91,7 @@ class HostParts:
 
 @dataclasses.dataclass(frozen=True)
 class HostLeaf:
-    """One array in the host's memory: its bits, and what else makes it the array it was."""
+    """One array in host memory, with its type and sharding."""
 
     bits: np.ndarray
     spec: PartitionSpec
@@ -110,23 +110,23 @@ class HostLeaf:
         sharding = fitting_sharding(placement, self.bits.shape, self.spec)
         if self.weak and self.bits.size:
             return with_weak_type(self.bits, sharding)
-        # On a CPU the array may share the copy's memory; if it is donated, XLA does not overwrite what is not its own.
+        # on a CPU the array may share the copy's memory; XLA does not overwrite it if it is donated
         array = jax.device_put(self.bits, sharding)
         return array if self.key is None else jax.random.wrap_key_data(array, impl=self.key)
 
 
 @dataclasses.dataclass(frozen=True)
 class HostCopy:
-    """A state in the host's memory; no device is needed to keep it."""
+    """A state in host memory; no device is needed to keep it."""
 
     leaves: tuple[Any, ...]
     treedef: Any
 
     @classmethod
     def from_state(cls, state: Any) -> HostCopy:
-        """Copies a state. Waits until it is computed, so what is copied is known to be good.
+        """Copies a state, after waiting for it, so that a failed computation is not copied.
 
-        In several processes each copies its parts.
+        With several processes, each copies its shards.
         """
         leaves, treedef = jax.tree.flatten(state)
         for leaf in leaves:
@@ -136,7 +136,7 @@ class HostCopy:
         return cls(tuple(kind.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves), treedef)
 
     def place_on(self, placement: Placement) -> Any:
-        """The state on a placement's devices. All processes concerned must call it."""
+        """Places the state on a placement's devices. All processes concerned must call it."""
         leaves = [leaf.place_on(placement) if isinstance(leaf, HostLeaf) else leaf for leaf in self.leaves]
         parted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, HostParts)]
         arrays = [self.leaves[i].rebuild() for i in parted]

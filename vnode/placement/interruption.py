@@ -1,9 +1,9 @@
-"""Work of a thread that another thread can end: by an exception that is raised in the middle of it.
+"""Work in one thread -> work that another thread can end, by raising an exception inside it.
 
-Knows Python's threads. Must not know what is done, nor why it is to end.
+Knows Python's threads. Must not know the work, nor why it ends.
 
-A long computation in Python (a trace) does not look at whether anybody still wants its result. Python can raise an
-exception in a thread from outside, between two instructions. In a call of C it waits for the end of the call.
+A long computation in Python (a trace) does not check whether its result is still needed. Python can raise an exception
+in a thread from outside, between two instructions. Inside a call of C it is raised after the call.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from vnode.threads import background
 T = TypeVar("T")
 
 AGAIN = 0.5
-"""Seconds after which the exception is raised once more: a destructor, or code that catches all, may swallow it."""
+"""Seconds after which the exception is raised again: a destructor, or code that catches all, may swallow it."""
 
 PAUSE = 0.001
-"""Seconds between two looks at what another thread is about to do."""
+"""Seconds between two looks at another thread's state."""
 
 
 class Interrupted(BaseException):
-    """Raised within work that is to end; no `Exception`, for which the work may have an answer of its own."""
+    """Raised inside interrupted work; no `Exception`, which the work might handle."""
 
 
 def interruptible(work: Callable[[], T], watch: Callable[[Callable[[], bool]], Any]) -> T:
-    """Does something in this thread until an error of a watching thread ends it.
+    """Does work in this thread until an error of a watching thread ends it.
 
     Args:
-      work: what to do.
-      watch: called in another thread with a function that says whether the work is done; the error that it raises ends
-        the work.
+      work: the work.
+      watch: called in another thread with a function that returns whether the work is done; an error that it raises
+        ends the work.
 
     Returns:
-      What `work` returns.
+      The result of `work`.
 
     Raises:
-      Exception: what `work` raises, or `watch`.
+      Exception: raised by `work` or `watch`.
 
     Example:
       >>> def deadline(is_done):
@@ -59,7 +59,7 @@ def interruptible(work: Callable[[], T], watch: Callable[[Callable[[], bool]], A
       TimeoutError: 0.1 s are over
     """
     thread = threading.get_ident()
-    # Lists, whose operations are one instruction each: this thread may be interrupted while it holds a lock.
+    # lists, whose operations are atomic: this thread may be interrupted while it holds a lock
     begun: list[bool] = []
     done: list[bool] = []
     raising: list[bool] = []
@@ -78,7 +78,7 @@ def interruptible(work: Callable[[], T], watch: Callable[[Callable[[], bool]], A
             time.sleep(AGAIN if begun else PAUSE)
 
     def end() -> None:
-        """From here on nothing is raised in this thread."""
+        """Allows no more exceptions in this thread."""
         done.append(True)
         while raising:
             time.sleep(PAUSE)
@@ -92,12 +92,12 @@ def interruptible(work: Callable[[], T], watch: Callable[[Callable[[], bool]], A
         finally:
             end()
     except BaseException as error:
-        end()  # the first time may have been interrupted itself
+        end()  # the first call may have been interrupted itself
         if errors:
             raise errors[0] from (None if isinstance(error, Interrupted) else error)
         raise
 
 
 def raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Has an exception raised in a thread; None: the one that is not raised yet is forgotten."""
+    """Raises an exception in a thread; None cancels one that is not raised yet."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), kind and ctypes.py_object(kind))

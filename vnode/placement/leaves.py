@@ -1,6 +1,6 @@
-"""What the leaves of a pytree are: arrays, or anything else; and what stands for an array that is not there.
+"""Kinds of leaves of a pytree: arrays or others; and abstract values of arrays.
 
-Knows kinds of arrays. Must not know where they are to live, nor what they are used for.
+Knows kinds of arrays. Must not know where they live, nor how they are used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vnode.placement.sharded import ShardedBatch
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether a leaf is a number of Python, which `jax.jit` takes as a weakly typed array.
+    """Whether a leaf is a Python number, which `jax.jit` takes as a weakly typed array.
 
     Example:
       >>> is_number(0.5), is_number(np.float64(0.5)), is_number(np.ones(3)[0])
@@ -26,7 +26,7 @@ def is_number(leaf: Any) -> bool:
 
 
 def bytes_of(array: np.ndarray) -> memoryview:
-    """The bytes of an array; those of one that is contiguous are not copied.
+    """The bytes of an array; those of a contiguous one are not copied.
 
     Example:
       >>> bytes_of(np.float32(1)).tolist(), len(bytes_of(np.zeros((0, 3))))
@@ -36,7 +36,7 @@ def bytes_of(array: np.ndarray) -> memoryview:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is something that `jax.jit` takes as an array, or a sharded batch; text and objects are not."""
+    """Whether `jax.jit` takes a leaf as an array, or it is a sharded batch; text and objects are not."""
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype.kind not in "OSTUMm" and leaf.dtype.names is None
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | ShardedBatch) or is_number(leaf)
@@ -51,11 +51,11 @@ def shape_of(leaf: Any, *, sharding: Literal["drop", "committed", "keep"] = "dro
     """The shape, dtype and weak type that a leaf has in a program.
 
     Args:
-      leaf: an array of any kind, a Python number, or what stands for one.
-      sharding: whether to say where the array lives: never, if it is committed to its devices, or always.
+      leaf: an array of any kind, a Python number, or an abstract value.
+      sharding: whether to include the array's sharding: never, if it is committed to its devices, or always.
 
     Returns:
-      What stands for the leaf.
+      The abstract value.
 
     Example:
       >>> shape_of(np.zeros((2, 3)))
@@ -72,7 +72,7 @@ def shape_of(leaf: Any, *, sharding: Literal["drop", "committed", "keep"] = "dro
 
 
 def shapes_of(tree: Any, *, sharding: Literal["drop", "committed", "keep"] = "drop") -> Any:
-    """A pytree with shapes in place of its arrays; Python numbers and what is no array stay as they are."""
+    """Replaces arrays in a pytree by their shapes; Python numbers and other leaves stay."""
 
     def shape(leaf: Any) -> Any:
         there = isinstance(leaf, jax.Array | np.ndarray | np.generic) and is_array(leaf)

@@ -1,11 +1,11 @@
-"""A connection from each process to process 0, by which the end of a process is known at once, however it ends.
+"""A connection from each process to process 0, by which any end of a process is known at once.
 
 Knows sockets, and the board to which ends are told. Must not know what processes do.
 
-A process that is killed says nothing, and the service of jax misses it after 100 seconds only, whereupon jax aborts all
-others. But the operating system closes the connections of a process that ends. So each process has one with process 0,
-over which both send a byte now and then, and nothing else: that a process gives no sign of life is known too, before
-jax misses it. Where no connection can be made (a firewall between the hosts, say), all is as it would be without.
+A killed process says nothing, and jax's service misses it after 100 seconds only, whereupon jax aborts all others. But
+the operating system closes the connections of a process that ends. So each process has a connection to process 0, over
+which both send a byte now and then, and nothing else. So a silent process, too, is known before jax misses it. Where no
+connection can be made (by a firewall between the hosts, say), everything works as without it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ EVERY = 2.0
 """Seconds between two signs of life."""
 
 SILENT = 60.0
-"""Seconds without one after which a process counts as silent: jax aborts all processes after 70 to 100."""
+"""Seconds of silence after which a process counts as silent: jax aborts all processes after 70 to 100."""
 
 STOPPED = 10.0
-"""The same for a process of the same host that is stopped, as the kernel knows: no call of C can be the cause."""
+"""As `SILENT`, for a stopped process of the same host: the kernel knows it, so no call of C can be the cause."""
 
 LINGER = 10.0
-"""Seconds after which a process that has ended as it should is told to those that are still there."""
+"""Seconds after which the regular end of a process is told to those still running."""
 
 SIGN, GOODBYE = b".", b"E"
 KILLED = "without a word: it was killed, or its host has failed"
@@ -47,11 +47,11 @@ class Lifeline:
     """This process's end of the connections.
 
     Args:
-      client: of the service.
-      index: of this process.
-      count: of processes.
-      address: where the service is, ``host:port``.
-      board: whom to tell.
+      client: a client of the service.
+      index: this process's number.
+      count: the number of processes.
+      address: the service's address, ``host:port``.
+      board: the board for notices.
     """
 
     def __init__(self, client: Any, index: int, count: int, address: str, board: Board) -> None:
@@ -69,7 +69,7 @@ class Lifeline:
             server = socket.create_server((bind_host(self.host), 0), family=family(self.host), backlog=self.count)
             port = server.getsockname()[1]
             self.client.key_value_set(KEY, json.dumps([self.host, port, token, Resident.this_process()]))
-        except Exception:  # of sockets, of names of hosts, of the service
+        except Exception:  # errors of sockets, host names, the service
             with contextlib.suppress(Exception):
                 self.client.key_value_set(KEY, "null")
             return
@@ -120,7 +120,7 @@ class Lifeline:
         """Says goodbye; the others then do not take the end of this process for a failure.
 
         Args:
-          linger: seconds to wait in process 0 for the others to end first.
+          linger: seconds that process 0 waits for the others to end first.
         """
         end = time.monotonic() + linger
         while self.index == 0 and len(self.sockets) > 1 and time.monotonic() < end:
@@ -132,7 +132,7 @@ class Lifeline:
                 line.sendall(GOODBYE)
 
     def forget(self) -> None:
-        """Closes the copies of the connections that a forked process has: it may outlive this one."""
+        """Closes a forked process's copies of the connections: it may outlive this process."""
         for line in self.sockets:
             with contextlib.suppress(OSError):
                 os.close(line.fileno())
@@ -140,13 +140,13 @@ class Lifeline:
 
 
 class Watch:
-    """What process 0 knows of the connections of the others.
+    """Process 0's view of the others' connections.
 
     Args:
-      line: its end.
-      selector: where connections are waited for.
-      server: where they arrive.
-      token: which they must know.
+      line: process 0's lifeline.
+      selector: waits for data on connections.
+      server: the listening socket.
+      token: a secret that connecting processes must send.
     """
 
     def __init__(self, line: Lifeline, selector: selectors.BaseSelector, server: socket.socket, token: str) -> None:
@@ -159,7 +159,7 @@ class Watch:
         self.ended: dict[int, float] = {}
 
     def run(self) -> None:
-        """Until process 0 ends."""
+        """Runs until process 0 ends."""
         tick = time.monotonic()
         while not self.line.closing:
             for key, _ in self.selector.select(EVERY / 4):
@@ -171,7 +171,7 @@ class Watch:
             self.check_silence(now, paused)
 
     def accept(self) -> None:
-        """A process has come."""
+        """Accepts a connection."""
         with contextlib.suppress(OSError):
             line, _ = self.server.accept()
             line.setblocking(False)
@@ -180,7 +180,7 @@ class Watch:
             self.selector.register(line, selectors.EVENT_READ)
 
     def receive(self, line: socket.socket) -> None:
-        """Something has come over a connection, or its end."""
+        """Receives data of a connection, or its end."""
         try:
             data = line.recv(512)
         except BlockingIOError:
@@ -197,7 +197,7 @@ class Watch:
             self.close_connection(line)
 
     def introduce(self, line: socket.socket, data: bytes) -> None:
-        """What a new connection says first: who it is."""
+        """Reads a new connection's first message: the process's number."""
         self.hello[line] += data
         if data and b"\n" not in self.hello[line] and len(self.hello[line]) < 512:
             return
@@ -211,7 +211,7 @@ class Watch:
             self.process[line], self.where[line] = int(process), Resident(host, pid)
 
     def check_silence(self, now: float, paused: float) -> None:
-        """Sends signs of life, and looks for whom none have come from."""
+        """Sends signs of life, and finds silent processes."""
         for line, process in list(self.process.items()):
             with contextlib.suppress(OSError):
                 line.send(SIGN)
@@ -226,7 +226,7 @@ class Watch:
                 self.line.board.post(Notice(process, "ended"))
 
     def report_end(self, line: socket.socket, why: str) -> None:
-        """A connection has ended, and nobody has said goodbye."""
+        """Reports the end of a connection without a goodbye."""
         process = self.process[line]
         self.close_connection(line)
         if not self.line.closing:
@@ -245,7 +245,7 @@ class Watch:
 
 
 def why_silent(seconds: float, where: Resident) -> str:
-    """Why a process counts as silent that gave no sign of life for some seconds; empty if it does not.
+    """Why a process without a sign of life for some seconds counts as silent; empty if it does not.
 
     >>> why_silent(11, Resident.this_process()), why_silent(61, Resident("", 0))[:26]
     ('', 'no sign of life for 60 s; ')
@@ -256,20 +256,20 @@ def why_silent(seconds: float, where: Resident) -> str:
 
 
 def sign_of_life(process: int, silence: str) -> Notice:
-    """The notice of a process that is silent, and why, or that no longer is."""
+    """The notice of a silent process with the reason, or of one that is no longer silent."""
     return Notice(process, "silent", text=silence, lost=True) if silence else Notice(process, "heard")
 
 
 def family(host: str) -> socket.AddressFamily:
-    """The kind of address that a host has."""
+    """A host's address family."""
     return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
 
 
 def bind_host(host: str) -> str:
-    """Where process 0 waits for connections that are made to a host of this name: the address of that name.
+    """The address at which process 0 listens for connections to a host of this name.
 
-    A host may know its own name as an address that no other host can reach. Then it waits at all of its addresses, as
-    the service does by default.
+    A host may resolve its own name to an address that no other host can reach. Then it listens at all addresses, like
+    the service by default.
 
     >>> bind_host("127.0.0.1"), bind_host("localhost") in ("127.0.0.1", "::1")
     ('127.0.0.1', True)
@@ -280,7 +280,7 @@ def bind_host(host: str) -> str:
 
 
 LINES: weakref.WeakSet[Lifeline] = weakref.WeakSet()
-"""The connections of this process."""
+"""This process's lifelines."""
 
 
 def after_fork() -> None:

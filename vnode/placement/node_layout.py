@@ -1,4 +1,4 @@
-"""How many virtual nodes each device would hold, of devices that need not exist.
+"""The number of virtual nodes per device, for devices that need not exist.
 
 Knows numbers of nodes and devices. Must not know real devices or steps.
 """
@@ -10,11 +10,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Nodes on devices by their numbers alone; a `vnode.Placement` is the same for devices that are there.
+    """Nodes on devices, by numbers alone; a `vnode.Placement` is the same for real devices.
 
     Attributes:
       counts: nodes on each device, contiguous ranges in order.
-      together: devices that compute a node together; then a number is that of such a group.
+      together: devices that compute a node together; device numbers then count such groups.
 
     Example:
       >>> layout = Layout((3, 3, 2))
@@ -32,5 +32,5 @@ class Layout:
 
     @property
     def names(self) -> list[str]:
-        """What to call the devices."""
+        """Names of the devices."""
         return [f"{'device' if self.together == 1 else 'row'} {d}" for d in range(len(self.counts))]

@@ -1,9 +1,9 @@
-"""Which leaves of a state are sharded how, by patterns of their names.
+"""Patterns of leaf names -> shardings of a state's leaves.
 
 Knows pytrees, shardings and placements. Must not know steps.
 
-A leaf is called by the keys that lead to it: ``params/mlp/wi/kernel``. An optimizer's slots have names that end like
-those of their parameters, so that a pattern means both.
+A leaf's name is its path: ``params/mlp/wi/kernel``. Names of an optimizer's slots end like those of their parameters,
+so one pattern matches both.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from vnode.show.units import several
 
 @dataclasses.dataclass(frozen=True)
 class Exactly:
-    """In the place of a pattern: the leaves of one name and no others, of one shape if that is said as well.
+    """In place of a pattern: matches leaves of one name only, and of one shape if that is given.
 
     Attributes:
-      leaf: the name, or what `full_name` makes of it and the shape.
+      leaf: the name, or the result of `full_name` for it and the shape.
     """
 
     leaf: str
@@ -44,15 +44,15 @@ Pattern = str | Exactly
 Patterns = tuple[tuple[Pattern, PartitionSpec | UnevenSpec], ...]
 
 HOST = "pinned_host"
-"""How jax calls the part of a host's memory that devices read and write."""
+"""jax's name for the host memory that devices read and write."""
 
 
 def patterns_of(given: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
-    """Patterns as a user gives them, checked.
+    """Checks a user's patterns.
 
     Raises:
-      ValueError: one is no regular expression, or stands for something else than a `PartitionSpec` or `UnevenSpec`, or
-        for one that no array can have.
+      ValueError: a pattern is no regular expression, or its value is neither a `PartitionSpec` nor an `UnevenSpec`, or
+        is one that no array can have.
     """
     for pattern, spec in given.items():
         if not isinstance(pattern, str) or not isinstance(spec, PartitionSpec | UnevenSpec):
@@ -68,7 +68,7 @@ def patterns_of(given: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
 
 
 def full_name(name: str, shape: Sequence[int]) -> str:
-    """What a leaf is called where arguments have leaves of one name and several shapes, as two networks have.
+    """A leaf's name with its shape, where arguments have leaves of one name and several shapes, as two networks have.
 
     >>> full_name("mlp/0", (4, 3))
     'mlp/0 (4, 3)'
@@ -77,7 +77,7 @@ def full_name(name: str, shape: Sequence[int]) -> str:
 
 
 def matches(pattern: Pattern, name: str, shape: Sequence[int]) -> bool:
-    """Whether a pattern means a leaf.
+    """Whether a pattern matches a leaf.
 
     >>> [matches(pattern, "mlp/0", (4, 3)) for pattern in ("0$", Exactly("0"), Exactly("mlp/0 (4, 3)"))]
     [True, False, True]
@@ -88,7 +88,7 @@ def matches(pattern: Pattern, name: str, shape: Sequence[int]) -> bool:
 
 
 def first_match(patterns: Patterns, name: str, shape: Sequence[int]) -> PartitionSpec | UnevenSpec | None:
-    """How a leaf lies by the first pattern that means it; None if none does."""
+    """The value of the first pattern that matches a leaf; None if none does."""
     return next((spec for pattern, spec in patterns if matches(pattern, name, shape)), None)
 
 
@@ -105,10 +105,10 @@ def axes_of(spec: PartitionSpec | UnevenSpec) -> list[Any]:
 
 
 def check_spec(pattern: str, spec: PartitionSpec | UnevenSpec) -> None:
-    """Refuses what no leaf of a state can be sharded as.
+    """Raises if no leaf of a state can have a spec.
 
     Raises:
-      ValueError: an axis is named twice, or sums are left in pieces.
+      ValueError: an axis is named twice, or the spec is unreduced.
     """
     if isinstance(spec, PartitionSpec) and (spec.unreduced or spec.reduced):
         raise ValueError(
@@ -122,14 +122,14 @@ def check_spec(pattern: str, spec: PartitionSpec | UnevenSpec) -> None:
 
 
 def check_axes(patterns: Patterns, known: Sequence[Any]) -> None:
-    """Refuses axes that a mesh does not have: they would divide nothing.
+    """Raises if a spec names axes that the mesh lacks: they would divide nothing.
 
     Args:
-      patterns: as `patterns_of` gives them.
+      patterns: the result of `patterns_of`.
       known: the axes of the mesh.
 
     Raises:
-      PlacementError: there is one.
+      PlacementError: an axis is missing.
     """
     for pattern, spec in patterns:
         missing = [name for name in axes_of(spec) if name not in known]
@@ -148,7 +148,7 @@ def check_axes(patterns: Patterns, known: Sequence[Any]) -> None:
 
 
 def name_of(path: tuple[Any, ...]) -> str:
-    """What a leaf is called: the keys that lead to it.
+    """A leaf's name: the keys of its path.
 
     >>> name_of(jax.tree_util.tree_leaves_with_path({"mlp": [1.0]})[0][0])
     'mlp/0'
@@ -162,20 +162,20 @@ def quoted(name: str) -> str:
 
 
 def by_name(tree: Any, patterns: Patterns, placement: Placement, host: Sequence[Pattern] = ()) -> Any:
-    """A tree whose leaves are sharded as the first pattern says that is found in their names.
+    """Shards the leaves of a tree by the first pattern that matches their names.
 
     Args:
       tree: a pytree of arrays, or of `jax.ShapeDtypeStruct`s.
-      patterns: regular expressions, and over which axes of the mesh dimensions are divided. Axes that the placement's
-        mesh does not have divide nothing; leaves of fewer dimensions than a spec has are left as they are.
+      patterns: regular expressions, each with a spec. Axes that the placement's mesh lacks divide nothing; leaves with
+        fewer dimensions than a spec stay as they are.
       placement: where the leaves live, or will.
-      host: regular expressions; leaves in whose names one is found lie in the host's memory.
+      host: regular expressions; leaves whose names match one are put into host memory.
 
     Returns:
-      The same tree; leaves without a pattern, and with one for unequal pieces, are left as they are.
+      The tree; leaves without a pattern, or with an `UnevenSpec`, stay as they are.
 
     Raises:
-      PlacementError: axes do not divide a dimension.
+      PlacementError: axes do not divide a dimension evenly.
     """
 
     def add_spec(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -204,14 +204,14 @@ def by_name(tree: Any, patterns: Patterns, placement: Placement, host: Sequence[
 
 
 def restrict_to_mesh(spec: PartitionSpec, placement: Placement) -> PartitionSpec:
-    """A spec over those of its axes that a placement's mesh has."""
+    """Restricts a spec to the axes of a placement's mesh."""
     entries = [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in spec]
     kept = [tuple(name for name in entry if name in placement.mesh.shape) for entry in entries]
     return PartitionSpec(*[entry or None for entry in kept])
 
 
 def check_divides(name: str, shape: Sequence[int], target: NamedSharding) -> None:
-    """Refuses a sharding that does not divide evenly, by a plan or by hand.
+    """Raises if a sharding, by a plan or by hand, does not divide a leaf evenly.
 
     Raises:
       PlacementError: it does not.
@@ -239,14 +239,14 @@ def check_divides(name: str, shape: Sequence[int], target: NamedSharding) -> Non
 
 
 def check_matched(trees: Sequence[Any], patterns: Patterns) -> None:
-    """Refuses patterns that are found in no name, or in names of leaves alone that have too few dimensions.
+    """Raises for patterns that match no leaf, or only leaves with too few dimensions.
 
     Args:
-      trees: all that is not split among nodes.
-      patterns: to be found.
+      trees: the arguments that are not split among nodes.
+      patterns: the patterns.
 
     Raises:
-      PlacementError: one is not.
+      PlacementError: a pattern matches nothing.
     """
     paths = [each for tree in trees for each in jax.tree_util.tree_leaves_with_path(tree)]
     leaves = [(name_of(path), np.shape(leaf)) for path, leaf in paths]
@@ -294,7 +294,7 @@ def check_matched(trees: Sequence[Any], patterns: Patterns) -> None:
 
 
 def rank(spec: PartitionSpec | UnevenSpec) -> int:
-    """How many dimensions a leaf has to have at least, for a spec to say anything of it.
+    """The fewest dimensions of a leaf to which a spec applies.
 
     >>> rank(PartitionSpec("model", None)), rank(UnevenSpec(1, "model", (2, 1)))
     (2, 2)
@@ -303,7 +303,7 @@ def rank(spec: PartitionSpec | UnevenSpec) -> int:
 
 
 def divided(spec: PartitionSpec | UnevenSpec) -> int:
-    """How many dimensions a leaf has to have at least, to be divided as a spec says.
+    """The fewest dimensions of a leaf that a spec can divide.
 
     >>> divided(PartitionSpec(None, "model")), divided(PartitionSpec("model", None)), divided(PartitionSpec())
     (2, 1, 0)

@@ -1,9 +1,9 @@
-"""Which virtual nodes live on which device.
+"""Virtual nodes -> devices.
 
 Knows devices and meshes. Must not know steps, values or programs.
 
-Devices of one program are of one kind. A placement on devices of several kinds has groups, one for each program; each
-is a placement of its own, of some consecutive nodes.
+All devices of one program are of one kind. A placement on devices of several kinds has groups, one per program; each is
+itself a placement of some consecutive nodes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Placement(Drawn, Bound):
       first: its first node; 0 unless it is a group of another placement.
 
     Raises:
-      PlacementError: the arguments do not fit together.
+      PlacementError: the arguments contradict each other.
 
     Example:
       >>> import jax
@@ -107,7 +107,7 @@ class Placement(Drawn, Bound):
         if any(n < 0 for n in counts) or sum(counts) != virtual_nodes:
             raise PlacementError(f"counts must be at least 0 and add up to {virtual_nodes} nodes, not {list(counts)}")
         self.virtual_nodes = virtual_nodes
-        self.mesh = mesh  # of the first group
+        self.mesh = mesh  # the first group's
         self.axis = axis
         self.counts = counts
         self.first = 0
@@ -127,21 +127,21 @@ class Placement(Drawn, Bound):
 
     @property
     def groups(self) -> tuple[Placement, ...]:
-        """One placement for each program, of some of the nodes; itself if there is one program."""
+        """One placement per program, each of some of the nodes; itself if there is one program."""
         return self._groups or (self,)
 
     @property
     def working(self) -> tuple[Placement, ...]:
-        """Those of the groups that hold nodes."""
+        """The groups that hold nodes."""
         return tuple(group for group in self.groups if group.nodes)
 
     @property
     def nodes(self) -> int:
-        """How many nodes it holds: all of them, unless it is a group."""
+        """The number of its nodes: V, unless it is a group."""
         return sum(self.counts)
 
     def resize(self, devices: Sequence[Any] | Mesh, counts: Sequence[int] | None = None) -> Placement:
-        """The same nodes on other devices.
+        """Places the same nodes on other devices.
 
         Args:
           devices: a sequence of devices, as `arrange_devices` takes it, or a mesh that has the placement's axis.
@@ -165,17 +165,17 @@ class Placement(Drawn, Bound):
         return Placement(self.virtual_nodes, place, counts=counts, axis=self.axis)
 
     def arrange_devices(self, devices: Sequence[Any] | Mesh) -> list[Any] | Mesh:
-        """Where the nodes are to live: on devices in a row, or on a mesh.
+        """The devices on which the nodes will live: a list, or a mesh.
 
         Args:
-          devices: a mesh, which stays as it is, or a sequence of devices. Where the placement's mesh has other axes,
-            these stay as long as they are, and that of the nodes is as long as there are devices for.
+          devices: a mesh, returned unchanged, or a sequence of devices. If the placement's mesh has other axes, these
+            keep their sizes, and the nodes' axis takes the remaining devices.
 
         Returns:
           The devices as a list, or a mesh that has the placement's axes.
 
         Raises:
-          PlacementError: the other axes do not divide the devices, or these are of several kinds.
+          PlacementError: the other axes do not divide the number of devices, or these are of several kinds.
 
         Example:
           >>> import jax
@@ -212,27 +212,27 @@ class Placement(Drawn, Bound):
 
     @property
     def devices(self) -> list[Any]:
-        """All devices, those of the mesh's other axes included."""
+        """All devices, including those along the mesh's other axes."""
         return [device for group in self.groups for device in group.mesh.devices.flat]
 
     @property
     def size(self) -> int:
-        """Devices along the node axis."""
+        """The number of devices along the nodes' axis."""
         return len(self.counts)
 
     @property
     def together(self) -> int:
-        """Devices that compute a node together: those along the mesh's other axes."""
+        """The number of devices that compute a node together: those along the mesh's other axes."""
         return len(self.devices) // self.size
 
     @property
     def waves(self) -> int:
-        """Nodes that the fullest device computes one after another."""
+        """The number of nodes that the fullest device computes one after another."""
         return max(self.counts)
 
     @property
     def even(self) -> bool:
-        """Whether every device holds as many nodes as every other."""
+        """Whether all devices hold equally many nodes."""
         return min(self.counts) == max(self.counts)
 
     @functools.cached_property
@@ -242,20 +242,20 @@ class Placement(Drawn, Bound):
 
     @functools.cached_property
     def slots(self) -> tuple[int, ...]:
-        """For every node its slot, when every device has as many slots as the fullest needs."""
+        """The slot of every node, when every device has as many slots as the fullest one."""
         return tuple(d * self.waves + k for d, count in enumerate(self.counts) for k in range(count))
 
     def local_examples(self, batch_size: int) -> np.ndarray:
-        """Which rows of a batch this process must give: those of the nodes on its own devices.
+        """The rows of a batch that this process must provide: those of its own devices' nodes.
 
-        Where V does not divide the batch, the last nodes are filled up with the last example; a process that has nodes
-        without examples of their own must give that one.
+        If V does not divide the batch, the last example is repeated in the last nodes; a process whose nodes have no
+        example of their own must provide that one.
 
         Args:
           batch_size: examples of the whole batch, B.
 
         Returns:
-          Numbers of rows, increasing, ``int64[n]``; all of them if there is one process. `vnode.data.local_batch` takes
+          Row numbers, increasing, ``int64[n]``; all of them if there is one process. `vnode.data.local_batch` takes
           these rows.
 
         Example:
@@ -273,7 +273,7 @@ class Placement(Drawn, Bound):
 
     @property
     def own_nodes(self) -> int:
-        """How many nodes this process computes, some perhaps together with others: along a further axis of the mesh.
+        """The number of nodes that this process computes, some perhaps together with others along a further mesh axis.
 
         Example:
           >>> import jax
@@ -284,7 +284,7 @@ class Placement(Drawn, Bound):
 
     @property
     def names(self) -> list[str]:
-        """What to call the devices along the node axis; each stands for those of the mesh's other axes too."""
+        """Names of the devices along the nodes' axis; each stands for those of the mesh's other axes too."""
         found = []
         for group in self.groups:
             axis = group.mesh.axis_names.index(group.axis)
@@ -294,7 +294,7 @@ class Placement(Drawn, Bound):
         return found
 
     def page(self) -> Page:
-        """What there is to see: the nodes by device and wave."""
+        """The page that displays the nodes by device and wave."""
         each = self.together
         holder = "device" if each == 1 else "row"
         held = f"{several(self.size, holder)}{'' if each == 1 else f' of {each} devices'}"
@@ -325,15 +325,15 @@ class Placement(Drawn, Bound):
 
     @property
     def kinds(self) -> str:
-        """What devices there are, for people."""
+        """The kinds of devices, in words."""
         return "/".join(sorted({getattr(device, "device_kind", str(device)) for device in self.devices}))
 
 
 def device_list(devices: Any) -> list[Any]:
-    """A list of devices, by default all; of a number, the first so many of ``jax.devices()``.
+    """A list of devices; all by default; for a number n, the first n of ``jax.devices()``.
 
     Raises:
-      PlacementError: it holds something else.
+      PlacementError: an entry is no device.
     """
     if isinstance(devices, int | np.integer) and not isinstance(devices, bool):
         there = world().devices
@@ -374,17 +374,17 @@ def device_list(devices: Any) -> list[Any]:
 
 
 def check_once(devices: Sequence[Any]) -> None:
-    """Refuses a device that is named twice.
+    """Raises if a device is named twice.
 
     Raises:
-      PlacementError: there is one.
+      PlacementError: one is named twice.
     """
     if len(set(devices)) != len(devices):
         raise PlacementError("a device may be named only once in a placement")
 
 
 def neighbours_of_one_kind(devices: Sequence[Any]) -> list[list[Any]]:
-    """Neighbours of one kind together."""
+    """Groups neighbouring devices of one kind."""
 
     def kind(device: Any) -> tuple[str, Any]:
         return device.platform, getattr(device, "device_kind", None)
@@ -397,7 +397,7 @@ def mesh_of(devices: Sequence[Any], axis: str) -> Mesh:
 
 
 def even_counts(virtual_nodes: int, devices: int, lane: int = 1) -> list[int]:
-    """Nodes of each device, as even as possible, in whole lanes.
+    """The number of nodes of each device, as even as possible, in whole lanes.
 
     >>> even_counts(32, 3), even_counts(32, 3, lane=4)
     ([11, 11, 10], [12, 12, 8])
@@ -408,14 +408,14 @@ def even_counts(virtual_nodes: int, devices: int, lane: int = 1) -> list[int]:
 
 
 MOST_NODES = 1 << 20
-"""Nodes that there may be. Each is a turn of a loop, and a leaf of the tree of sums, which is looked at on the host."""
+"""The most nodes. Each is an iteration of a loop, and a leaf of the tree of sums, which the host builds."""
 
 
 def node_count(virtual_nodes: Any) -> int:
-    """A number of nodes as a Python integer.
+    """Converts a number of nodes to a Python integer.
 
     Raises:
-      PlacementError: it is none, or one too large.
+      PlacementError: it is no positive integer, or too large.
     """
     try:
         count = 0 if isinstance(virtual_nodes, bool) else operator.index(virtual_nodes)

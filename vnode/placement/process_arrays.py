@@ -1,14 +1,14 @@
-"""Arrays that several processes hold together: made of what each has, compared first, and sent to those that have none.
+"""Arrays of single processes -> arrays of several processes: compared first, and sent to processes that lack them.
 
 Knows processes, devices and placements. Must not know steps.
 
 After `jax.distributed.initialize` every process runs the same program and has devices of its own. A placement's devices
-may then be those of several processes. A value that each of them has (a NumPy array, an array on its own devices) is
-put by each onto its own devices, and nothing else travels. That is right only if all have the same value, so they
-compare checksums first: a process that was left out for some steps and still holds an older state, or one whose
-examples are not those of the others, is found out instead of becoming a replica that differs.
+may belong to several processes. A value that each process has (a NumPy array, an array on its own devices) is copied by
+each to its own devices; nothing else is sent. That requires equal values, so checksums are compared first. This finds a
+process that missed some steps and holds an older state, or one with other examples, before it becomes a diverging
+replica.
 
-Bits are sent as integers, of which all but one are zero: sums of floating-point numbers would lose negative zeros.
+Bits are sent as integers, by a sum in which all but one are zero: floating-point sums would lose negative zeros.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ from vnode.placement.world import in_world, is_local, is_shared, world, world_of
 from vnode.show.units import several
 
 NONE, COPY, SPREAD, HERE = range(4)
-"""How a process has an array: not at all; a copy of its own; a part, and others the rest; where it is to be."""
+"""How a process has an array: not at all; a copy of its own; a shard of it; in its final place."""
 
 ASYNCHRONOUS = 16 << 10
-"""Bytes that are sent at least. On CPUs jax runs programs of less than 1,000 operations in the thread that calls them,
-which could then not see that another process has failed."""
+"""The least number of bytes sent. On CPUs jax runs programs of less than 1,000 operations in the calling thread,
+which then could not notice another process's failure."""
 
 Vote = tuple[int, int, int]
-"""What a process says of an array: a checksum of its type, how it has it, and one of its value or its devices."""
+"""A process's vote on an array: checksum of its type, how it has the array, and checksum of its value or devices."""
 
 
 def exchange_arrays(
     leaves: Sequence[Any], placement: Placement, names: Sequence[str], *, batch: bool = False
 ) -> list[Any]:
-    """Arrays on a placement's devices, from wherever they are. All processes concerned must call it.
+    """Puts arrays on a placement's devices, from wherever they are. All processes concerned must call it.
 
-    Those are the processes of the placement's devices, and of those where the arrays are.
+    Concerned are the processes of the placement's devices, and of the arrays' devices.
 
     Args:
       leaves: arrays of any kind, and Python numbers.
-      placement: where to.
-      names: what messages call them.
-      batch: whether they are a batch, of which processes may be meant to have different rows.
+      placement: the target.
+      names: names in messages.
+      batch: whether the leaves are a batch, of which processes may be meant to have different rows.
 
     Returns:
-      The same arrays. What a process has for itself alone is taken to be what all have, and is compared.
+      The arrays. A process's local value is assumed to be the same in all processes, and compared.
 
     Raises:
-      PlacementError: processes have different arrays, or put them on different devices.
-      ProcessError: one of them did not come in time.
+      PlacementError: processes have different arrays, or other target devices.
+      ProcessError: a process did not come in time.
     """
     made = [leaf.whole() if isinstance(leaf, ShardedBatch) and leaf.placement != placement else leaf for leaf in leaves]
     moving = [i for i, leaf in enumerate(made) if not isinstance(leaf, ShardedBatch)]
@@ -77,12 +77,12 @@ def exchange_arrays(
 
 
 def to_placements(leaves: Sequence[Any], placement: Placement, names: Sequence[str] = (), batch: bool = False) -> list:
-    """Arrays on a placement's devices, all of which are this process's."""
+    """Puts arrays on a placement's devices, all of which belong to this process."""
     return [to_placement(leaf, placement) for leaf in leaves]
 
 
 def between_processes(leaves: Sequence[Any], placement: Placement, names: Sequence[str], batch: bool) -> list[Any]:
-    """`exchange_arrays` of arrays that are in one piece."""
+    """`exchange_arrays` for arrays that are not in shares."""
     devices = {*placement.devices, *(device for leaf in leaves for device in devices_of(leaf))}
     processes = {device.process_index for device in devices}
     if not leaves or processes == {world().index}:
@@ -100,10 +100,10 @@ def between_processes(leaves: Sequence[Any], placement: Placement, names: Sequen
 
 
 def put(tree: Any, placement: Placement) -> Any:
-    """A state on a placement's devices; as `exchange_arrays`, of any pytree, whose other leaves stay as they are.
+    """Puts a state on a placement's devices; as `exchange_arrays`, of any pytree, whose other leaves stay.
 
     Raises:
-      VnodeError: arrays of it are gone.
+      VnodeError: some of its arrays are deleted.
     """
     check_not_donated({"argument 0": tree})
     arrays: list[Any] = []
@@ -115,17 +115,17 @@ def put(tree: Any, placement: Placement) -> Any:
 
 
 def check_agreed(mine: np.ndarray, names: Sequence[str], placement: Placement, what: str, processes: set[int]) -> bool:
-    """Whether all processes say the same; their answers may then be of different lengths without one waiting for more.
+    """Checks that votes agree in number; otherwise processes would wait for more votes of each other.
 
     Args:
-      mine: what this process says.
-      names: of the arrays.
-      placement: where they go.
-      what: the processes have come for.
+      mine: this process's votes.
+      names: names of the arrays.
+      placement: the target.
+      what: the purpose, as for `meet`.
       processes: all that are concerned.
 
     Raises:
-      PlacementError: they have other arrays, or put them elsewhere.
+      PlacementError: they have other arrays or targets.
     """
     where = (placement.counts, placement.axis, [device.id for device in placement.devices])
     facts = [len(names), *(zlib.crc32(repr(fact).encode()) for fact in (list(names), where))]
@@ -150,9 +150,9 @@ def check_agreed(mine: np.ndarray, names: Sequence[str], placement: Placement, w
 
 
 def devices_of(leaf: Any) -> set[Any]:
-    """The devices of an array that all processes know of: one on a mesh, also if all of that is this process's own.
+    """The devices of an array that all processes know of: those of a mesh, also if all are this process's.
 
-    What this process has of an array of another world is its own copy, of which these processes need not know.
+    An array of another world is this process's own copy, which the other processes need not know of.
     """
     known = isinstance(leaf, jax.Array) and (isinstance(leaf.sharding, NamedSharding) or not leaf.is_fully_addressable)
     devices = leaf.sharding.device_set if known else set()
@@ -160,7 +160,7 @@ def devices_of(leaf: Any) -> set[Any]:
 
 
 def vote(leaf: Any, placement: Placement) -> Vote:
-    """What this process says of an array."""
+    """This process's vote on an array."""
     aval = jax.typeof(leaf)
     kind = zlib.crc32(f"{aval.dtype}{aval.shape}{getattr(aval, 'weak_type', False)}".encode())
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
@@ -176,7 +176,7 @@ def vote(leaf: Any, placement: Placement) -> Vote:
 
 
 def own_copy(leaf: Any) -> np.ndarray:
-    """The value of an array that is whole in this process; of typed keys, their data."""
+    """This process's copy of a whole array; for typed keys, of their data."""
     if isinstance(leaf, jax.Array):
         data = jax.random.key_data(leaf) if is_key(leaf) else leaf
         block_until_ready(data, "an array to be put on other devices")
@@ -193,18 +193,18 @@ def compare(
     *,
     batch: bool,
 ) -> None:
-    """Refuses arrays that are not the same in all processes.
+    """Raises if arrays are not the same in all processes.
 
     Args:
       votes: ``uint32[processes, arrays, 3]``.
-      names: of the arrays.
-      leaves: what this process has.
-      placement: where they were to go.
-      processes: whose votes they are.
-      batch: whether they are a batch.
+      names: names of the arrays.
+      leaves: this process's arrays.
+      placement: the target.
+      processes: the processes of the votes.
+      batch: whether the arrays are a batch.
 
     Raises:
-      PlacementError: some are not.
+      PlacementError: some differ.
     """
     differing = []
     for i, name in enumerate(names):
@@ -235,18 +235,18 @@ def compare(
 
 
 def differs(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two processes say different things of an array; one that has none of it says nothing."""
+    """Whether two votes contradict each other; a process without the array agrees with any."""
     return bool(one[0] != other[0] or (NONE not in (one[1], other[1]) and (one[1:] != other[1:]).any()))
 
 
 def move_agreed(leaf: Any, placement: Placement, ways: list[int], devices: set[Any], own: int) -> Any:
-    """An array that all processes agree about, on the placement's devices.
+    """Puts an array that all processes agree on onto the placement's devices.
 
     Args:
-      leaf: the array, as this process has it.
-      placement: where to.
+      leaf: this process's array.
+      placement: the target.
       ways: how each process has it, in the order of processes.
-      devices: those of all processes concerned.
+      devices: the devices of all processes concerned.
       own: how this process has it.
     """
     target = target_sharding(leaf, placement)
@@ -269,11 +269,11 @@ def move_agreed(leaf: Any, placement: Placement, ways: list[int], devices: set[A
 
 
 def global_array(value: np.ndarray, sharding: NamedSharding, *, weak: bool) -> jax.Array:
-    """An array that each process gives its own devices' part of.
+    """Makes an array to which each process contributes its own devices' shards.
 
     Args:
-      value: the whole array; in a process that has none of the devices, only its shape and dtype matter.
-      sharding: how the array lies on devices.
+      value: the whole array; in a process without any of the devices, only its shape and dtype matter.
+      sharding: its sharding.
       weak: whether it is weakly typed, as Python numbers are.
     """
     if weak and value.size:
@@ -283,20 +283,20 @@ def global_array(value: np.ndarray, sharding: NamedSharding, *, weak: bool) -> j
 
 @device_cache(maxsize=16)
 def weak_array_program(sharding: NamedSharding, shape: tuple[int, ...]) -> Callable[[list[Any]], jax.Array]:
-    """A program that makes a weakly typed array of Python numbers; there are no other ways to."""
+    """A program that makes a weakly typed array from Python numbers; nothing else can."""
     return jax.jit(lambda numbers: jnp.stack(numbers).reshape(shape), out_shardings=sharding)
 
 
 def replicate_in_processes(tree: Any) -> Any:
-    """A tree whose arrays are whole in each process that has a part of them; all of these must call it.
+    """Replicates a tree's arrays in each process that has a shard of them; all of these must call it.
 
-    The last program of these processes must be one by which the arrays were computed (`vnode.placement.succession`).
+    The last program of these processes must be one that computed the arrays (`vnode.placement.succession`).
     """
 
     def replicate_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
             return leaf
-        from vnode.placement.succession import record_last, smallest  # a single process needs none
+        from vnode.placement.succession import record_last, smallest  # only for several processes
 
         made = replicated(leaf)
         record_last([made], smallest([made]))
@@ -306,7 +306,7 @@ def replicate_in_processes(tree: Any) -> Any:
 
 
 def device_by_process(devices: Sequence[Any] | set[Any]) -> list[Any]:
-    """One device of each process that has any of these, by process."""
+    """One device of each process among `devices`, by process."""
     first: dict[int, Any] = {}
     for device in sorted(devices, key=lambda device: device.id):
         first.setdefault(device.process_index, device)
@@ -314,7 +314,7 @@ def device_by_process(devices: Sequence[Any] | set[Any]) -> list[Any]:
 
 
 def stack_by_process(mine: np.ndarray, devices: Sequence[Any] | set[Any]) -> jax.Array:
-    """An array of one row of each process, ``[processes, ...]``, each where it comes from."""
+    """An array of one row per process, ``[processes, ...]``, sharded by process."""
     there = device_by_process(devices)
     sharding = NamedSharding(Mesh(np.array(there), ("process",)), PartitionSpec("process"))
     shape = (len(there), *mine.shape)
@@ -322,12 +322,12 @@ def stack_by_process(mine: np.ndarray, devices: Sequence[Any] | set[Any]) -> jax
 
 
 def gather_rows(mine: np.ndarray, what: str, processes: set[int] | None = None) -> np.ndarray:
-    """What each of some processes says; all of them must call it, and wait for one another.
+    """Gathers rows of different lengths from some processes; all of them must call it.
 
     Args:
-      mine: what this process says, integers of 32 bits, ``[n]``; n may differ.
+      mine: this process's row, 32-bit integers, ``[n]``; n may differ.
       what: as for `vnode.placement.process_barrier.meet`.
-      processes: which; by default all there are.
+      processes: the processes; all by default.
 
     Returns:
       ``uint32[processes, n]``, by process.
@@ -337,10 +337,10 @@ def gather_rows(mine: np.ndarray, what: str, processes: set[int] | None = None) 
 
 
 def gather_from_all(mine: Sequence[int], what: str) -> np.ndarray:
-    """What every process there is says; all must call it, and wait for one another.
+    """Gathers rows from all processes; all must call it.
 
     Args:
-      mine: what this process says, integers of 32 bits, as many as the others do.
+      mine: this process's row, 32-bit integers, of the same length in all processes.
       what: as for `vnode.placement.process_barrier.meet`.
 
     Returns:
@@ -351,12 +351,12 @@ def gather_from_all(mine: Sequence[int], what: str) -> np.ndarray:
 
 
 def broadcast_bits(value: np.ndarray, holder: int, devices: Sequence[Any] | set[Any]) -> np.ndarray:
-    """The value that one process has, bit by bit; all processes of these devices must call it.
+    """Broadcasts one process's value, bit by bit; all processes of these devices must call it.
 
     Args:
       value: the value, in the process that has it; elsewhere of the same shape and dtype.
       holder: that process's position among them.
-      devices: any devices.
+      devices: any devices of these processes.
     """
     there = device_by_process(devices)
     data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
@@ -372,5 +372,5 @@ def broadcast_bits(value: np.ndarray, holder: int, devices: Sequence[Any] | set[
 
 @device_cache(maxsize=128)
 def sum_program(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    """A program that adds up rows."""
+    """A program that sums rows."""
     return jax.jit(lambda row: row.sum(0, dtype=row.dtype), out_shardings=target)

@@ -1,14 +1,14 @@
-"""Waits for other processes: no longer than a deadline, and with an error that says for whom and for what.
+"""Waits for other processes: up to a deadline, with an error that names the process and the purpose.
 
-Knows processes, the service that `jax.distributed.initialize` starts, and clocks. Must not know what they meet for.
+Knows processes, the service that `jax.distributed.initialize` starts, and clocks. Must not know why processes meet.
 
-A collective operation has no deadline of ours: gloo gives up after 30 seconds, NCCL after many minutes, a TPU never,
-and none of them says which process did not come. So before several processes begin something that none of them can do
-alone (the first run of a program that each compiles at its own speed, an exchange that is waited for) they meet at a
-barrier of the service. There each tells what it has come for, and may leave a word that all others read. A meeting
-takes a few milliseconds; steps whose program is known do not meet.
+Collectives have other deadlines: gloo gives up after 30 seconds, NCCL after many minutes, a TPU never, and none of them
+names the missing process. So several processes meet at a barrier of the service before they begin something together:
+the first run of a program that each compiles at its own speed, or a blocking exchange. There each process posts its
+purpose, and may leave a word that all others read. A meeting takes a few milliseconds; steps with a compiled program do
+not meet.
 
-Every wait looks at the board (`vnode.placement.failure_board`): a process that has failed is not waited for.
+Every wait reads the board (`vnode.placement.failure_board`): nobody waits for a failed process.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from vnode.placement.world import World, is_local, own_index, world
 from vnode.threads import background
 
 VARIABLE = "VNODE_PROCESS_TIMEOUT"
-"""The environment variable that says how many seconds a process waits for another one."""
+"""The environment variable with the seconds that a process waits for another one."""
 
 DEFAULT = 1800.0
-"""Seconds, where it is not set: processes may differ by as much as a large program takes to compile."""
+"""Seconds if it is not set: processes may differ by the time that a large program takes to compile."""
 
 PLACE_KEY = "vnode/last/main/"
-"""Where each process tells what it has come for."""
+"""Keys of each process's latest place."""
 
 THREAD_PLACE_KEY = "vnode/last/beside/"
-"""Where other threads than the main one tell it."""
+"""Keys of the latest place of threads other than the main one."""
 
 WORD_KEY = "vnode/said/"
-"""Where each process leaves its word at a meeting."""
+"""Keys of each process's word at a meeting."""
 
 TELL_EVERY = 5.0
-"""Seconds between two times that a process tells where it is, while it meets nobody."""
+"""Seconds between two posts of a process's place, while it meets nobody."""
 
 GRACE = 0.5
-"""Seconds that a wait goes on after another process has failed: what that one did before may be on its way."""
+"""Seconds that a wait goes on after another process has failed: its earlier results may still arrive."""
 
 PATIENCE = 10.0
-"""The same, for results of devices, after another process has ended as it should."""
+"""As `GRACE`, for results of devices, after the regular end of another process."""
 
 LOOK_EVERY = 2.0
-"""Seconds between two looks at where those are that do not come."""
+"""Seconds between two looks at the places of missing processes."""
 
 T = TypeVar("T")
 
 
 def timeout() -> float:
-    """How many seconds a process waits for another one.
+    """The seconds that a process waits for another one.
 
     Raises:
-      VnodeError: the environment variable holds no such number.
+      VnodeError: the environment variable is no positive number.
     """
     text = os.environ.get(VARIABLE)
     try:
@@ -80,12 +80,12 @@ def meet(what: str, processes: Iterable[int] | None = None, key: str = "") -> No
     """Waits until other processes have come to the same place; all of them must call it.
 
     Args:
-      what: what they do next, "to run 'step' for the first time", say; the same in all of them.
-      processes: which; by default all there are. This one does not wait for itself alone.
-      key: of the place, for threads beside the main one, which do not come to it in the same order in all processes.
+      what: the next action, such as "to run 'step' for the first time"; the same in all of them.
+      processes: the processes; all by default. A single process waits for nobody.
+      key: names the place, for threads other than the main one, which do not come in the same order in all processes.
 
     Raises:
-      ProcessError: one of them has failed, or did not come in time.
+      ProcessError: a process has failed, or did not come in time.
     """
     exchange_words(what, "", processes, key)
 
@@ -94,16 +94,16 @@ def exchange_words(what: str, word: str, processes: Iterable[int] | None = None,
     """As `meet`; each process leaves a word there, and reads those of all.
 
     Args:
-      what: what they do next.
-      word: of this process; none is read where it is empty, which it must then be in all of them.
-      processes: which; by default all there are.
-      key: of the place, as for `meet`.
+      what: the next action.
+      word: this process's word; if it is empty, it must be so in all processes, and none is read.
+      processes: the processes; all by default.
+      key: as for `meet`.
 
     Returns:
-      The words by process; that of this one alone where nobody is met.
+      The words by process; this one's alone if nobody is met.
 
     Raises:
-      ProcessError: one of them has failed, or did not come in time.
+      ProcessError: a process has failed, or did not come in time.
     """
     here = world()
     expected = sorted(range(here.count) if processes is None else {*processes})
@@ -140,21 +140,21 @@ def exchange_words(what: str, word: str, processes: Iterable[int] | None = None,
         return {}
     words = {int(name.rsplit("/", 1)[-1]): text for name, text in client.key_value_dir_get(f"{WORD_KEY}{place}/")}
     before, here.posted[among] = here.posted.get(among), f"{WORD_KEY}{place}/{here.index}"
-    if before is not None:  # all have read it, or they would not have come here
+    if before is not None:  # all have read it, or they would not be here
         client.key_value_delete(before)
     return words
 
 
 def next_meeting(here: World, expected: Sequence[int], key: str = "", come: bool = True) -> tuple[str, str]:
-    """Which processes meet, and the name of their next meeting.
+    """The processes that meet, and the name of their next meeting.
 
-    Those of a run are counted by themselves: processes that left one at different places may begin the next together.
+    Each run has its own count: processes that left a run at different places may begin the next one together.
 
     Args:
       here: this process's world.
       expected: the processes, in order.
-      key: of the place, as for `meet`.
-      come: whether this process comes to it now, so that the next one is another.
+      key: as for `meet`.
+      come: whether this process attends the meeting now, so that it is counted.
     """
     among = "all" if len(expected) == here.count else f"{zlib.crc32(repr(list(expected)).encode()):08x}"
     inside = f"{here.scopes[-1]}/{among}".replace(" ", "-") if here.scopes else among
@@ -168,10 +168,10 @@ def next_meeting(here: World, expected: Sequence[int], key: str = "", come: bool
 
 @contextlib.contextmanager
 def upcoming_meeting(processes: Collection[int]) -> Iterator[str]:
-    """While it lasts, this process does what some processes do before they meet next; yields the name of that meeting.
+    """A context for work before the next meeting of some processes; yields the name of that meeting.
 
-    A process that fails on the way there says so by that name (`tell_failure`). Then the others do not come there
-    either, and count it all the same: those that catch the error meet at the next one.
+    A process that fails inside posts that name (`tell_failure`). Then the others skip the meeting but count it: those
+    that catch the error meet at the next one.
     """
     here, expected = world(), sorted(processes)
     _, place = next_meeting(here, expected, come=False)
@@ -184,20 +184,20 @@ def upcoming_meeting(processes: Collection[int]) -> Iterator[str]:
 
 
 def interruptible(work: Callable[[], T], what: str, others: Collection[int], *, scopes: Collection[str] = ()) -> T:
-    """Does something in this thread, in Python and for long, which is interrupted if another process has failed.
+    """Does long Python work in this thread, interrupted if another process has failed.
 
     Args:
-      work: what to do; it waits for nobody, and may be cut off anywhere.
-      what: it is, "to trace 'step'", say.
+      work: waits for nobody, and may be interrupted anywhere.
+      what: the action, such as "to trace 'step'".
       others: the processes concerned.
-      scopes: what it is part of besides the current run.
+      scopes: further scopes besides the current run.
 
     Returns:
-      What `work` returns.
+      The result of `work`.
 
     Raises:
       ProcessError: another process has failed.
-      Exception: what `work` raises.
+      Exception: raised by `work`.
     """
     if not world().has_others:
         return work()
@@ -205,28 +205,28 @@ def interruptible(work: Callable[[], T], what: str, others: Collection[int], *, 
     def watch(is_done: Callable[[], bool]) -> None:
         wait_until(is_done, lambda: time.sleep(0.05), what, others, scopes=scopes, patience=math.inf)
 
-    from vnode.placement.interruption import interruptible as until_interrupted  # a single process needs none
+    from vnode.placement.interruption import interruptible as until_interrupted  # only for several processes
 
     return until_interrupted(work, watch)
 
 
 def tell(what: str) -> None:
-    """Tells the others where this process is, now and then; costs next to nothing.
+    """Posts this process's place now and then; costs next to nothing.
 
     Raises:
-      ProcessError: one of them has failed.
+      ProcessError: another process has failed.
     """
     here, now = world(), time.monotonic()
     if not here.has_others:
         return
     if now - here.told_at > TELL_EVERY:
         here.told_at = now
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # whoever needs the service will say that it is gone
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # users of the service will report that it is gone
             here.client.key_value_set(f"{PLACE_KEY}{here.index}", f"- {what}", allow_overwrite=True)
 
 
 def tell_failure(error: BaseException, processes: Collection[int]) -> None:
-    """Tells those that some processes meet next that this one has failed on the way there."""
+    """Posts that this process has failed before the next meeting of some processes."""
     here = world()
     if here.has_others and len(processes) > 1 and here.index in processes and not getattr(error, "told", False):
         here.tell(error, next_meeting(here, sorted(processes))[1], *here.scopes)
@@ -237,13 +237,13 @@ def block_until_ready(tree: Any, what: str) -> Any:
 
     Args:
       tree: the arrays.
-      what: they are of: "step 7", say.
+      what: their origin, such as "step 7".
 
     Returns:
       The tree.
 
     Raises:
-      ProcessError: another process has failed, or they are not computed in time.
+      ProcessError: another process has failed, or the arrays are not ready in time.
     """
     here = world()
     if not here.has_others:
@@ -275,22 +275,22 @@ def run_watched(
     patience: float | None = None,
     look: Callable[[float], None] | None = None,
 ) -> T:
-    """Does something that waits for other processes, in a thread that is left behind if one of them has failed.
+    """Does work that waits for other processes in a thread that is abandoned if one of them has failed.
 
     Args:
-      work: what to do.
-      what: it is, "to save a checkpoint", say.
+      work: the work.
+      what: the action, such as "to save a checkpoint".
       others: the processes concerned.
-      scopes: what it is part of besides the current run.
-      patience: seconds that it may take; by default as long as processes wait for one another.
-      look: called now and then with the seconds that it has taken.
+      scopes: further scopes besides the current run.
+      patience: the most seconds it may take; by default as long as processes wait for one another.
+      look: called now and then with the elapsed seconds.
 
     Returns:
-      What `work` returns.
+      The result of `work`.
 
     Raises:
-      ProcessError: another process has failed, or it is not done in time.
-      Exception: what `work` raises.
+      ProcessError: another process has failed, or the work is not done in time.
+      Exception: raised by `work`.
     """
     done, results, errors = threading.Event(), [], []
 
@@ -321,20 +321,20 @@ def wait_until(
     linger: float = GRACE,
     look: Callable[[float], None] | None = None,
 ) -> None:
-    """Waits until something is done that other processes have a part in.
+    """Waits until something is done in which other processes take part.
 
     Args:
-      done: whether it is.
-      sleep: waits a little.
-      what: what this process came for, or waits for.
+      done: returns whether it is done.
+      sleep: sleeps briefly.
+      what: the action, or the awaited result.
       others: the processes concerned.
-      patience: seconds to wait.
-      scopes: what it is part of besides the current run.
-      linger: seconds to wait after one of the others has ended as it should.
-      look: called now and then with the seconds waited.
+      patience: the most seconds to wait.
+      scopes: further scopes besides the current run.
+      linger: seconds to wait after the regular end of another process.
+      look: called now and then with the elapsed seconds.
 
     Raises:
-      ProcessError: one of the others has failed, or it is not done in time.
+      ProcessError: another process has failed, or the wait takes too long.
     """
     here, began = world(), time.monotonic()
     looked, noticed = began, 0.0
@@ -354,9 +354,9 @@ def wait_until(
 
 
 def grace(notice: Notice, linger: float) -> float:
-    """Seconds that a wait goes on after a notice, `linger` after that of a process that has ended as it should.
+    """Seconds that a wait goes on after a notice; `linger` if it is of a regular end.
 
-    Where process 0 is gone, jax is about to abort this process.
+    If process 0 is gone, jax is about to abort this process.
     """
     if notice.kind == "ended" and not notice.text:
         return linger
@@ -366,7 +366,7 @@ def grace(notice: Notice, linger: float) -> float:
 def check_failed(
     what: str, others: Collection[int] | None = None, scopes: Collection[str] = (), *, cause: BaseException
 ) -> None:
-    """After an error of the runtime, which may come of another process's end: waits a moment for the notice of that.
+    """After a runtime error, waits a moment for the notice of another process's failure that may have caused it.
 
     Raises:
       ProcessError: another process has failed.
@@ -380,7 +380,7 @@ def check_failed(
 
 
 def is_runtime_error(error: BaseException) -> bool:
-    """Whether an error is one of jax's runtime, or of what uses it to wait for other processes.
+    """Whether an error is one of jax's runtime, or of its users that wait for other processes.
 
     >>> is_runtime_error(ValueError("INTERNAL: connection closed")), is_runtime_error(ValueError("no such file"))
     (True, False)
@@ -389,14 +389,14 @@ def is_runtime_error(error: BaseException) -> bool:
 
 
 def check_others(what: str, step: int | None = None) -> None:
-    """Looks whether another process has failed; costs nothing.
+    """Checks whether another process has failed; costs nothing.
 
     Args:
-      what: this process came for.
-      step: to which of its run, if to one.
+      what: this process's action.
+      step: the step of its run, if it is in one.
 
     Raises:
-      ProcessError: one has.
+      ProcessError: another process has failed.
     """
     here = world()
     if here.board is not None and step is not None:
@@ -407,12 +407,12 @@ def check_others(what: str, step: int | None = None) -> None:
 
 
 def failure_error(notice: Notice, what: str, here: int) -> ProcessError:
-    """The error of a process that another one has failed.
+    """The error in a process after another one has failed.
 
     Args:
-      notice: of the other one.
-      what: what this one came for, or waited for.
-      here: this one.
+      notice: the other process's notice.
+      what: this process's action, or awaited result.
+      here: this process.
     """
     name, own = process_names([notice.process]), process_names([here])
     again = "then start all processes again: a run with checkpoint=... goes on from the last one"
@@ -423,7 +423,7 @@ def failure_error(notice: Notice, what: str, here: int) -> ProcessError:
             remedies=[f"see what {name} wrote last", *([] if world().workers else [again])],
         ),
         process=notice.process,
-        told=notice.kind != "left",  # or the one that has left would not know
+        told=notice.kind != "left",  # or the process that has left would not know
     )
 
 
@@ -440,7 +440,7 @@ def mismatch_error(here: int, what: str, process: int, why: str) -> ProcessError
 
 
 def whereabouts(client: Any, board: str = PLACE_KEY) -> dict[int, tuple[str, str]]:
-    """The place that each process has come to last, and what for; nothing of those that have come to none."""
+    """The latest place and purpose of each process; processes that have met nobody are missing."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service may be gone
         said = {int(key.rsplit("/", 1)[-1]): value.split(" ", 1) for key, value in client.key_value_dir_get(board)}
         return {process: (place, what) for process, (place, what) in said.items()}
@@ -459,13 +459,13 @@ def absence_error(
     """The error of a process that waited in vain, or came too late.
 
     Args:
-      what: what it has come for.
-      place: where.
+      what: its action.
+      place: the meeting.
       here: the process.
-      expected: all that should have come.
-      waited: seconds that it did.
-      found: where each process is; nothing, not even of this one, if the service is gone.
-      error: of the service.
+      expected: all processes that should have come.
+      waited: the seconds that it waited.
+      found: the place of each process; empty if the service is gone.
+      error: the service's error.
     """
     at_once = waited < min(1.0, timeout() / 2)
     others = [process for process in expected if process != here]
@@ -496,7 +496,7 @@ def absence_error(
 
 
 def deadline_error(what: str, here: World, waited: float) -> ProcessError:
-    """The error of a process that waited too long for what several of them do together."""
+    """The error of a process that waited too long for a joint result of several."""
     found = whereabouts(here.client)
     return ProcessError(
         layout_message(
@@ -512,7 +512,7 @@ def deadline_error(what: str, here: World, waited: float) -> ProcessError:
 
 
 def last_seen(process: int, found: dict[int, tuple[str, str]]) -> str:
-    """What is known of a process.
+    """The latest known facts about a process.
 
     >>> last_seen(1, {1: ("", "to save a checkpoint")}), last_seen(2, {})
     ('process 1 was seen last when it came to save a checkpoint', 'process 2 was not seen')
@@ -523,15 +523,15 @@ def last_seen(process: int, found: dict[int, tuple[str, str]]) -> str:
 
 
 def check_own(asks: str, devices: Iterable[Any], remedies: Sequence[str]) -> None:
-    """Refuses devices of other processes, for what is measured or compared in one process.
+    """Raises for devices of other processes, where one process measures or compares.
 
     Args:
-      asks: the function that was called.
-      devices: that it is to use.
-      remedies: what to do instead.
+      asks: the called function.
+      devices: the devices.
+      remedies: advice for the error message.
 
     Raises:
-      ProcessError: some are another process's.
+      ProcessError: some devices belong to another process.
     """
     away = [device for device in devices if not is_local(device)]
     if away:
@@ -546,7 +546,7 @@ def check_own(asks: str, devices: Iterable[Any], remedies: Sequence[str]) -> Non
 
 
 def process_names(processes: list[int]) -> str:
-    """Processes for people: those of a job's generation by the numbers of its workers.
+    """Processes in words; those of a job's generation by the numbers of its workers.
 
     >>> process_names([1]), process_names([0, 2, 3])
     ('process 1', 'processes 0, 2, 3')

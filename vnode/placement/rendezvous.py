@@ -1,11 +1,11 @@
-"""Turns a service for one process into one at which several meet: its barriers are made of keys.
+"""Service with one node -> barriers of several processes, made of keys.
 
-Knows clients of jax's coordination service. Must not know who meets, nor for what.
+Knows clients of jax's coordination service. Must not know who meets, nor why.
 
-The service of a generation of workers has one node, under whose number all of them connect: it waits for nobody and
-misses nobody. Its own barrier would wait for that one node only. Here process i leaves the key ``barrier/name/i``.
-Whoever then finds the keys of all writes ``barrier/name/end``; whoever has waited too long writes there that the
-barrier has failed. That key is written once, so all processes come to the same end.
+The service of a generation of workers has one node, as which all of them connect: it waits for nobody and misses
+nobody. Its own barrier would wait for that one node only. So process i writes the key ``barrier/name/i``. A process
+that finds the keys of all writes ``barrier/name/end``; a process that has waited too long writes there that the barrier
+has failed. That key is written once, so all processes see the same end.
 
     client = Rendezvous(get_distributed_runtime_client(address, 0), index=2, count=3)
     client.wait_at_barrier("compiled", 1000)    # until processes 0 and 1 have called it, too
@@ -23,12 +23,12 @@ PASSED = "passed"
 
 
 class Rendezvous:
-    """A client of a service of one node, with the calls that vnode makes, for several processes.
+    """A client of a service with one node, with the calls that vnode makes, for several processes.
 
     Args:
-      client: connected to the service.
-      index: which process this is.
-      count: how many there are.
+      client: a connected client.
+      index: this process's number.
+      count: the number of processes.
     """
 
     def __init__(self, client: Any, index: int, count: int) -> None:
@@ -39,16 +39,16 @@ class Rendezvous:
         self.key_value_delete = client.key_value_delete
 
     def wait_at_barrier(self, name: str, timeout_ms: int, processes: Iterable[int] | None = None) -> None:
-        """Waits until all of some processes have come to a barrier, to which each may come once.
+        """Waits until some processes have come to a barrier, to which each may come once.
 
         Args:
-          name: of the barrier.
-          timeout_ms: milliseconds to wait.
-          processes: which; by default all there are.
+          name: the barrier's name.
+          timeout_ms: the most milliseconds to wait.
+          processes: the processes; all by default.
 
         Raises:
-          JaxRuntimeError: as that of jax. ``DEADLINE_EXCEEDED``: some did not come in time, or an earlier process had
-            given up. ``ALREADY_EXISTS``: this one has been here before.
+          JaxRuntimeError: as jax's. ``DEADLINE_EXCEEDED``: some did not come in time, or an earlier process had given
+            up. ``ALREADY_EXISTS``: this process has been here before.
         """
         place, expected = f"barrier/{name}/", set(range(self.count) if processes is None else processes)
         deadline = time.monotonic() + timeout_ms / 1000
@@ -64,10 +64,12 @@ class Rendezvous:
     def arrived(self, place: str) -> set[int]:
         """The processes that have come to a barrier."""
         names = (key.removeprefix(place) for key, _ in self.client.key_value_dir_get(place))
-        return {int(name) for name in names if name.isdigit()}  # others are the end, and barriers of longer names
+        return {
+            int(name) for name in names if name.isdigit()
+        }  # other names are the end, and barriers with longer names
 
     def await_end(self, place: str, deadline: float) -> str:
-        """How a barrier ended; empty if it has not by the deadline."""
+        """The outcome of a barrier; empty if it has none by the deadline."""
         left = max(1, int(1000 * (deadline - time.monotonic())))
         try:
             return self.client.blocking_key_value_get(f"{place}end", left)
@@ -77,7 +79,7 @@ class Rendezvous:
             return ""
 
     def settle(self, place: str, end: str) -> str:
-        """Ends a barrier, unless another process has: returns how it ended."""
+        """Ends a barrier, unless another process has; returns the outcome."""
         try:
             self.client.key_value_set(f"{place}end", end)
             return end
@@ -87,6 +89,6 @@ class Rendezvous:
             return self.client.blocking_key_value_get(f"{place}end", 10_000)
 
     def absence(self, name: str, expected: set[int]) -> str:
-        """The error of a barrier that some processes did not come to in time."""
+        """The error of a barrier to which some processes did not come in time."""
         missing = sorted(expected - self.arrived(f"barrier/{name}/"))
         return f"DEADLINE_EXCEEDED: process {self.index} waited too long at barrier {name!r}; missing: {missing}"

@@ -1,9 +1,9 @@
-"""A batch of which the devices of a placement hold unequal shares.
+"""A batch in unequal shares: the devices of a placement hold different numbers of examples.
 
 Knows arrays, nodes and placements. Must not know steps, nor where examples come from.
 
-jax has no arrays with unequal shards. So every device has room for as many nodes as the fullest one holds, its *slots*:
-its own nodes come first, and the rest is never read.
+jax has no arrays with unequal shards. So every device has as many *slots* as the fullest one has nodes: its own nodes
+come first, and the rest is never read.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from vnode.placement.placement import Placement
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardedBatch:
-    """A batched array laid out for a placement: a step on that placement takes it as it is, others put it together.
+    """A batched array laid out for a placement: a step on that placement takes it as it is, others gather it first.
 
-    `vnode.data.Batches.load` makes them. In a pytree it is a node, whose children are `parts`.
+    `vnode.data.Batches.load` makes them. In a pytree it is an inner node with children `parts`.
 
     Args:
-      parts: for each group of the placement that holds nodes ``[slots, node size, ...]``, sharded over slots. The
-        examples that are missing in the last node are copies of the last example.
-      size: how many examples there are, B.
-      placement: whose devices hold them.
+      parts: for each group of the placement with nodes ``[slots, node size, ...]``, sharded over slots. Missing
+        examples in the last node are copies of the last example.
+      size: the number of examples, B.
+      placement: the placement whose devices hold them.
 
     Example:
       >>> import vnode
@@ -47,21 +47,21 @@ class ShardedBatch:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the batch, ``(B, ...)``."""
+        """The batch's shape, ``(B, ...)``."""
         return (self.size, *self.parts[0].shape[2:])
 
     @property
     def dtype(self) -> Any:
-        """Of the examples."""
+        """The examples' dtype."""
         return self.parts[0].dtype
 
     @property
     def ndim(self) -> int:
-        """Dimensions of the batch."""
+        """The batch's number of dimensions."""
         return len(self.shape)
 
     def whole(self) -> jax.Array:
-        """The batch as one array, whole on each device of the first group."""
+        """The batch as one array, replicated on the devices of the first group."""
         groups, parts = self.placement.working, self.parts
         if len(groups) > 1:
             parts = jax.device_put(list(parts), groups[0].sharding())
@@ -88,8 +88,8 @@ class ShardedBatch:
 
 @device_cache(maxsize=128)
 def order_program(groups: tuple[Placement, ...], size: int) -> Callable[[tuple[Any, ...]], jax.Array]:
-    """A program that puts together what groups hold, on the devices of the first."""
-    here = groups[0].sharding()  # whole, or the partitioner would add zeros to what it picks, also to negative ones
+    """A program that joins the groups' parts on the devices of the first group."""
+    here = groups[0].sharding()  # replicated, or the partitioner would add zeros to picked elements, also to -0
 
     def run(parts: tuple[Any, ...]) -> jax.Array:
         held = jax.lax.with_sharding_constraint(parts, here)
@@ -100,35 +100,35 @@ def order_program(groups: tuple[Placement, ...], size: int) -> Callable[[tuple[A
 
 
 def is_sharded_batch(leaf: Any) -> bool:
-    """Whether something is a batch in shares; for ``is_leaf``."""
+    """Whether a leaf is a batch in shares; for ``is_leaf``."""
     return isinstance(leaf, ShardedBatch)
 
 
 def whole_batches(tree: Any) -> Any:
-    """A tree with batches in shares as one array each."""
+    """Gathers batches in shares in a tree to one array each."""
     return jax.tree.map(lambda leaf: leaf.whole() if is_sharded_batch(leaf) else leaf, tree, is_leaf=is_sharded_batch)
 
 
 def node_size(placement: Placement, size: int) -> int:
-    """Examples of a node in a batch of `size`."""
+    """The number of examples of a node in a batch of `size`."""
     return -(-size // placement.virtual_nodes)
 
 
 def in_equal_shards(placement: Placement, size: int) -> bool:
-    """Whether a batch of `size` is, on a placement, an array in equal shards; else it is `ShardedBatch`."""
+    """Whether a placement stores a batch of `size` as an array with equal shards; otherwise it is a `ShardedBatch`."""
     return placement.even and size % placement.virtual_nodes == 0 and len(placement.groups) == 1
 
 
 def abstract_batch(shape: tuple[int, ...], dtype: Any, placement: Placement) -> Any:
-    """What stands for a batch as `vnode.data.Batches.load` gives it on a placement.
+    """The abstract value of a batch that `vnode.data.Batches.load` gives on a placement.
 
     Args:
-      shape: of the batch, ``(B, ...)``.
-      dtype: of the examples.
-      placement: where it would be.
+      shape: the batch's shape, ``(B, ...)``.
+      dtype: the examples' dtype.
+      placement: the placement.
 
     Returns:
-      A `jax.ShapeDtypeStruct`, or `ShardedBatch` of such.
+      A `jax.ShapeDtypeStruct`, or a `ShardedBatch` of such.
     """
     size, n = shape[0], node_size(placement, shape[0])
     if in_equal_shards(placement, size):

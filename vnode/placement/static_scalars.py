@@ -1,6 +1,6 @@
-"""Python scalars that are part of a program, and not arrays: those in the modules of some libraries.
+"""Pytree -> which of its Python scalars are constants of a program: those in modules of some libraries.
 
-Knows by which library's rule a number in a pytree is a constant. Must not know what is done about it.
+Knows by which library's rule a number in a pytree is a constant. Must not know how constants are used.
 
 `jax.jit` takes every Python number in an argument as an array. In an Equinox module that would be wrong: ``depth: int``
 is read by Python code, and ``inference: bool`` by an ``if``. `equinox.filter_jit` and `equinox.filter_grad` take arrays
@@ -21,18 +21,18 @@ from vnode.placement.leaves import is_array, is_number
 from vnode.placement.sharded import is_sharded_batch
 
 MODULES = {"equinox": "Module"}
-"""Libraries (as imported) and their classes whose fields hold constants."""
+"""Imported names of libraries, and their classes whose fields hold constants."""
 
 
 def module_types() -> tuple[type, ...]:
-    """Those of `MODULES` that can occur, because their library has been imported."""
+    """The classes of `MODULES` whose libraries are imported."""
     found = (getattr(sys.modules.get(library), name, None) for library, name in MODULES.items())
     return tuple(kind for kind in found if isinstance(kind, type))
 
 
 @functools.lru_cache(maxsize=256)
 def in_modules(structure: Any, types: tuple[type, ...]) -> tuple[bool, ...]:
-    """For every leaf of a tree structure whether the nearest enclosing module is of one of `types`."""
+    """For every leaf of a tree structure whether its innermost enclosing module is of one of `types`."""
     found: list[bool] = []
 
     def walk(structure: Any, inside: bool) -> None:
@@ -66,7 +66,7 @@ def static_scalars(tree: Any) -> list[bool]:
 
 
 def static_flags(leaves: Sequence[Any], structure: Any) -> list[bool]:
-    """The same, given leaves and structure of the tree."""
+    """As `static_scalars`, given the tree's leaves and structure."""
     types = module_types()
     if not types:
         return [False] * len(leaves)
@@ -79,7 +79,7 @@ def array_leaves(tree: Any) -> list[bool]:
 
 
 def are_arrays(leaves: Sequence[Any], structure: Any) -> list[bool]:
-    """The same, given leaves and structure of the tree."""
+    """As `array_leaves`, given the tree's leaves and structure."""
     return [is_array(leaf) and not flag for leaf, flag in zip(leaves, static_flags(leaves, structure), strict=True)]
 
 

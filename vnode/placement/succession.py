@@ -1,15 +1,15 @@
-"""Programs of several processes, each of which runs only where the one before it has succeeded.
+"""Programs of several processes -> programs that run only where the one before has succeeded.
 
-    leaves = following(leaves, smallest(leaves))       # arguments of a program, before it is launched
-    leave(results, smallest(results))                  # what it returns, after
+    leaves = order_after_last(leaves, smallest(leaves))       # arguments of a program, before it is launched
+    record_last(results, smallest(results))                  # what it returns, after
 
 Knows worlds, and arrays on devices. Must not know what programs compute.
 
-Gloo, by which jax's CPUs send, tells messages of two programs apart by their order alone. Say a process dies. The
-process beside it fails in a program, and begins the next one, whose first message a third process then takes for the
-one that it misses in the earlier program: it computes wrong bits, and sees no error. So no program of several processes
-begins in a process where an earlier one has failed: one of its arguments waits for a result of the earlier one, and is
-not there if that failed. It waits on the devices, not in the thread that launches.
+Gloo, with which jax's CPUs communicate, distinguishes messages of two programs by their order alone. Say a process
+dies. Its neighbour fails in a program, and begins the next one. A third process takes the neighbour's first message for
+the one missing in the earlier program: it computes wrong bits, without an error. So no program of several processes
+begins in a process where an earlier one has failed: one of its arguments depends on a result of the earlier one, and is
+not available if that failed. The wait is on the devices, not in the launching thread.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from vnode.placement.world import world
 
 
 def order_after_last(leaves: Sequence[Any], number: int | None) -> list[Any]:
-    """Arguments of a program, of which one waits for the last program of this world.
+    """Makes one argument of a program depend on the last program of this world.
 
     Args:
       leaves: the arguments.
-      number: of the one that waits; None if none does.
+      number: the number of that argument; None if no argument can depend on it.
 
     Returns:
-      The same arguments, but for a copy of that one.
+      The arguments, that one replaced by a copy.
     """
     leaves, last = list(leaves), world().last_result
     if number is not None and last:
@@ -41,11 +41,11 @@ def order_after_last(leaves: Sequence[Any], number: int | None) -> list[Any]:
 
 
 def record_last(results: Sequence[Any], number: int | None) -> None:
-    """Has the next program of this world wait for one that was launched just now.
+    """Records a launched program, on which the next program of this world then depends.
 
     Args:
-      results: what that returns.
-      number: of the result that is waited for; None if none can be.
+      results: its results.
+      number: the number of the result to depend on; None if none can be.
     """
     if number is not None:
         here, own = world(), results[number].addressable_shards
@@ -59,7 +59,7 @@ def wait_for_last(what: str) -> None:
     """Waits for the last program of this world.
 
     Args:
-      what: waits for it: "a checkpoint", say.
+      what: the purpose, such as "a checkpoint".
 
     Raises:
       ProcessError: another process has failed.
@@ -72,16 +72,16 @@ def smallest(leaves: Sequence[Any], among: Iterable[int] | None = None) -> int |
 
     Args:
       leaves: arrays and other values.
-      among: the numbers of those that count; by default all.
+      among: the numbers of the candidates; all by default.
     """
     numbers = range(len(leaves)) if among is None else among
     return min((i for i in numbers if can_wait(leaves[i])), key=lambda i: leaves[i].size, default=None)
 
 
 def can_wait(leaf: Any) -> bool:
-    """Whether a value is an array of several processes, of which this is one, in the usual memory of CPUs.
+    """Whether a value is an array of several processes, including this one, in the usual memory of CPUs.
 
-    Typed keys and weakly typed arrays are none: they cannot be put together of what devices have.
+    Typed keys and weakly typed arrays are not: they cannot be assembled from devices' shards.
     """
     if not isinstance(leaf, jax.Array) or is_key(leaf) or getattr(leaf, "weak_type", False):
         return False
@@ -92,11 +92,11 @@ def can_wait(leaf: Any) -> bool:
 
 
 def copy_after(array: jax.Array, last: Mapping[Any, jax.Array]) -> jax.Array:
-    """A copy of an array that is there once others are, on each of this process's devices."""
+    """A copy of an array that is ready once others are, on each of this process's devices."""
     parts = []
     for shard in array.addressable_shards:
         other = last.get(shard.device, next(iter(last.values())))
-        if other.is_deleted():  # who took it has waited for it
+        if other.is_deleted():  # its new owner has waited for it
             parts.append(shard.data)
             continue
         if other.devices() != {shard.device}:
@@ -107,5 +107,5 @@ def copy_after(array: jax.Array, last: Mapping[Any, jax.Array]) -> jax.Array:
 
 @jax.jit
 def copy_ordered(array: jax.Array, other: jax.Array) -> jax.Array:
-    """A copy of an array, made when another one is there."""
+    """A copy of an array, ordered after another one."""
     return jax.lax.optimization_barrier((array, other))[0]

@@ -1,6 +1,6 @@
-"""How much temporary memory a compiled program takes on a device.
+"""Compiled program -> the temporary memory that it takes on a device.
 
-Knows what compilers say of a program. Must not know what the program computes, nor how much memory a device has.
+Knows what compilers report of a program. Must not know what the program computes, nor a device's memory.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 import jax
 
 HEAP = 3
-"""What the TPU compiler's table of memory calls the heap of temporary arrays."""
+"""The heap of temporary arrays in the TPU compiler's table of memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Temporary:
-    """What a compiled program takes of each device's memory beside its arguments and results.
+    """The memory that a compiled program takes on each device besides its arguments and results.
 
     Attributes:
-      held: bytes of temporary arrays, at the moment at which they are most.
-      gaps: bytes that it takes besides, since arrays of other sizes do not fit where others were. The TPU compiler
-        leaves them where there is room, a third of all or more, and closes them where memory is short.
+      held: bytes of temporary arrays at their peak.
+      gaps: further bytes, lost to fragmentation. The TPU compiler leaves gaps where there is room, a third of the total
+        or more, and closes them where memory is short.
     """
 
     held: int
@@ -30,18 +30,17 @@ class Temporary:
 
 
 def temporary_of(compiled: Any) -> Temporary:
-    """Temporary memory that a program takes on each device while it runs.
+    """The temporary memory that a program takes on each device while it runs.
 
-    That is the ``temp_size_in_bytes`` of ``memory_analysis``, but on TPUs: there that is the size of the heap and, once
-    more, gaps in it. The compiler's own table of memory is in the serialized program, with both figures; it is
-    believed if it agrees with ``memory_analysis`` in every other figure. What is held at a time is
-    ``peak_memory_in_bytes`` there.
+    That is the ``temp_size_in_bytes`` of ``memory_analysis``, except on TPUs: there it is the size of the heap plus,
+    once more, its gaps. The compiler's own table of memory, in the serialized program, has both figures. It is used if
+    it agrees with ``memory_analysis`` in all other figures. The peak of temporary arrays is ``peak_memory_in_bytes``.
 
     Args:
-      compiled: a `jax.stages.Compiled`, of a platform whose compiler says anything.
+      compiled: a `jax.stages.Compiled`, of a platform whose compiler reports memory.
 
     Returns:
-      Bytes.
+      Bytes of temporary arrays and of gaps.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -60,7 +59,7 @@ def temporary_of(compiled: Any) -> Temporary:
 
 
 def heap_of(compiled: Any, said: Any) -> int:
-    """Bytes of the heap of temporary arrays of a program for TPUs; what `memory_analysis` said if it has no table."""
+    """Bytes of the heap of temporary arrays of a TPU program; the figure of `memory_analysis` if it has no table."""
     try:
         program = compiled.runtime_executable().serialize()
     except (NotImplementedError, jax.errors.JaxRuntimeError):  # the plugin cannot serialize
@@ -79,15 +78,15 @@ def is_for_tpu(compiled: Any) -> bool:
 
 
 def heaps_in(program: bytes, borders: tuple[int, int, int]) -> Iterator[tuple[int, int]]:
-    """Heaps that a serialized program has by tables of memory, and the bytes that `memory_analysis` adds to each.
+    """Heap sizes in a serialized program's tables of memory, and the bytes that `memory_analysis` adds to each.
 
-    Such a table is a protocol buffer: memory space (1), bytes in all (2), what they are for (3, several), capacity (4),
-    bytes of arguments (5), results (6), results in the place of arguments (7), and what is reserved (8). What they are
-    for has a number (1), bytes (2), and bytes that are counted once more (3).
+    A table is a protocol buffer: memory space (1), total bytes (2), uses (3, several), capacity (4), bytes of arguments
+      (5), results (6), results that alias arguments (7), and reserved bytes (8). A use has a number (1), bytes (2), and
+      bytes that are counted once more (3).
 
     Args:
       program: the serialized program.
-      borders: bytes of arguments, results, and results in the place of arguments, by which the table is found.
+      borders: bytes of arguments, results, and results that alias arguments, by which the table is found.
     """
     border = b"".join(
         bytes([number << 3]) + encode_varint(size) for number, size in zip((5, 6, 7), borders, strict=True)
@@ -108,11 +107,11 @@ def heaps_in(program: bytes, borders: tuple[int, int, int]) -> Iterator[tuple[in
 
 
 LONGEST = 1 << 22
-"""Bytes before a table's last fields in which its beginning is looked for: it names the largest arrays only."""
+"""Bytes before a table's last fields in which its start is searched: it names the largest arrays only."""
 
 
 def enclosing(program: bytes, start: int, end: int) -> Iterator[list[tuple[int, int | bytes]]]:
-    """Messages in which a place lies, as fields of those around them (number 1), that end soon after it."""
+    """Messages that contain a position, as fields number 1 of outer messages, and end soon after it."""
     tag = program.rfind(b"\x0a", max(0, start - LONGEST), start)
     while tag >= 0:
         try:
@@ -128,7 +127,7 @@ def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Numbers and values of a protocol buffer's fields (https://protobuf.dev/programming-guides/encoding).
 
     Raises:
-      ValueError: it is none.
+      ValueError: the message is none.
 
     Example:
       >>> numbers = [1 << 3, 300, 2 << 3 | 2, 2]
@@ -153,7 +152,7 @@ def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def encode_varint(number: int) -> bytes:
-    """A number in seven bits a byte, the lowest first."""
+    """Encodes a number as a varint: seven bits a byte, the lowest first."""
     parts = []
     while number > 127:
         parts.append(number & 127 | 128)
@@ -162,7 +161,7 @@ def encode_varint(number: int) -> bytes:
 
 
 def decode_varint(message: bytes, at: int) -> tuple[int, int]:
-    """A number in seven bits a byte, and where it ends.
+    """Decodes a varint; returns the number, and the position after it.
 
     Raises:
       ValueError: it does not end.

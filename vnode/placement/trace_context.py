@@ -1,9 +1,9 @@
-"""The mesh that a caller has set (`jax.set_mesh`): a step is understood in it, and runs outside of it.
+"""The mesh that a caller has set (`jax.set_mesh`): a step is traced in it, and runs outside of it.
 
 Knows jax's mesh contexts. Must not know steps.
 
-Within a mesh context a bare `PartitionSpec` has a meaning, arrays are typed by it where its axes are explicit, and
-`jax.jit` compiles for its devices. The first two belong to what the user wrote; the last is the placement's business.
+In a mesh context a bare `PartitionSpec` has a meaning, arrays are typed by its explicit axes, and `jax.jit` compiles
+for its devices. The first two concern the user's code; the last is decided by the placement.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def current_mesh() -> Mesh | None:
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh | None) -> Iterator[None]:
-    """Sets a mesh, or none, also while jax traces.
+    """Sets a mesh, or none, also during a trace.
 
     Args:
-      mesh: what `jax.set_mesh` takes; None: no mesh.
+      mesh: a mesh for `jax.set_mesh`; None: no mesh.
 
     Example:
       >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))), use_mesh(None):
@@ -58,20 +58,20 @@ def use_mesh(mesh: Mesh | None) -> Iterator[None]:
 
 
 def without_mesh() -> contextlib.AbstractContextManager[None]:
-    """Out of the mesh that the caller has set: within it jax moves arrays to no devices but its own, in its order."""
+    """Leaves the caller's mesh context: within it jax moves arrays only to its devices, in its order."""
     return contextlib.nullcontext() if current_mesh() is None else use_mesh(None)
 
 
 def call_in_mesh(mesh: Mesh | None, fun: Callable[..., T], *args: Any) -> T:
-    """Calls a function in a mesh context, if there is one, in another thread than the one that has it, say."""
-    if mesh is None:  # not within "no mesh", which is another context to jax
+    """Calls a function in a mesh context, if there is one; for calls in another thread, for example."""
+    if mesh is None:  # not in "no mesh", which jax treats as another context
         return fun(*args)
     with use_mesh(mesh):
         return fun(*args)
 
 
 def with_jit(fun: Callable[P, T]) -> Callable[P, T]:
-    """A function that takes no notice of `jax.disable_jit`: a step is a program, and plans are for programs.
+    """Makes a function ignore `jax.disable_jit`: a step is a program, and plans are for programs.
 
     Example:
       >>> @with_jit
@@ -98,13 +98,13 @@ def is_typed(leaf: Any) -> bool:
 
 
 def typed_mesh(leaves: Sequence[Any]) -> AbstractMesh | None:
-    """The mesh with explicit axes that values of a program which is traced are typed by; None if there is none."""
+    """The mesh with explicit axes in the types of a traced program's values; None if there is none."""
     meshes = (jax.typeof(leaf).sharding.mesh for leaf in leaves if is_typed(leaf))
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None) if tracing() else None
 
 
 def with_automatic_axes(fun: Callable[..., list[Any]], mesh: AbstractMesh) -> Callable[..., list[Any]]:
-    """A function of values that `mesh` types, given them with automatic axes in its place; its results are whole."""
+    """Calls a function of values typed by `mesh` with automatic axes instead; its results are replicated."""
     explicit = tuple(
         axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit
     )
@@ -118,7 +118,7 @@ def with_automatic_axes(fun: Callable[..., list[Any]], mesh: AbstractMesh) -> Ca
 
 
 def check_context(placement: Placement, leaves: Sequence[Any]) -> None:
-    """Refuses to become part of a program that runs elsewhere.
+    """Raises if the step would become part of a program that runs elsewhere.
 
     Args:
       placement: where the nodes live.

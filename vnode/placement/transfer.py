@@ -2,9 +2,9 @@
 
 Knows shardings and placements. Must not know steps.
 
-Arrays go from device to device. Replicas do so as they are, also a single one that jax is told to be the only one of a
-mesh; an array that is sharded is put together by the devices that it leaves and divided by those that it comes to. All
-else jax would move through the host.
+Arrays go from device to device. That includes replicated ones, also on a single device that jax treats as a mesh. A
+sharded array is gathered by its old devices and sharded by its new ones. Otherwise jax would move arrays through the
+host.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 
 
-def transfer(leaf: Any, placement: Placement, *, batch: bool = False, led: bool = False) -> Any:
-    """An array as the programs of a placement take it; one that lies so stays as it is.
+def transfer(leaf: Any, placement: Placement, *, batch: bool = False, mesh_known: bool = False) -> Any:
+    """An array as the programs of a placement take it; unchanged if it already lies so.
 
-    A batch in shares is put together if they are those of another placement.
+    A batch in shares of another placement is gathered.
 
     Args:
       leaf: an array, or a batch in shares.
-      placement: where to.
+      placement: the target.
       batch: whether it is split among nodes.
-      led: as for `stays_in_place`.
+      mesh_known: as for `stays_in_place`.
     """
     if isinstance(leaf, ShardedBatch):
         if leaf.placement == placement:
             return leaf
         leaf = leaf.whole()
-    if stays_in_place(leaf.sharding, placement, batch and led):
+    if stays_in_place(leaf.sharding, placement, batch and mesh_known):
         return leaf
     return to_placement(leaf, placement, arrival_sharding(leaf, placement, batch))
 
@@ -47,7 +47,7 @@ with jax.core.eval_context():
 
 
 def tracing() -> bool:
-    """Whether jax records what is done, instead of doing it; also what is done to arrays that are there.
+    """Whether jax traces; then operations on concrete arrays are traced too.
 
     Example:
       >>> tracing(), jax.eval_shape(lambda: jax.numpy.array(tracing())).shape
@@ -57,7 +57,7 @@ def tracing() -> bool:
 
 
 def commit_to(leaf: Any, placement: Placement) -> Any:
-    """A leaf that is committed to the placement's mesh, if it is an array."""
+    """Commits an array leaf to the placement's mesh."""
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return leaf
     if isinstance(leaf, jax.Array) and leaf.committed and is_own(leaf.sharding, placement):
@@ -66,7 +66,7 @@ def commit_to(leaf: Any, placement: Placement) -> Any:
 
 
 def to_placement(leaf: Any, placement: Placement, target: NamedSharding | None = None) -> Any:
-    """A leaf on the placement's devices, in the sharding that is said, or else `target_sharding` says."""
+    """Moves a leaf to the placement's devices, with a given sharding, or that of `target_sharding`."""
     sharding: Any = getattr(leaf, "sharding", None)
     target = target_sharding(leaf, placement) if target is None else target
     if sharding is not None and sharding.device_set == target.device_set:
@@ -86,7 +86,7 @@ def to_placement(leaf: Any, placement: Placement, target: NamedSharding | None =
 
 
 def replicated(leaf: jax.Array) -> jax.Array:
-    """An array whole on each of its devices, if it is sharded over a mesh."""
+    """Replicates an array on its devices, if it is sharded over a mesh."""
     sharding = leaf.sharding
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
         return leaf
@@ -95,16 +95,16 @@ def replicated(leaf: jax.Array) -> jax.Array:
 
 @device_cache(maxsize=64)
 def resharding(target: NamedSharding) -> Callable[[Any], Any]:
-    """A program that brings an array into another sharding over the same devices."""
+    """A program that reshards an array over the same devices."""
     return jax.jit(lambda leaf: leaf, out_shardings=target)
 
 
 def target_sharding(leaf: Any, placement: Placement) -> NamedSharding:
-    """How an array is laid out on a placement: as it was, over axes of the same names, if these divide it, else whole.
+    """An array's sharding on a placement: over axes of the same names, if these divide it, else replicated.
 
     Args:
       leaf: an array or a `jax.ShapeDtypeStruct`.
-      placement: where it goes.
+      placement: the target.
 
     Returns:
       The sharding.
@@ -118,14 +118,14 @@ def target_sharding(leaf: Any, placement: Placement) -> NamedSharding:
 
 
 def arrival_sharding(leaf: Any, placement: Placement, batch: bool) -> NamedSharding:
-    """How an argument of a step lies that is brought to a placement from elsewhere.
+    """The sharding of a step's argument that comes to a placement from elsewhere.
 
-    What comes from another mesh of the same devices stays in the memory where it is. A batch, which has an axis of
-    another name there, stays split, along the nodes: it would be whole on every device by `target_sharding`.
+    An array of another mesh of the same devices keeps its memory kind. A batch, whose axis has another name there,
+    stays sharded, by nodes; `target_sharding` would replicate it.
 
     Args:
       leaf: an array, or a `jax.ShapeDtypeStruct` with a sharding.
-      placement: where it goes.
+      placement: the target.
       batch: whether it is split among nodes.
     """
     target = target_sharding(leaf, placement)
@@ -140,12 +140,12 @@ def arrival_sharding(leaf: Any, placement: Placement, batch: bool) -> NamedShard
 
 
 def memory_kind(sharding: NamedSharding) -> str:
-    """In which memory arrays of a sharding lie; that of the devices where it does not say."""
+    """The memory kind of a sharding; the devices' default where it has none."""
     return sharding.memory_kind or mesh_devices(sharding.mesh)[0].default_memory().kind
 
 
 def partition(leaf: Any) -> PartitionSpec:
-    """Over which mesh axes a leaf is partitioned."""
+    """The mesh axes over which a leaf is partitioned."""
     sharding = getattr(leaf, "sharding", None)
     return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
@@ -161,11 +161,11 @@ def fitting_sharding(placement: Placement, shape: tuple[int, ...], spec: Partiti
 
 
 def rename_axes(leaf: jax.Array, target: NamedSharding) -> jax.Array:
-    """An array that lies as `target` says, with a sharding that names the same axes.
+    """Gives an array that lies as `target` a sharding with the same axis names.
 
-    Axes of a single device divide nothing, so that an array may lie so and not name them: one on a single device, or
-    one that XLA gave back. But whoever reads how a state is sharded must find the axes: it is computed as one that is
-    sharded over them, and is divided over them once they are longer. Nothing is copied.
+    Axes of size one divide nothing, so an array may lie so without naming them: on a single device, or as XLA returned
+    it. But readers of a state's sharding must find the axes: the state is sharded over them once they are longer.
+    Nothing is copied.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np
@@ -179,7 +179,7 @@ def rename_axes(leaf: jax.Array, target: NamedSharding) -> jax.Array:
 
 
 def trim_spec(spec: PartitionSpec) -> PartitionSpec:
-    """A spec without the dimensions at its end that it does not name, which XLA does not give back."""
+    """A spec without trailing dimensions that name no axis; XLA does not return these."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
@@ -187,7 +187,7 @@ def trim_spec(spec: PartitionSpec) -> PartitionSpec:
 
 
 def has_device_order(sharding: Sharding, devices: Sequence[Any]) -> bool:
-    """Whether a sharding is over these devices, and counts them in this order: a program has one order of devices.
+    """Whether a sharding is over these devices in this order: a program has one order of devices.
 
     Example:
       >>> mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
@@ -200,10 +200,10 @@ def has_device_order(sharding: Sharding, devices: Sequence[Any]) -> bool:
 
 
 def is_own(sharding: Sharding, placement: Placement) -> bool:
-    """Whether programs of a placement take an array of a sharding as it is: over its mesh, or over its only device.
+    """Whether a placement's programs take an array with a sharding as it is: over its mesh, or its only device.
 
-    It is not enough to be over the same devices: jax reads how all results lie by the mesh of a program's first
-    argument, and results that lie over the placement's mesh may not lie over that.
+    The same devices are not enough: jax reads all results' shardings by the mesh of a program's first argument, and
+    results over the placement's mesh may not be expressible over another one.
 
     Example:
       >>> mesh, other = Mesh(np.array(jax.devices()[:2]), ("data",)), Mesh(np.array(jax.devices()[:2]), ("model",))
@@ -212,17 +212,17 @@ def is_own(sharding: Sharding, placement: Placement) -> bool:
     """
     if isinstance(sharding, NamedSharding) and sharding.mesh == placement.mesh:
         return True
-    return placement.mesh.size == 1 and stays_in_place(sharding, placement, led=True)
+    return placement.mesh.size == 1 and stays_in_place(sharding, placement, mesh_known=True)
 
 
-def stays_in_place(sharding: Sharding, placement: Placement, led: bool) -> bool:
-    """Whether programs take an array of a sharding as it is, given whether an argument before it is on their mesh.
+def stays_in_place(sharding: Sharding, placement: Placement, mesh_known: bool) -> bool:
+    """As `is_own`, given whether the mesh is known from an earlier argument.
 
-    Behind such a one the devices count, and that their mesh is no part of the array's type.
+    After such an argument only the devices count, and that their mesh is not part of the array's type.
     """
     return (
         has_device_order(sharding, placement.devices) and not is_explicit(sharding)
-        if led
+        if mesh_known
         else is_own(sharding, placement)
     )
 

@@ -1,6 +1,6 @@
-"""A dimension of an array in pieces of unequal length, one for each index along an axis of a mesh.
+"""A dimension of an array in shards of unequal length, one for each index along a mesh axis.
 
-Knows numbers of indices. Must not know meshes, arrays, nor who computes with the pieces.
+Knows numbers of indices. Must not know meshes, arrays, nor who computes with the shards.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class UnevenSpec:
-    """How a dimension of a leaf is shared out among unequal devices; stands in the place of a `PartitionSpec`.
+    """Unequal shards of a leaf's dimension; used in place of a `PartitionSpec`.
 
-    The dimension is cut into equal blocks, as large as fit all counts. A leaf is stored with as much room on every
-    device as the one needs that has most, and computed with block by block, each device its own.
+    The dimension is cut into equal blocks, the largest that divide all counts. Every device stores as many blocks as
+    the fullest one needs, and computes with its own, block by block.
 
     Attributes:
       dim: the dimension.
-      axis: of the mesh.
-      counts: how many indices of the dimension each device has, 0 or more.
+      axis: the mesh axis.
+      counts: the number of the dimension's indices on each device, 0 or more.
 
     Raises:
-      ValueError: a count is no integer or negative, or there is nothing to share out.
+      ValueError: a count is negative or no integer, or fewer than two indices are shared.
 
     Example:
       >>> spec = UnevenSpec(1, "model", (10, 6))
@@ -49,17 +49,17 @@ class UnevenSpec:
 
     @property
     def size(self) -> int:
-        """How long the dimension is."""
+        """The size of the dimension."""
         return sum(self.counts)
 
     @property
     def room(self) -> int:
-        """How long it is as it is stored."""
+        """The stored size of the dimension."""
         return max(self.counts) * len(self.counts)
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """How many blocks each device has; 2 or more in all."""
+        """The number of blocks of each device; 2 or more in all."""
         common = math.gcd(*self.counts)
         if common == self.size:  # one device has all
             common = max(d for d in range(1, common // 2 + 1) if common % d == 0)

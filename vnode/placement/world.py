@@ -1,12 +1,12 @@
-"""The processes that run one program together: how many there are, which one this is, and by what they tell of ends.
+"""The processes that run one program together: their number, this process's index, and how they learn of failures.
 
 Knows `jax.distributed`, clients of XLA, and how a process ends. Must not know what processes do together, nor wait for
 any.
 
-The world of JAX begins with the first question for it after `jax.distributed.initialize`, and ends with the process, or
-with `jax.distributed.shutdown`. A process may be in other worlds besides, each with a client of XLA and devices of its
-own: it trains in one while a thread prepares the next. A world is a value: what belongs to it (its client, the board,
-how often its processes have met) is not shared with another one.
+The world of JAX begins with the first use of it after `jax.distributed.initialize`, and ends with the process, or with
+`jax.distributed.shutdown`. A process may be in other worlds besides, each with its own XLA client and devices: it
+trains in one while a thread prepares the next. A world is a value: its client, board and counts of meetings are not
+shared with another one.
 
     with in_world(next_world):      # also for the threads that vnode starts in here
         world() is next_world
@@ -43,24 +43,23 @@ class World:
     """The processes that run one program together.
 
     Attributes:
-      count: how many.
-      index: which one this is.
-      client: of the service by which they agree; None in one process.
-      board: what is known of those that have failed; None in one process.
-      lifeline: the connection by which an end is known.
-      generation: which one it is of those that a job's processes were in; 0: the world of JAX.
-      own_devices: the devices of a client of XLA that is this world's alone, those of all its processes. None: those of
-        JAX.
-      workers: the numbers by which people know its processes, if they are workers of a job.
-      meetings: how often some of the processes have met, by which.
-      runs: how often `vnode.elastic.run` was called.
-      scopes: what this process does with the others just now: the runs that it is in.
-      launches: how many programs of some of the processes this one has begun, by which processes.
-      said: the last thing that this process has left for others to read, by which.
-      saves: counts the folders of checkpoints that were opened, as all others do.
-      told: when this process said last where it is.
-      last: a result of the last program of several processes that this one has begun, on each of its devices.
-      lock: of the meetings, which several threads count.
+      count: the number of processes.
+      index: this process's number.
+      client: a client of the coordination service; None in one process.
+      board: notices of failures; None in one process.
+      lifeline: the connection by which ends of processes are known.
+      generation: the generation of a job's processes; 0: the world of JAX.
+      own_devices: devices of all its processes, of an XLA client that is this world's alone. None: those of JAX.
+      workers: numbers of its processes for messages, if they are workers of a job.
+      meetings: number of meetings, by the processes that met.
+      runs: counts the calls of `vnode.elastic.run`.
+      scopes: the runs that this process is currently in with the others.
+      launches: number of programs that this process has begun, by the processes of the program.
+      posted: the latest text that this process has left for others, by key.
+      saves: counts the checkpoint folders that were opened, as in all other processes.
+      told_at: time of this process's latest post of its place.
+      last_result: a result of the last program of several processes, on each of its devices.
+      lock: guards the meetings, which several threads count.
     """
 
     count: int = 1
@@ -103,7 +102,7 @@ class World:
 
     @contextlib.contextmanager
     def run(self) -> Iterator[str]:
-        """While it lasts, this process is in a run with the others, which learn of the error that ends it."""
+        """A context in which this process is in a run with the others, which learn of the error that ends it."""
         scope = f"run {next(self.runs)}"
         self.scopes.append(scope)
         try:
@@ -115,7 +114,7 @@ class World:
             self.scopes.remove(scope)
 
     def tell(self, error: BaseException, *scopes: str) -> None:
-        """Tells the others of an error that ends what they do together, unless they know of it."""
+        """Tells the others of an error that ends their joint work, unless they know of it."""
         if self.board is None or getattr(error, "told", False):
             return
         for scope in scopes:
@@ -124,7 +123,7 @@ class World:
             error.told = True  # pyright: ignore
 
     def close(self) -> None:
-        """Before the process ends: says so, and why."""
+        """Before the process ends, tells the others, with the reason."""
         if self.board is None or os.getpid() != self.process:
             return
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -140,7 +139,7 @@ class World:
 
 
 def one_line(error: BaseException) -> str:
-    """An error for others.
+    """The text of an error for others.
 
     >>> one_line(ValueError("no such file\\nWhat to do: ..."))
     'ValueError: no such file'
@@ -150,18 +149,18 @@ def one_line(error: BaseException) -> str:
 
 
 LINGER = 5.0
-"""Seconds that process 0, without whose service jax aborts the others, waits for them at its end if one was killed."""
+"""Seconds that process 0, without whose service jax aborts the others, waits for them at exit if one was killed."""
 
 
 def abandon() -> None:
-    """Has jax not wait, at the end of this process, for one that will never come: it would abort after minutes."""
+    """Keeps jax from waiting at exit for a process that will never come: it would abort after minutes."""
     from jax._src import distributed
 
     state = distributed.global_state
     for name in ("preemption_sync_manager", "client", "service"):
         held = getattr(state, name, None)
         if held is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))  # what destroys it would wait, too
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))  # its destructor would wait, too
             setattr(state, name, None)
 
 
@@ -179,12 +178,12 @@ OTHERS: weakref.WeakSet[World] = weakref.WeakSet()
 """The worlds with devices of their own."""
 
 CHOSEN: contextvars.ContextVar[World | None] = contextvars.ContextVar("world", default=None)
-"""The world that `in_world` names."""
+"""The world chosen by `in_world`."""
 
 
 @contextlib.contextmanager
 def in_world(chosen: World) -> Iterator[None]:
-    """Has `world` answer with a world, in this context and in the threads that vnode starts in it.
+    """Makes `world` return a given world, in this context and in the threads that vnode starts in it.
 
     Args:
       chosen: the world, whatever `jax.distributed` says.
@@ -204,15 +203,15 @@ def in_world(chosen: World) -> Iterator[None]:
 
 
 def world() -> World:
-    """The processes that run this program together: those that `in_world` names, else those that JAX knows."""
+    """The processes that run this program together: those chosen by `in_world`, else those that JAX knows."""
     return CHOSEN.get() or world_of_jax()
 
 
 def world_of(devices: Sequence[Any]) -> World:
-    """The world that devices belong to: one that has their client of XLA, else the one of JAX.
+    """The world of devices: the one with their XLA client, else the one of JAX.
 
     Args:
-      devices: of one world.
+      devices: devices of one world.
     """
     client = getattr(devices[0], "client", None) if OTHERS and devices else None
     for other in list(OTHERS) if client is not None else ():
@@ -222,7 +221,7 @@ def world_of(devices: Sequence[Any]) -> World:
 
 
 def uses_gloo(devices: Sequence[Any]) -> bool:
-    """Whether gloo carries out collectives among devices: so it does for CPUs, once a process knows of others.
+    """Whether gloo runs collectives among devices: on CPUs, once a process knows of others.
 
     >>> uses_gloo(jax.devices()[:1])
     False
@@ -249,9 +248,9 @@ def is_local(device: Any) -> bool:
 def world_of_jax() -> World:
     """The processes that JAX knows.
 
-    jax shows no way to the service by which they find one another: what it has for waiting
-    (`jax.experimental.multihost_utils`) are collective operations. So one of its inner modules is asked, in this file
-    alone (here and in `abandon`), and only where there are several processes.
+    jax has no public way to the service by which processes find one another: its waiting functions
+    (`jax.experimental.multihost_utils`) are collectives. So a private module of jax is used, in this file alone (here
+    and in `abandon`), and only with several processes.
     """
     if not jax.distributed.is_initialized():
         return ALONE
@@ -270,10 +269,10 @@ def is_shared(here: World | None = None) -> bool:
     """Whether the devices of a world are those of several processes.
 
     Args:
-      here: the world; by default that of the context.
+      here: the world; by default the context's.
 
     Raises:
-      ProcessError: they are, and the processes have no service by which to agree.
+      ProcessError: there are several processes without a coordination service.
     """
     here = world() if here is None else here
     count = len({device.process_index for device in here.devices})
@@ -293,19 +292,19 @@ def new_world(state: Any) -> World:
     """A new world of JAX.
 
     Args:
-      state: what jax knows of it.
+      state: jax's distributed state.
     """
     count, index, client = state.num_processes, state.process_id, state.client
     if count < 2:
         return World(client=client)
     board = Board(client, index)
-    from vnode.placement.lifeline import Lifeline  # a single process needs none
+    from vnode.placement.lifeline import Lifeline  # only for several processes
 
     lifeline = Lifeline(client, index, count, state.coordinator_address or "", board)
     made = World(count, index, client, board, lifeline)
-    atexit.register(made.close)  # after jax's own, hence called before it
+    atexit.register(made.close)  # registered after jax's own, hence called before it
     return made
 
 
 ALONE = World()
-"""The world of a process that is alone."""
+"""The world of a single process."""

@@ -1,11 +1,10 @@
-"""Runs a schedule on groups of devices, with programs for each: devices of several kinds cannot share one.
+"""Schedule, groups of devices -> one program per piece and group; devices of different kinds cannot share a program.
 
-Knows pieces of a schedule, groups and what an emission leaves undone. Must not know how a step was analysed, nor any
-primitive.
+Knows pieces of a schedule, groups and unfinished emissions. Must not know how a step was analysed, nor any primitive.
 
-Each piece is a program for each group; a loop or branch with passes of its own runs here, in Python. What the pass of
-a piece leaves of a sum goes to all groups, and each adds it up in tree order when the next piece begins. Programs are
-launched without waiting for any.
+Each piece is compiled to one program per group. A loop or branch with passes of its own runs here, in Python. The
+partial sums that a piece's pass leaves go to all groups; each group adds them in tree order when the next piece begins.
+Programs are launched asynchronously.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ Held = dict[Key, Any]
 
 
 class GroupProgram:
-    """A step on groups, compiled when it is called first.
+    """A step on several groups of devices, compiled at its first call.
 
     Args:
       schedule: the step.
-      placement: with several groups.
-      mode: what is asked of the emission.
+      placement: a placement with several groups.
+      mode: the guarantee asked of the emission.
       lane: as for `emit`.
       name: what compilers and profiles call the programs.
       shared: for each input whether it is given in `ShardedBatch`.
@@ -104,7 +103,7 @@ class GroupProgram:
         return restore_weak_types(outputs, flow.program.outputs)
 
     def run(self, schedule: Schedule, held: list[Held]) -> list[list[Any]]:
-        """Runs a schedule whose inputs the groups hold; of every output what each group has, of batched ones a part."""
+        """Runs a schedule whose inputs the groups hold; returns each output per group, batched outputs as parts."""
         if schedule not in self._plans:
             self._plans[schedule] = ProgramPlan(schedule)
         plan = self._plans[schedule]
@@ -131,9 +130,9 @@ class GroupProgram:
         return outputs
 
     def resolve(self, key: Key, plan: ProgramPlan, held: list[Held]) -> None:
-        """Brings a value to where it is read, if it is not there so.
+        """Brings a value to where it is read, if it is not there yet.
 
-        A batched one is put together from the parts that groups hold, or divided; a constant is copied to them all.
+        A batched value is joined from the groups' parts, or split into them; a constant is copied to all groups.
         """
         kind, var = key
         if key in held[0]:
@@ -158,7 +157,7 @@ class GroupProgram:
                 mine[key] = batch_part(mine["full", var], form, plan.schedule.flow, group)
 
     def program(self, plan: ProgramPlan, number: int, g: int) -> Callable[..., list[Any]]:
-        """What group `g` runs for a piece: from what passes left, and what it reads, to what it hands on."""
+        """The program of group `g` for a piece: from partial sums and the values read to the values handed on."""
         key = (plan.schedule, number, g)
         if key in self._programs:
             return self._programs[key]
@@ -198,7 +197,7 @@ class GroupProgram:
         return self._programs[key]
 
     def order_by_batch(self, plan: ProgramPlan, var: Var, g: int) -> Callable[[Any], Any]:
-        """What group `g` runs to bring a collected value into the order of the batch."""
+        """The program of group `g` that brings a collected value into the order of the batch."""
         key = (plan.schedule, var, g)
         if key not in self._programs:
             emission = Emission(plan.schedule, self.groups[g], None, self.mode, self.lane)
@@ -211,7 +210,7 @@ class GroupProgram:
         return self._programs[key]
 
     def combine_pass_totals(self, nodes: Pass, left: Sequence[Any]) -> list[Any]:
-        """The totals of a pass, from what it left in each group."""
+        """The totals of a pass, from the partial sums of all groups."""
         sums = sums_of(nodes)
         if self.mode is not Mode.INVARIANT:
             return [
@@ -224,13 +223,13 @@ class GroupProgram:
         )
 
     def join_parts(self, parts: Sequence[Any], form: Slice, flow: Flow, group: Placement) -> Any:
-        """A batched value whole in one group, from the parts of all."""
+        """Joins the groups' parts of a batched value in one group."""
         n = flow.node_elements(form)
         real = [value for value, g in zip(parts, self.groups, strict=True) if g.first * n < form.units]
         return join_program(form.dim, form.outer)(jax.device_put(real, group.sharding()))
 
     def run_nested(self, action: Evaluation, held: list[Held]) -> None:
-        """Runs a loop or branch whose bodies have passes of their own, on batched values as a whole."""
+        """Runs a loop or branch whose bodies have passes of their own; batched values are joined first."""
         eqn = action.step.eqn
         operands = [[whole_operand(mine, atom) for mine in held] for atom in eqn.invars]
 
@@ -261,11 +260,11 @@ class GroupProgram:
 
 
 class Stepwise:
-    """Runs loops and branches in Python, on values of which every group has one.
+    """Runs loops and branches in Python; every group has a copy of each value.
 
     Args:
       eqn: the loop or branch.
-      groups: how many.
+      groups: the number of groups.
     """
 
     def __init__(self, eqn: JaxprEqn, groups: int) -> None:
@@ -295,7 +294,7 @@ class Stepwise:
 
 
 def whole_operand(mine: Held, atom: Atom) -> Any:
-    """The value of an atom, all of it."""
+    """The whole value of an atom."""
     if isinstance(atom, Literal):
         return as_array(atom.val, atom)
     return mine["full", atom] if ("full", atom) in mine else mine["whole", atom]

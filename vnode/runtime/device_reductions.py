@@ -1,10 +1,10 @@
-"""Combines what devices hold into totals that all of them hold, within a program and across programs.
+"""Partial sums of devices -> totals on all devices, within a program and across programs.
 
 Knows stacks of partial sums and folds. Must not know nodes or passes.
 
-Sums whose order counts are reduced by chunks: where devices hold the leaves of a full tree, by groups of devices,
-groups of groups and so on; elsewhere every device is sent one chunk of all, adds it in tree order, and sends the result
-to all. Both are the traffic of a ring all-reduce; the first half of it once per block that a device holds.
+Sums that are not exact are reduced by chunks. Where devices hold the leaves of a full tree, groups of devices add, then
+groups of groups, and so on. Elsewhere each device receives one chunk from all, adds it in tree order, and sends the
+result to all. Both move as much as a ring all-reduce; the first half once per block that a device holds.
 """
 
 from __future__ import annotations
@@ -37,31 +37,32 @@ from vnode.runtime.tree import Fold, Tree
 from vnode.spmd.resharding_collectives import reduce_scatter
 
 Parts = Sequence[int | None]
-"""For each sum the dimension along which devices are to have parts of it; None for those that all have whole."""
+"""For each sum the dimension along which devices receive parts of it; None where all devices receive the whole sum."""
 
 BUCKET = 1 << 20
-"""Bytes up to which values travel together, or an eighth of all: a collective needs its values' memory three times."""
+"""Bytes up to which values share a collective, or an eighth of all: a collective needs its values' memory three
+times."""
 
 LEAST = 32 << 10
-"""Bytes that may travel together however few there are in all."""
+"""Bytes that may share a collective even if all values together are small."""
 
 ALONE = 128 << 10
-"""Bytes from which a value travels alone: packing it costs more than another collective."""
+"""Bytes from which a value has a collective of its own: packing it would cost more than another collective."""
 
 UNROLLED = 32
-"""Blocks up to which additions are written out."""
+"""Number of blocks up to which additions are unrolled."""
 
 ROUNDED_EACH = (np.float32, np.float64)
-"""Types that additions written out are rounded to, each: compilers keep more bits of narrower ones."""
+"""Types to which unrolled additions are rounded, one by one; compilers keep more bits of narrower types."""
 
 SMALL = 16 << 10
-"""Bytes of a bucket up to which every device adds all of it, with one collective; not of very many devices."""
+"""Bytes of a bucket up to which every device adds all of it after one collective; not with very many devices."""
 
 
 def combine_in_any_order(sums: Sequence[Sum], totals: Sequence[Any], axis: str, parts: Parts = ()) -> list[Any]:
-    """Combines every device's totals in any order: one collective per monoid, and one for each that is divided.
+    """Combines the devices' totals in any order: one collective per monoid, and one for each divided total.
 
-    None for a single device.
+    A single device needs no collective.
     """
     if lax.axis_size(axis) == 1:
         return list(totals)
@@ -88,11 +89,11 @@ def combine_in_any_order(sums: Sequence[Sum], totals: Sequence[Any], axis: str, 
 
 
 def read_all_bits(total: jax.Array) -> jax.Array:
-    """A total all bits of which are read; it has no derivative.
+    """Marks all bits of a total as read; the result has no derivative.
 
-    Where a total is only rounded to bfloat16, if by a cast of the step, the TPU compiler sends its pieces rounded. Its
-    propagation of bfloat16 goes through barriers, and stops at integers; these are combined with a zero that it does
-    not know for one, or it would leave the way there and back out.
+    If a step casts a total to bfloat16, the TPU compiler would round the partial sums before the all-reduce. Its
+    propagation of bfloat16 passes barriers and stops at integers. So the bits are combined with a zero that the
+    compiler does not know to be zero; otherwise it would remove the conversion there and back.
     """
     return round_to_storage(total, opaque_count(0)) if total.dtype == jnp.float32 else total
 
@@ -110,11 +111,11 @@ class ReductionPlan:
     """How devices add what their nodes contribute, in tree order.
 
     Attributes:
-      own: the folds of the devices, over their runs.
-      starts: of each device's runs their first nodes, as positions on the device, and then how many nodes it has.
-      across: the fold of what partial_blocks of them.
-      flat: whether values may be flattened to travel together: not if they are sharded over other axes of the mesh.
-      branches: of the tree.
+      device_folds: each device's fold over its runs.
+      starts: per device, the first node of each run as a position on the device, and then the number of nodes.
+      cross_device_fold: the fold of the blocks that remain on the devices.
+      may_flatten: whether values may be flattened to share a collective; not if other mesh axes shard them.
+      branches: branches of the tree, per level.
     """
 
     device_folds: tuple[Fold, ...]
@@ -125,24 +126,24 @@ class ReductionPlan:
 
     @functools.cached_property
     def max_depth(self) -> int:
-        """Sums that wait on any device, at most, while it forms another."""
+        """The most sums that wait on a device while it forms another one."""
         return max(fold.depth for fold in self.device_folds)
 
     @functools.cached_property
     def max_merges(self) -> int:
-        """Blocks that any run is joined by on its device."""
+        """The most blocks that join one run on a device."""
         return max(max(fold.merges, default=0) for fold in self.device_folds)
 
     @functools.cached_property
     def max_remaining(self) -> int:
-        """Blocks that remain on any device."""
+        """The most blocks that remain on a device."""
         return max(len(fold.rest) for fold in self.device_folds)
 
     @functools.cached_property
     def group_sizes(self) -> tuple[int, ...]:
-        """Devices that add at a time, then as many of such groups, and so on; if they add as a tree's upper levels do.
+        """Sizes of device groups, from the innermost level on, if devices add like the upper levels of the tree.
 
-        So they do where each has one sum, these are one after another in the tree, and values may be divided.
+        That is so if each device has one sum, the sums are consecutive in the tree, and values may be divided.
         """
         devices = len(self.device_folds)
         if not self.may_flatten or any(len(fold.rest) != 1 for fold in self.device_folds):
@@ -178,7 +179,8 @@ class ReductionPlan:
     def from_counts(
         counts: tuple[int, ...], lane: int, one_axis: bool, first: int = 0, nodes: int | None = None
     ) -> ReductionPlan:
-        """The plan for devices that hold `counts` nodes, in lanes of `lane`: all `nodes`, or some from `first` on."""
+        """The plan for devices that hold `counts` nodes, added in lanes of `lane`: all `nodes`, or some from
+        `first` on."""
         tree = Tree.from_lanes(sum(counts) if nodes is None else nodes, lane)
         own, across = tree.folds(counts, first)
         bounds = np.cumsum([first, *counts]).tolist()
@@ -190,8 +192,8 @@ class ReductionPlan:
 
 
 def nested_group_sizes(devices: int, branches: Sequence[int]) -> tuple[int, ...]:
-    """So many devices as groups of as many as a tree has branches, groups of such groups and so on; none if they do not
-    fill these."""
+    """Splits devices into nested groups as large as the tree's branches; empty if the devices do not fill the
+    groups."""
     sizes = []
     for size in branches:
         if devices > 1:
@@ -210,18 +212,18 @@ def reduce_all_nodes(
     axis: str,
     parts: Parts = (),
 ) -> list[Any]:
-    """Combines what `node_loops.reduce_in_tree_order` leaves on the devices, which hold all nodes.
+    """Combines the devices' blocks after `node_loops.add_in_tree_order`; the devices hold all nodes.
 
     Args:
-      sums: what is added.
-      rest: what partial_blocks of sums that are not exact.
-      exact: the totals of those that are.
+      sums: the sums.
+      rest: the partial blocks of the inexact sums.
+      exact: the totals of the exact sums.
       plan: how devices add.
-      axis: of the mesh, over which devices are numbered.
+      axis: the mesh axis over which devices are numbered.
       parts: which totals are divided among the devices.
 
     Returns:
-      The totals of all.
+      The totals of all sums.
     """
     blocks, exact = reduce_to_blocks(sums, rest, exact, plan, axis, parts)
     return merge_sums(sums, [block for (block,) in blocks], exact)
@@ -235,10 +237,10 @@ def reduce_to_blocks(
     axis: str,
     parts: Parts = (),
 ) -> tuple[list[list[Any]], list[Any]]:
-    """The same for devices that may hold only some of the nodes.
+    """As `reduce_all_nodes`, for devices that may hold only some of the nodes.
 
     Returns:
-      Of every sum that is not exact the blocks that remain, in order; of those that are, the totals.
+      The remaining blocks of each inexact sum, in order; the totals of exact sums.
     """
     several = list(itertools.zip_longest(sums, parts))
     inexact = [(s, dim) for s, dim in several if not s.exact]
@@ -250,7 +252,7 @@ def reduce_to_blocks(
 
 
 def merge_sums(sums: Sequence[Sum], inexact: Sequence[Any], exact: Sequence[Any]) -> list[Any]:
-    """Something of every sum, given that of those that are not exact and of those that are."""
+    """Merges values of the inexact sums and of the exact sums into the order of `sums`."""
     others, rest = iter(exact), iter(inexact)
     return [next(others if s.exact else rest) for s in sums]
 
@@ -262,14 +264,14 @@ def combine_programs(
     nodes: Sequence[int],
     lane: int,
 ) -> list[Any]:
-    """Totals of what programs for some nodes each have left.
+    """Totals over several programs, each of which reduced some nodes.
 
     Args:
-      sums: what is added.
-      blocks: of each program, in order, what `reduce_to_blocks` gave.
-      exact: likewise.
-      nodes: how many each program has.
-      lane: consecutive nodes that are added one after another, if not those of a tree.
+      sums: the sums.
+      blocks: per program, in order, the result of `reduce_to_blocks` for inexact sums.
+      exact: per program, the totals of exact sums.
+      nodes: the number of nodes of each program.
+      lane: number of consecutive nodes that are added one after another; 1: the tree's own number.
 
     Returns:
       The totals.
@@ -295,17 +297,17 @@ def combine_programs(
 def reduce_in_tree_order(
     sums: Sequence[Sum], rest: PartialBlocks, plan: ReductionPlan, axis: str, parts: Parts
 ) -> list[list[Any]]:
-    """Adds what partial_blocks on the devices.
+    """Reduces the devices' partial blocks.
 
     Args:
-      sums: what is added, none of them exact.
-      rest: what partial_blocks on this device.
-      plan: how.
-      axis: of the mesh, over which devices are numbered.
-      parts: which sums are divided among the devices; all others every device is given whole.
+      sums: the sums, none of them exact.
+      rest: this device's partial blocks.
+      plan: how devices add.
+      axis: the mesh axis over which devices are numbered.
+      parts: which sums are divided among the devices; every device receives the others whole.
 
     Returns:
-      Of each sum the blocks that remain of all devices, in order: one, if these hold all nodes.
+      For each sum the blocks that remain over all devices, in order: one block, if the devices hold all nodes.
     """
     count = len(plan.cross_device_fold.rest)
     if not sums:
@@ -336,18 +338,18 @@ def reduce_in_tree_order(
 
 @dataclasses.dataclass(frozen=True)
 class ReceivedBlocks:
-    """Blocks that several devices sent.
+    """Blocks received from several devices.
 
     Attributes:
-      places: of each place for a block on a device, those that all devices had there.
-      dim: which dimension of them counts the devices.
+      places: per place for a block on a device, the blocks that all devices had there.
+      dim: the dimension that counts the devices.
     """
 
     places: Sequence[jax.Array]
     dim: int = 0
 
     def __getitem__(self, row: int) -> jax.Array:
-        """A block; those of the first device come first."""
+        """A block; the first device's blocks come first."""
         device, place = divmod(row, len(self.places))
         return lax.index_in_dim(self.places[place], device, self.dim, keepdims=False)
 
@@ -358,16 +360,16 @@ class ReceivedBlocks:
 
 
 def add_blocks(s: Sum, held: ReceivedBlocks, rows: Sequence[int], fold: Fold) -> list[Any]:
-    """Adds blocks that are in memory, in tree order; what is made of the result must not be compiled with it.
+    """Adds blocks that are in memory, in tree order; users of the result must not be compiled together with it.
 
-    Additions of numbers that nothing else is computed of are exact to the last bit in any kernel, as long as it rounds
-    each: compilers keep more bits of narrower ones than these have.
+    An addition whose result has no other use in a kernel is correctly rounded, as long as the kernel rounds each one.
+    Compilers keep more bits of types narrower than these.
 
     Args:
-      s: what is added.
+      s: the sum.
       held: the blocks.
-      rows: which of them, in order.
-      fold: how.
+      rows: the blocks that are added, in order.
+      fold: the order of additions.
 
     Returns:
       The blocks that remain.
@@ -388,19 +390,20 @@ def add_blocks(s: Sum, held: ReceivedBlocks, rows: Sequence[int], fold: Fold) ->
 
 
 def add_in_groups(s: Sum, value: jax.Array, dim: int, sizes: Sequence[int], axis: str, whole: bool = True) -> jax.Array:
-    """Adds a block of each device in the order of a tree, and gives all of them the sum, or each its own part of it.
+    """Adds one block per device in tree order; gives all devices the sum, or each device its own part.
 
-    Within groups, groups of groups, and so on, each device adds its part of what it had, in order, down to its chunk.
-    Gathers come back the same way; or each chunk is sent to the device that it belongs to, as the first division is by
-    the last digit of a device's number. A sum of two is the tree's, whichever is added to the other: a reduce-scatter.
+    At each level a device adds its part of the members' blocks, in order, down to its chunk: reduce-scatters over
+    groups, groups of groups, and so on. Gathers return the chunks in reverse order; or a permute sends each chunk to
+    the device that owns it, since the first division is by the last digit of a device's number. The sum of two blocks
+    does not depend on their order.
 
     Args:
-      s: what is added.
+      s: the sum.
       value: the device's block.
-      dim: its dimension that is divided, a multiple of the devices.
+      dim: the dimension that is divided; its size is a multiple of the number of devices.
       sizes: members of a group at each level; their product is the number of devices.
-      axis: of the mesh, over which they are numbered.
-      whole: whether devices are to have all of the sum.
+      axis: the mesh axis over which devices are numbered.
+      whole: whether each device receives the whole sum.
     """
     levels, stride = [], 1
     devices = math.prod(sizes)
@@ -413,13 +416,13 @@ def add_in_groups(s: Sum, value: jax.Array, dim: int, sizes: Sequence[int], axis
         if size == 2:
             value = reduce_scatter(value, axis, dim, members)
             continue
-        # A dimension of their own for the parts, or compilers bring the whole into another layout first.
+        # the parts have a dimension of their own, or compilers first change the layout of the whole value
         parts = value.reshape(*value.shape[:dim], size, value.shape[dim] // size, *value.shape[dim + 1 :])
         parts = lax.all_to_all(parts, axis, dim, dim, axis_index_groups=members, tiled=True)
         value = functools.reduce(lax.add, [lax.index_in_dim(parts, k, dim, keepdims=False) for k in range(size)])
     value = s.from_zero(value)
     if not whole:
-        chunks = np.arange(devices).reshape(sizes).transpose().reshape(-1)  # that devices have: digits in reverse
+        chunks = np.arange(devices).reshape(sizes).transpose().reshape(-1)  # chunk of each device: digits reversed
         return lax.ppermute(value, axis, list(enumerate(chunks.tolist())))
     for members in reversed(levels):
         value = lax.all_gather(value, axis, axis=dim, axis_index_groups=members, tiled=True)
@@ -428,12 +431,12 @@ def add_in_groups(s: Sum, value: jax.Array, dim: int, sizes: Sequence[int], axis
 
 @dataclasses.dataclass(frozen=True)
 class PackedBlocks:
-    """Blocks of values that travel together.
+    """Blocks of several values that share a collective.
 
     Attributes:
-      blocks: a device's own, one for each place.
+      blocks: a device's own blocks, one per place.
       dim: the dimension along which devices take chunks; None if each takes all.
-      flat: whether the values are one after another in one dimension.
+      flattened: whether the values are concatenated in one dimension.
     """
 
     blocks: Sequence[jax.Array]
@@ -442,7 +445,7 @@ class PackedBlocks:
 
     @staticmethod
     def from_values(values: Sequence[Sequence[jax.Array]], devices: int, flat: bool) -> PackedBlocks:
-        """Packs the blocks of each value; those of a single one as they are, if devices can take chunks of them."""
+        """Packs the blocks of each value; a single value stays as it is, if devices can take chunks of it."""
         blocks = values[0]
         fitting = [d for d, n in enumerate(blocks[0].shape) if n % devices == 0]
         if len(values) == 1 and len(blocks) * blocks[0].nbytes > SMALL and (fitting or not flat):
@@ -454,7 +457,7 @@ class PackedBlocks:
         return PackedBlocks([jnp.pad(block, (0, -block.size % devices)) for block in blocks], 0, True)
 
     def add_all(self, monoid: Monoid, rows: Sequence[int], plan: ReductionPlan, axis: str) -> list[Any]:
-        """The sums that remain of all devices' blocks, of which `rows` count."""
+        """Exchanges all devices' blocks and adds them; `rows` are the valid blocks. Returns the remaining sums."""
         s = Sum(monoid, self.blocks[0].shape, self.blocks[0].dtype)
         if plan.group_sizes and monoid is Monoid.SUM and self.dim is not None and s.dtype in ROUNDED_EACH:
             return [add_in_groups(s, self.blocks[0], self.dim, plan.group_sizes, axis)]
@@ -463,7 +466,7 @@ class PackedBlocks:
         return [self.gather_chunks(part, axis) for part in parts]
 
     def add_chunk(self, monoid: Monoid, rows: Sequence[int], plan: ReductionPlan, axis: str) -> Any:
-        """The same of all nodes' blocks, of which each device is given its chunk only."""
+        """As `add_all` for the blocks of all nodes; each device receives its own chunk of the sum only."""
         s = Sum(monoid, self.blocks[0].shape, self.blocks[0].dtype)
         assert self.dim is not None
         if plan.group_sizes and s.dtype in ROUNDED_EACH:
@@ -473,7 +476,7 @@ class PackedBlocks:
         return materialize_input(total)
 
     def exchange_chunks(self, axis: str) -> ReceivedBlocks:
-        """All devices' blocks of this device's chunk."""
+        """All-to-all: every device's blocks of this device's chunk."""
         several = range(len(self.blocks))
         if self.dim is None:
             held = lax.all_gather(jnp.stack(self.blocks), axis)
@@ -488,12 +491,12 @@ class PackedBlocks:
         return ReceivedBlocks([lax.all_to_all(each, axis, dim, dim, tiled=True) for each in chunks], dim)
 
     def gather_chunks(self, chunk: jax.Array, axis: str) -> jax.Array:
-        """The whole from every device's chunk."""
+        """All-gather: the whole value from every device's chunk."""
         return chunk if self.dim is None else lax.all_gather(chunk, axis, axis=self.dim, tiled=True)
 
 
 def buckets(sums: Sequence[Sum], numbers: Sequence[int]) -> list[list[int]]:
-    """Which of some values travel together: small ones of one dtype and monoid, up to `BUCKET` bytes."""
+    """Groups the values that share a collective: small values of one dtype and monoid, up to `BUCKET` bytes."""
     limit = max(LEAST, min(BUCKET, sum(sums[i].nbytes for i in numbers) // 8))
     result: list[list[int]] = []
     filling: dict[tuple[Any, Monoid], tuple[int, list[int]]] = {}

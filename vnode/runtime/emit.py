@@ -1,4 +1,4 @@
-"""Emits a schedule: its passes, and what is computed once before, between and after them.
+"""Schedule -> traced program: its passes, and the once-computed values before, between and after them.
 
 Knows schedules and placements. Must not know how a step was analysed, nor any primitive.
 """
@@ -65,25 +65,25 @@ def emit(
     division: Division | None = None,
     far: int = 0,
 ) -> list[Any]:
-    """Runs (under a trace: emits) a scheduled step.
+    """Runs a scheduled step; under a trace, emits it.
 
     Args:
       schedule: the step.
-      placement: where its nodes live.
-      inputs: values of the program's inputs, whole and batched alike at their global shapes; batched ones may be
-        `ShardedBatch` of this placement.
-      mode: what is asked of the emission.
-      lane: if it is invariant: consecutive nodes that are added one after another; 1 for those that the tree says.
-      arguments: which inputs are arguments of the step, not computed by it; by default all. They lie in memory, and
-        are read there: a copy of a data set, from which the iterations of an epoch pick, would be as large as that.
-      slotted: which batched inputs are as devices hold them, ``[slots, ...]``; batched outputs are to be so, too. None
-        if neither are.
-      division: who divides what is computed over axes of the mesh that nodes are not spread over; by default XLA.
-      far: if it is invariant: how many of the sums that wait for others are on the host, those that wait longest; not
-        of loops that have passes of their own.
+      placement: where the nodes live.
+      inputs: values of the program's inputs at their global shapes; batched ones may be `ShardedBatch` of this
+        placement.
+      mode: the guarantee asked of the emission.
+      lane: for invariant emissions, number of consecutive nodes that are added one after another; 1: the tree's own.
+      arguments: the inputs that are arguments of the step; all by default. They are read where they lie in memory: a
+        copy of a data set, from which the iterations of an epoch pick, would be as large as the data set.
+      slotted: the batched inputs that are given per slot, ``[slots, ...]``; batched outputs are then returned so, too.
+        None if neither are.
+      division: who partitions the computation over mesh axes that nodes are not spread over; XLA by default.
+      far: for invariant emissions, number of waiting sums that are offloaded, those that wait longest; not in loops
+        with passes of their own.
 
     Returns:
-      The program's outputs, whole ones at their global shapes.
+      The program's outputs at their global shapes.
     """
     emission = Emission(schedule, placement, inputs, mode, lane, slotted, division, far)
     given = schedule.flow.program.inputs
@@ -93,18 +93,18 @@ def emit(
 
 
 class Emission(PassEmission):
-    """One emission: passes, and what is computed once before, between and after them.
+    """One emission: passes, and the once-computed values before, between and after them.
 
     Attributes:
-      formed: the totals of the latest pass. A rounding is made of one of these: of an argument it would be made before
-        the pass, and what it is part of would be held while the pass runs.
+      latest_totals: the totals of the latest pass. A rounding is made from one of these. Made from an argument, it
+        would be computed before the pass, and the values it is part of would be live during the pass.
     """
 
     latest_totals: Sequence[Var] = ()
 
     @functools.cached_property
     def known(self) -> EvaluationMemo:
-        """What is known of the program's values without running it."""
+        """Values of the program that are known without running it."""
         return EvaluationMemo(self.flow.program)
 
     def run(self) -> list[Any]:
@@ -123,7 +123,8 @@ class Emission(PassEmission):
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """The schedule's, but what needs values that are away is last, in the order in which they are to come."""
+        """The schedule's stages; tasks that read offloaded values come last, in the order in which these are
+        fetched."""
         stages = self.schedule.stages
         if self.mode is Mode.INVARIANT:
             stages = defer_constants(stages)
@@ -140,12 +141,12 @@ class Emission(PassEmission):
             for stage in stages
         ]
         last = tuple(actions[k] for k in order)
-        if early and early[-1].node_pass is None:  # one program, as if no value was away
+        if early and early[-1].node_pass is None:  # one program, as if no value was offloaded
             last = (*early.pop().once_actions, *last)
         return [*early, Stage(last, None)]
 
     def emit_output(self, atom: Atom, form: Form) -> Any:
-        """An output, of which it is said where it is to be: or branches may return it in different places."""
+        """An output with its layout constrained; otherwise branches might return it in different layouts."""
         if self.slotted and isinstance(form, Slice):
             value = self.read_in_slots(atom, form)
             return lax.with_sharding_constraint(value, self.placement.sharding(self.placement.axis))
@@ -153,7 +154,7 @@ class Emission(PassEmission):
         return value if self.schedule.passes else self.replicate(value)
 
     def emit_uneven_output(self, atom: Atom, dim: int) -> Any:
-        """An output that is wanted in blocks."""
+        """An output in uneven blocks."""
         assert self.division.uneven is not None
         share = self.division.uneven.share
         if isinstance(atom, Var) and atom in self.rooms and self.dims[atom] == dim:
@@ -161,7 +162,8 @@ class Emission(PassEmission):
         return self.store_in_blocks(store(self.output(atom), dim, share), dim, share)
 
     def run_all(self, actions: Sequence[Evaluation]) -> None:
-        """Evaluates what is computed once, divided as what it reads; what has effects is left to XLA's partitioner."""
+        """Evaluates once-computed actions, partitioned like their inputs; XLA's partitioner handles those with
+        effects."""
         groups = itertools.groupby(actions, is_separate)
         for apart, several in groups:
             together = list(several)
@@ -172,7 +174,7 @@ class Emission(PassEmission):
                 self.run_once(action)
 
     def run_divided(self, actions: Sequence[Evaluation]) -> None:
-        """Evaluates actions in a program of each device, on its part of what they read."""
+        """Evaluates actions in per-device programs, each on its shards of their inputs."""
         together = ReplicatedRegion.from_actions(actions, self.readers, self.flow.program, self.once, self.ends)
         far = [var in self.away for var in together.reads]
         given = [self.away[var][0] if var in self.away else self.as_stored(var) for var in together.reads]
@@ -230,9 +232,10 @@ class Emission(PassEmission):
 
     @property
     def rounding_seed(self) -> Var | None:
-        """A whole value for what is given none of which a rounding can be made; as it lies, so that nothing is sent.
+        """A whole value from which a rounding can be made for actions whose inputs allow none; used as it lies, not
+        resharded.
 
-        What is computed of constants alone, say, which compilers compute themselves where they see all of it.
+        An example are actions of constants alone, which compilers would fold if they saw all of them.
         """
         several = ((var, value) for var, value in self.whole.items() if var not in self.flow.program.constants)
         return next((var for var, value in several if Rounding.can_use(value)), None)
@@ -255,7 +258,7 @@ class Emission(PassEmission):
                 self.latest = value if has_barrier_element(value) else self.latest
 
     def run_replicated(self, action: Evaluation) -> list[Any]:
-        """Evaluates an action on every device alike, in a program of each; None for results that nobody reads."""
+        """Evaluates an action in per-device programs, identically on every device; None for unused results."""
         together = ReplicatedRegion.from_actions([action], self.readers, self.flow.program, self.once, {})
         rounds = self.joint_evaluator.rounding is not None
 
@@ -276,7 +279,7 @@ class Emission(PassEmission):
 
     @functools.cached_property
     def joint_evaluator(self) -> WholeEvaluator:
-        """Where whole values are evaluated on all devices together, and not in a program of each."""
+        """Evaluates whole values in one program for all devices."""
         constants = self.flow.program.constants
         several = {var: self.whole[var] for var in self.latest_totals if var in self.whole} | self.whole
         made = [value for var, value in several.items() if var not in constants and self.layout(var).is_whole]
@@ -285,7 +288,7 @@ class Emission(PassEmission):
         )
 
     def automatic_axes(self) -> contextlib.AbstractContextManager[Any]:
-        """The context in which whole values may be laid out over axes of the mesh that nodes are not spread over."""
+        """The context in which XLA may shard whole values over mesh axes that nodes are not spread over."""
         mesh = self.placement.mesh
         return (
             jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
@@ -296,16 +299,16 @@ class Emission(PassEmission):
     def run_nested(self, action: Evaluation) -> None:
         """Evaluates a loop or branch whose bodies have passes of their own.
 
-        Where devices hold different numbers of nodes, batched values go in and out as devices hold them: in the order
-        of the batch each device would hold the whole of each, because the partitioner divides evenly or not at all.
-        What every turn would gather again is gathered once, or read where it lies.
+        If devices hold different numbers of nodes, batched values go in and out per slot. In batch order every device
+        would hold all of each, because the partitioner divides evenly or not at all. Values that every iteration would
+        gather are gathered once, or read where they lie.
         """
         eqn, region = action.step.eqn, action.step.region
         assert region is not None
         slotted = not self.placement.even and self.has_same_nodes(action)
         apart = set(range(region.operands)) - action.read_whole if slotted else set()
         operands: list[Any] = []
-        cut = set[int]()  # in slots, and not before
+        cut = set[int]()  # per slot inside, not outside
         for i, (atom, form) in enumerate(zip(eqn.invars, action.operands, strict=True)):
             if i in apart and isinstance(form, Slice):
                 operands.append(self.read_in_slots(atom, form, 1 if i in region.scanned else 0))
@@ -323,7 +326,7 @@ class Emission(PassEmission):
                 pairs = list(zip(values, forms, strict=True))
                 if flow.batch == self.flow.batch:
                     return [*values] if slotted else list(itertools.starmap(self.shard_by_nodes, pairs))
-                # a batch of the body's own exists whole around it
+                # a batch of the body's own is whole outside it
                 return [self.as_computed_once(value) if isinstance(form, Slice) else value for value, form in pairs]
 
             values = bounded([flow.state(var).form for var in flow.program.inputs], inputs)
@@ -331,7 +334,7 @@ class Emission(PassEmission):
             layouts = [None if i in cut else self.layout_in_body(eqn.invars[i], region, i) for i in given]
             division = dataclasses.replace(self.division, layouts=layouts, rooms=None, ends=())
             outputs = self.emit_body(made, values, arguments, in_slots, division)
-            return bounded(flow.output_forms, outputs)  # and not as this body has them: another may have them in parts
+            return bounded(flow.output_forms, outputs)  # not per slot: another body may have them in parts
 
         lying = {i for i in region.fixed if isinstance(atom := eqn.invars[i], Var) and atom in self.arguments}
         bodies = [
@@ -354,26 +357,26 @@ class Emission(PassEmission):
         slotted: Collection[int] | None,
         division: Division,
     ) -> list[Any]:
-        """A body that has passes of its own."""
+        """Emits a body that has passes of its own."""
         return emit(made, self.placement, values, self.mode, self.lane, arguments, slotted, division)
 
     def layout_in_body(self, atom: Atom, region: Region, i: int) -> Layout | None:
-        """How operand `i` of a loop or branch lies in its bodies, if it is whole."""
+        """The layout of operand `i` of a loop or branch inside its bodies, if it is whole."""
         layout = self.layouts.get(atom) if isinstance(atom, Var) and atom not in self.dims else None
         if layout is None or i not in region.scanned:
             return layout
         return Layout(layout.dims[1:])
 
     def has_same_nodes(self, action: Evaluation) -> bool:
-        """Whether all bodies of a loop or branch have the nodes of the program around it."""
+        """Whether all bodies of a loop or branch have the nodes of the surrounding program."""
         region = action.step.region
         assert region is not None
         return all(self.same_nodes(made.flow, test=k < region.tests) for k, made in enumerate(action.schedules))
 
     def same_nodes(self, flow: Flow, test: bool) -> bool:
-        """Whether a body has the nodes of the program around it: or, of a body that only tests, none at all.
+        """Whether a body has the nodes of the surrounding program; for a loop's condition, none also counts.
 
-        A test that gives several answers, one for each of the leading dimensions of what the loop carries, has not.
+        A condition with several answers, one per leading dimension of the carry, does not.
         """
         if test and any(atom.aval.shape for atom in flow.program.outputs):
             return False
@@ -382,7 +385,7 @@ class Emission(PassEmission):
 
 
 def has_opaque(program: Program, eqn: JaxprEqn) -> bool:
-    """Whether an equation of a program, or one in its bodies at any depth, is opaque to compilers."""
+    """Whether an equation, or one in its bodies at any depth, is opaque to compilers."""
     bodies = program.bodies(eqn)
     if bodies:
         return any(has_opaque(body, each) for body in bodies for each in body.equations)

@@ -1,7 +1,7 @@
-"""Evaluates recipes: once on whole values, or as one node.
+"""Recipe and leaf values -> the requested values, on whole values once or as one node.
 
-Knows recipes, and how to bind an equation's primitive again with other shapes. Must not know passes or devices, nor any
-primitive by name.
+Knows recipes, and how to bind a primitive again with other shapes. Must not know passes, devices or any primitive's
+name.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def evaluate_whole(
 
 
 class EvaluationMemo:
-    """What has been evaluated: an equation is not evaluated again for the same operands.
+    """Evaluated equations: an equation is not evaluated twice for the same operands.
 
-    Compilers find such equations too, but those for one device later than those for many, and what they make of the
-    rest differs with that. For the same reason operands that an equation would spread are spread beforehand, once.
+    Compilers merge such equations too, but for one device later than for many, which changes how they compile the rest.
+    For the same reason, operands that an equation would broadcast are broadcast beforehand, once.
     """
 
     def __init__(self, program: Program) -> None:
         self.describe, self.bodies, self.readers = program.describe, program.bodies, program.readers
-        # With the operands, or another could get the number of one.
+        # keeps the operands, or another object could get the id of one
         self._results: dict[Any, tuple[list[Any], list[Any]]] = {}
 
     def evaluate(
@@ -66,14 +66,14 @@ class EvaluationMemo:
         how: Any = None,
         rounding: Rounding | None = None,
     ) -> list[Any]:
-        """What `run` makes of the operands of an equation, or made of them before.
+        """The results of `run` on an equation's operands, evaluated at most once.
 
         Args:
           eqn: the equation.
           operands: values of its operands.
           run: evaluates it.
-          how: what else the results depend on.
-          rounding: by which compilers do not see that what is divided by is one number everywhere; None if they may.
+          how: further values that the results depend on.
+          rounding: hides from compilers that a divisor is a broadcast scalar; None if they may know.
         """
         if eqn.effects:
             return run(operands)
@@ -93,7 +93,7 @@ class EvaluationMemo:
         return found[0]
 
     def _broadcast(self, value: Any, shape: tuple[int, ...], rounding: Rounding | None) -> Any:
-        """A value at another shape; jax would spread it where it is used, each use anew."""
+        """Broadcasts a value once; jax would broadcast it at each use."""
         if np.shape(value) == shape or not isinstance(value, jax.Array):
             return value
         key = (id(value), shape, rounding is None)
@@ -108,7 +108,7 @@ SCALARS = (np.ndarray, np.generic, float, int)
 
 
 def value_key(value: Any) -> Any:
-    """What tells a value from others: itself if it is a constant scalar."""
+    """A key that identifies a value; a constant scalar is its own key."""
     if isinstance(value, SCALARS) and np.ndim(value) == 0:
         return (type(value), np.asarray(value).dtype.str, np.asarray(value).tobytes())
     return id(value)
@@ -120,13 +120,13 @@ def evaluate_once(
     """Evaluates an equation on whole values.
 
     Args:
-      action: an evaluation all of whose forms are whole.
+      action: an evaluation whose forms are all whole.
       read: gives the whole value of an atom.
-      known: what has been evaluated so far.
-      place: where.
+      known: equations evaluated so far.
+      place: evaluates whole values.
 
     Returns:
-      The results, those that nobody wants included.
+      All results, unused ones included.
     """
     eqn = action.step.eqn
     with context_of(eqn):
@@ -136,7 +136,7 @@ def evaluate_once(
 
 
 def evaluate_equation(eqn: JaxprEqn, operands: list[Any], known: EvaluationMemo, place: WholeEvaluator) -> list[Any]:
-    """Evaluates an equation on whole values; what is in the bodies of a loop or branch as all else."""
+    """Evaluates an equation, and the bodies of a loop or branch, on whole values."""
     region, description = None if eqn.effects else region_of(eqn), known.describe(eqn)
     if region is None:
         run = functools.partial(evaluate_whole, eqn, description, place)
@@ -152,12 +152,12 @@ def evaluate_equation(eqn: JaxprEqn, operands: list[Any], known: EvaluationMemo,
 
 
 def is_scalar_broadcast(operands: Sequence[Any], results: Sequence[Any]) -> bool:
-    """Whether a result is one number everywhere, which is computed."""
+    """Whether a computed result is one number everywhere."""
     return [np.size(value) for value in operands if isinstance(value, jax.core.Tracer)] == [1] and results[0].size > 1
 
 
 def is_used_nonlinearly(var: Var, known: EvaluationMemo) -> bool:
-    """Whether something is computed of a value that is not linear in it, as a quotient is not in what divides."""
+    """Whether some equation reads a value and is not linear in it, as a quotient is not linear in its divisor."""
     for eqn in known.readers.get(var, ()):
         description = known.describe(eqn) if region_of(eqn) is None else None
         places = {i for i, atom in enumerate(eqn.invars) if atom is var}
@@ -192,10 +192,10 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | WholeEvaluator, one_b
     """Evaluates a recipe.
 
     Args:
-      recipe: what to evaluate.
+      recipe: the steps.
       env: the leaves' values; extended in place.
-      node: the node that evaluates, or where a recipe of whole values is evaluated.
-      one_by_one: whether parts that share nothing wait for one another, whatever the compiler would do.
+      node: the evaluating node, or the evaluator of whole values.
+      one_by_one: whether independent parts wait for one another, whatever the compiler would do.
 
     Returns:
       The requested values, in order.
@@ -242,17 +242,17 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | WholeEvaluator, one_b
 
 
 def can_order_after(value: Any) -> bool:
-    """Whether something can be computed when a value is there, and not before: it is of floating-point numbers."""
+    """Whether a barrier can order other computations after a value: it has floating-point numbers."""
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating) and value.size > 0
 
 
 def equation_of(action: Conversion | Evaluation) -> JaxprEqn | None:
-    """What is evaluated, if it is an equation."""
+    """The equation that an action evaluates, if it does."""
     return action.step.eqn if isinstance(action, Evaluation) else None
 
 
 def is_made_by(action: Conversion | Evaluation, others: Sequence[Conversion | Evaluation]) -> bool:
-    """Whether what is converted is a result of one of several evaluations."""
+    """Whether a converted value is a result of one of several evaluations."""
     made = {var for other in others if isinstance(other, Evaluation) for var in other.step.eqn.outvars}
     return isinstance(action, Conversion) and action.var in made
 
@@ -260,7 +260,7 @@ def is_made_by(action: Conversion | Evaluation, others: Sequence[Conversion | Ev
 def evaluate_parts(
     parts: Sequence[Evaluation], read: Callable[[Atom, Form], Any], known: EvaluationMemo, node: Node | WholeEvaluator
 ) -> list[Any]:
-    """Evaluates the parts of an identity of several operands together, in whatever forms these are."""
+    """Evaluates the parts of a multi-operand identity together, in any forms."""
     eqn = parts[0].step.eqn
     operands = [
         read(atom, form)
@@ -273,7 +273,7 @@ def evaluate_parts(
 
 
 def restore_weak_types(values: Sequence[Any], atoms: Sequence[Atom]) -> list[Any]:
-    """Values as weakly typed as the program's own: what the caller computes of them depends on it."""
+    """Makes values weakly typed where the program's are; the caller's computations depend on it."""
 
     def as_weak_as(value: Any, aval: Any) -> Any:
         weak = getattr(aval, "weak_type", False)
@@ -306,7 +306,7 @@ def evaluate_action(
 
 
 def wide_type(action: Evaluation) -> Any:
-    """The type of the pieces that an equation gives, where it is not that of its results; else None."""
+    """The dtype of an equation's partial results, if it is not that of its results; else None."""
     for var, form in zip(action.step.eqn.outvars, action.results, strict=True):
         if isinstance(form, Partial) and is_narrow(var, form):
             return form.dtype(var.aval.dtype)
@@ -314,9 +314,9 @@ def wide_type(action: Evaluation) -> Any:
 
 
 def evaluate_split(action: Evaluation, operands: list[Any], node: Node, wide: Any) -> list[Any]:
-    """Evaluates a node's copy of an equation: masks padding out of reductions, enters once what enters once.
+    """Evaluates a node's copy of an equation: masks padding out of reductions, and adds unsplit terms in one node only.
 
-    Its results are of type `wide`, if that is not None.
+    The results have dtype `wide`, if it is not None.
     """
     description, location = action.description, action.location
     assert description is not None and location is not None
@@ -347,7 +347,7 @@ def mask(action: Evaluation, operands: list[Any], sizes: Sequence[int], node: No
 
 
 def mask_terms(action: Evaluation, operands: list[Any], sizes: Sequence[int], node: Node) -> list[Any]:
-    """Overwrites padding with zeros where it would be added up in a result that lacks the factor."""
+    """Overwrites padding with zeros where a result that lacks the factor would add it up."""
     description, location = action.description, action.location
     assert description is not None and location is not None
     concerned = description.adds_along(location.factor)
@@ -357,7 +357,7 @@ def mask_terms(action: Evaluation, operands: list[Any], sizes: Sequence[int], no
 def fill_padding(
     action: Evaluation, operands: list[Any], sizes: Sequence[int], node: Node, fills: Mapping[int, Any]
 ) -> list[Any]:
-    """Overwrites padding in the operands that have a fill, where they have the factor that is split."""
+    """Overwrites padding in the operands with a fill, along the split factor."""
     description, location = action.description, action.location
     assert description is not None and location is not None
     real = node.real_mask(location)
@@ -373,7 +373,7 @@ def fill_padding(
 
 
 def evaluate_region(action: Evaluation, node: Node | WholeEvaluator, read: Callable[[Atom, Form], Any]) -> list[Any]:
-    """Evaluates what is wanted of a loop or branch, in the forms that `action` names; None for the other results."""
+    """Evaluates the requested results of a loop or branch, in the forms that `action` names; None for the others."""
     eqn, region = action.step.eqn, action.step.region
     assert region is not None
     operands = [
@@ -394,7 +394,7 @@ def evaluate_region(action: Evaluation, node: Node | WholeEvaluator, read: Calla
 def run_body(
     recipe: Recipe, action: Evaluation | None, node: Node | WholeEvaluator, values: Sequence[Any]
 ) -> list[Any]:
-    """What a body's recipe returns, given its inputs: as the results of `action` if it is for one."""
+    """Evaluates a body's recipe on its inputs; the results have the forms of `action`'s results, if it is given."""
     inputs = dict(zip(recipe.flow.program.inputs, values, strict=True))
     env = {(var, form): inputs[var] for var, form in recipe.leaves if var in inputs}
     made = evaluate_recipe(recipe, env, node)
@@ -408,13 +408,13 @@ def run_body(
 
 
 def run_over_batch(action: Evaluation, region: Region, body: Run, operands: list[Any], node: Node) -> list[Any]:
-    """Runs a loop over a node's own examples; padding adds nothing to what it carries."""
+    """Runs a loop over a node's own examples; padding leaves the carry unchanged."""
     form = next(action.step.operands[i] for i in region.scanned if isinstance(action.step.operands[i], Slice))
     assert isinstance(form, Slice)
     real = node.real_mask(Location(form.batch, 0, form.outer, form.ratio)) if node.has_padding(form.batch) else None
 
     def for_real(counts: jax.Array, values: list[Any]) -> list[Any]:
-        """Host code is called for examples, not for padding."""
+        """Calls host code for real examples only, not for padding."""
         shapes = jax.eval_shape(body, values)
         return lax.cond(counts, body, lambda _: jax.tree.map(lambda s: lax.empty(s.shape, s.dtype), shapes), values)
 

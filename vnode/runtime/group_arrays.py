@@ -1,6 +1,6 @@
-"""Values in groups of devices: the part that a group's nodes hold, parts put together, and copies in every group.
+"""Batched values and copies in groups of devices: a group's part, parts joined, and replicas in every group.
 
-Knows forms, groups and arrays. Must not know schedules, nor what is computed in a group.
+Knows forms, groups and arrays. Must not know schedules, nor the computation of a group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vnode.placement.transfer import replicated
 
 
 def batch_part(value: Any, form: Slice, flow: Flow, group: Placement) -> Any:
-    """The part of a batched value that a group's nodes hold; one element at least, of padding."""
+    """The part of a batched value that a group's nodes hold; at least one element, perhaps padding."""
     n = flow.node_elements(form)
     if isinstance(value, jax.Array):
         value = replicated(value)  # picking from a sharded one could change the sign of a zero
@@ -39,7 +39,7 @@ def batch_part(value: Any, form: Slice, flow: Flow, group: Placement) -> Any:
 
 @functools.lru_cache
 def join_program(dim: int, outer: int) -> Callable[[Sequence[Any]], Any]:
-    """A program that concatenates parts of a batched value, run by run."""
+    """Makes a program that concatenates parts of a batched value, run by run."""
 
     def join(parts: Sequence[Any]) -> Any:
         before, after = parts[0].shape[:dim], parts[0].shape[dim + 1 :]  # of which one may be 0, so that there is no -1
@@ -51,18 +51,18 @@ def join_program(dim: int, outer: int) -> Callable[[Sequence[Any]], Any]:
 
 
 class Replicas:
-    """Copies of arrays in groups, kept as long as the array is: a state that comes back is in place everywhere."""
+    """Replicas of arrays in groups, kept as long as the array: a state that comes back has replicas everywhere."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Any, Sequence[Any]]] = {}
 
     def keep(self, values: Sequence[Any]) -> None:
-        """Remembers copies, of which the first stands for all."""
+        """Remembers replicas of one array; the first one identifies them."""
         number = id(values[0])
         self._copies[number] = (weakref.ref(values[0], lambda _: self._copies.pop(number, None)), tuple(values[1:]))
 
     def copy_in_group(self, value: Any, g: int, group: Placement) -> Any:
-        """The copy of an array in a group."""
+        """An array's replica in a group."""
         reference, copies = self._copies.get(id(value), (None, ()))
         if g and reference is not None and reference() is value:
             return copies[g - 1]

@@ -1,13 +1,12 @@
-"""Whole values that lie in the host's memory: brought to the devices for what reads them, one after another.
+"""Host-memory values -> device memory, copied one after another before the tasks that read them.
 
-Knows memory spaces, and orders of work. Must not know steps, nor who decided where a value lies.
+Knows memory spaces, and orders of tasks. Must not know steps, nor who decided where a value lies.
 
-Compilers start a transfer as soon as they can, and barriers do not keep them from it (libtpu 0.0.42): all slots of an
-optimizer would come at once, and lie beside the gradients until they are read. A loop that copies a value piece by
-piece into a buffer made of an earlier result does not begin before that is there; short loops are unrolled, so that
-where a piece begins is computed from that result as well. What is computed once is ordered by the outputs that it is
-for, those that need most of such values first: a parameter's slots come when the update of the parameter before is
-done.
+Compilers start a transfer as soon as they can, and barriers do not delay it (libtpu 0.0.42). All slots of an optimizer
+would be copied at once, and stay live beside the gradients until they are read. A loop that copies a value in pieces
+into a buffer made from an earlier result cannot begin before that result. Short loops are unrolled, so the start of
+each piece is computed from that result as well. Once-computed tasks are ordered by output; outputs that need most
+offloaded values come first. So a parameter's slots are fetched when the update of the parameter before is done.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from vnode.operators.memory_spaces import is_on_host as is_host_type
 from vnode.runtime.node_loops import opaque_zero
 
 PIECE = 16 << 20
-"""Bytes that are copied at a time, about: rows of at most so many."""
+"""Bytes copied at a time, roughly: as many rows as fit."""
 
 SMALL = 1 << 20
-"""Bytes that may come at any time: what is larger is copied in two pieces at least, since one piece comes as early."""
+"""Bytes up to which a value is copied in one piece; larger values take two or more, since one may be copied early."""
 
 
 def is_on_host(value: Any) -> bool:
@@ -44,7 +43,7 @@ def is_on_host(value: Any) -> bool:
 
 
 def has_barrier_element(value: Any) -> bool:
-    """Whether a value has an element of which a buffer can be made: it has any, and they are real numbers.
+    """Whether a barrier can wait for an element of the value: it has elements, and they are real numbers.
 
     >>> has_barrier_element(jnp.ones(3)), has_barrier_element(jnp.ones(0)), has_barrier_element(jax.random.key(0))
     (True, False, False)
@@ -54,16 +53,16 @@ def has_barrier_element(value: Any) -> bool:
 
 
 def fetch_to_device(value: Any, after: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
-    """A value in the devices' memory.
+    """Copies a value to device memory.
 
     Args:
       value: an array in the host's memory, any shape and dtype.
-      after: a result before which the copy is not to begin, one that `has_barrier_element`; None for any time.
-      spec: how the value is sharded.
-      mesh: over which.
+      after: a result before which the copy does not begin (`has_barrier_element`); None for any time.
+      spec: the value's sharding.
+      mesh: the mesh of `spec`.
 
     Returns:
-      The same array elsewhere, sharded as it was.
+      The array in device memory, with the same sharding.
     """
     whole = PartitionSpec()
     run = jax.shard_map(copy_in_pieces, mesh=mesh, in_specs=(spec, whole), out_specs=spec, check_vma=False)
@@ -76,7 +75,7 @@ def first_element(value: Any) -> Any:
 
 
 def copy_in_pieces(value: Any, after: Any) -> Any:
-    """The same on one device: its array of the value, in its memory."""
+    """Copies one device's array to device memory, in pieces."""
     if after is None or not jnp.issubdtype(value.dtype, jnp.number):
         return jax.device_put(value, DEVICE)
     first = first_element(after)
@@ -94,7 +93,7 @@ def copy_in_pieces(value: Any, after: Any) -> Any:
 
 
 def split_for_copy(shape: Sequence[int], itemsize: int, piece: int = PIECE, least: int = 1) -> tuple[int, int]:
-    """The dimension along which an array is copied in pieces, of so many bytes or less if rows allow, and in how many.
+    """The dimension along which to copy an array in pieces of at most `piece` bytes if rows allow, and their number.
 
     >>> split_for_copy((24, 4096, 1024), 4), split_for_copy((1, 1000, 40000), 4), split_for_copy((100,), 4)
     ((0, 24), (1, 10), (0, 1))
@@ -109,11 +108,11 @@ def split_for_copy(shape: Sequence[int], itemsize: int, piece: int = PIECE, leas
 
 
 class Task(NamedTuple):
-    """Something to do.
+    """A task that reads variables and defines variables.
 
     Attributes:
-      reads: the variables that it needs.
-      makes: those that it gives.
+      reads: the variables that it reads.
+      makes: the variables that it defines.
     """
 
     reads: Sequence[Any]
@@ -121,15 +120,15 @@ class Task(NamedTuple):
 
 
 def order_by_output(works: Sequence[Task], outputs: Sequence[Any], away: Collection[Any]) -> list[int]:
-    """An order of works: output by output, those first that need most of some values.
+    """Orders tasks output by output; outputs that need most of the offloaded values come first.
 
     Args:
-      works: in an order in which they can be done.
-      outputs: what is wanted in the end, variables and others.
-      away: the values in question.
+      works: tasks in a valid order.
+      outputs: the results of the program, variables and others.
+      away: the offloaded values.
 
     Returns:
-      The number of each; those that no output needs are last.
+      The tasks' numbers; tasks that no output needs come last.
 
     >>> slots, works = ["m", "n"], [Task("m", "M"), Task("n", "N"), Task("M", "p"), Task("N", "q")]
     >>> order_by_output(works, ["M", "N", "p", "q"], slots)
@@ -139,7 +138,7 @@ def order_by_output(works: Sequence[Task], outputs: Sequence[Any], away: Collect
     needs = offloaded_needs(works, away)
     ends = [made[atom] for atom in outputs if isinstance(atom, Hashable) and atom in made]
     order: dict[int, None] = {}
-    # An update that reads a parameter's slots comes before the slots that it has made on its way.
+    # An update that reads a parameter's slots comes before the new slots that it defines.
     for end in sorted(ends, key=lambda k: (-needs[k].bit_count(), needs[k])):
         stack = [end]
         while stack:
@@ -153,12 +152,12 @@ def order_by_output(works: Sequence[Task], outputs: Sequence[Any], away: Collect
 
 
 def deferrable(works: Sequence[Task], wanted: Collection[Any], away: Collection[Any]) -> set[int]:
-    """The numbers of works that need some values, and that neither others need nor who wants some results early.
+    """Tasks that read offloaded values and that no early result needs.
 
     Args:
-      works: in an order in which they can be done.
-      wanted: the results that are wanted early.
-      away: the values in question.
+      works: tasks in a valid order.
+      wanted: the results that are needed early.
+      away: the offloaded values.
 
     >>> works = [Task("m", "M"), Task("n", "N"), Task("x", "y"), Task("M", "P")]
     >>> deferrable(works, wanted=["N", "y"], away=["m", "n"])
@@ -174,7 +173,7 @@ def deferrable(works: Sequence[Task], wanted: Collection[Any], away: Collection[
 
 
 def offloaded_needs(works: Sequence[Task], away: Collection[Any]) -> list[int]:
-    """For each work the values of some that it needs, itself or through others, as bits."""
+    """For each task, as a bit set, the offloaded values that it needs, directly or through other tasks."""
     bits = {var: 1 << i for i, var in enumerate(away)}
     needs = []
     for work in works:

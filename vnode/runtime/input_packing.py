@@ -1,10 +1,10 @@
-"""Small values that nodes read, those of one shape and type together in one array.
+"""Small values that nodes read -> one array per shape and dtype.
 
 Knows arrays and shapes. Must not know nodes, forms, placements, nor what is computed.
 
-To read a small part of an array takes a TPU as long as to read 1 MiB (of a v5e, by its compiler: two thousand cycles of
-latency), and what a node reads is read apart from what is computed of it. So a step of two inputs would wait twice for
-each node.
+Reading a small part of an array takes a TPU as long as reading 1 MiB (v5e: a latency of two thousand cycles, by its
+compiler). The read of a node's inputs is compiled apart from the node's computation. So a step of two inputs would wait
+twice for each node.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import jax.numpy as jnp
 from jax import lax
 
 MOST = 1 << 20
-"""Bytes that all nodes together read of a value that is packed: so packing it costs no more than reading it for one."""
+"""Bytes of a packed value over all nodes: packing all of it then costs no more than one node's read."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Which values are packed.
+    """The values that are packed.
 
     Attributes:
-      groups: positions of values that go into one array, in order.
-      count: of values.
+      groups: positions of the values that share an array, in order.
+      count: the number of values.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -36,9 +36,9 @@ class Packing:
 
     @staticmethod
     def from_parts(parts: Sequence[jax.ShapeDtypeStruct], nodes: int) -> Packing:
-        """The packing of values of which each of so many nodes reads a part.
+        """Chooses the packing of values of which each of `nodes` nodes reads a part.
 
-        It depends on no number of devices: what a node computes of a part is compiled with taking it from the others.
+        The choice does not depend on devices: a node's computation is compiled together with the unpacking.
 
         Example:
           >>> a, b, large = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(4, 8), (4, 8), (512, 512)])
@@ -58,19 +58,19 @@ class Packing:
         return [i for i in range(self.count) if i not in packed]
 
     def pack(self, value: Callable[[int], Any]) -> list[Any]:
-        """The arrays ``[nodes, values, *part]``, of what gives the value at a position, ``[nodes, *part]``."""
+        """The arrays ``[nodes, values, *part]``; `value` gives the value at a position, ``[nodes, *part]``."""
         return [jnp.stack([value(i) for i in group], 1) for group in self.groups]
 
     def select_node(self, arrays: Sequence[Any], index: jax.Array) -> list[Any]:
-        """Of each array what one node reads, ``[values, *part]``."""
+        """One node's entry of each array, ``[values, *part]``."""
         return [lax.dynamic_index_in_dim(array, index, 0, keepdims=False) for array in arrays]
 
     def unpack(self, alone: Sequence[Any], taken: Sequence[Any]) -> list[Any]:
-        """The parts of all values in order.
+        """The parts of all values, in order.
 
         Args:
-          alone: of those that are not packed.
-          taken: of those that are.
+          alone: the parts of values that are not packed.
+          taken: one node's entries of the packed arrays.
         """
         parts: list[Any] = [None] * self.count
         for i, part in zip(self.unpacked, alone, strict=True):

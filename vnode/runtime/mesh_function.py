@@ -1,4 +1,4 @@
-"""A function of arrays, divided over the axes of a mesh over which they are sharded.
+"""Function of arrays -> one device's function, over the mesh axes that shard the arrays.
 
 Knows the partitioner, and how functions are traced. Must not know schedules, placements, nor what a node is.
 """
@@ -31,17 +31,17 @@ from vnode.spmd.sharding_flow import Flow, follow
 from vnode.spmd.uneven_blocks import Share
 
 Records = Mapping[str, RecordedFlow]
-"""How programs are divided, by their digests."""
+"""Recorded shardings of programs, by the programs' digests."""
 
 
 @dataclasses.dataclass(frozen=True)
 class UnevenValues:
-    """Values that are stored in blocks, of which devices have different numbers.
+    """Values stored in blocks, of which devices have different numbers.
 
     Attributes:
-      share: whose blocks are how many.
-      inputs: of a program, for each input the dimension that is in blocks, or None.
-      outputs: the same of outputs.
+      share: the number of blocks of each device.
+      inputs: for each input of a program the dimension stored in blocks, or None.
+      outputs: the same for outputs.
     """
 
     share: Share
@@ -51,17 +51,17 @@ class UnevenValues:
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """How whole values lie on a mesh, and who divides what is computed of them.
+    """How whole values are sharded over a mesh, and who partitions the computation.
 
     Attributes:
-      layouts: of a program's inputs; None for those that all devices have whole.
-      over_nodes: whether some are sharded over the nodes' axis: what is computed once is divided over that, too, then.
-      automatic: all is left to XLA's partitioner.
-      records: how programs are divided of which somebody has decided that, by their digests.
-      specs: how a program's inputs are sharded over all axes; None, or fewer, where nobody says.
-      rooms: which inputs are given in blocks, and which outputs are wanted so; None if none are.
-      ends: how a program's outputs shall lie, those that are sharded; nothing if nobody says.
-      planned: a plan predicts what devices exchange: every sum goes over them by itself, as one block.
+      layouts: layouts of a program's inputs; None for replicated inputs.
+      over_nodes: whether the nodes' axis shards some inputs; the once-computed part is then partitioned over it, too.
+      automatic: XLA's partitioner does all of it.
+      records: recorded shardings of programs, by the programs' digests.
+      specs: shardings of a program's inputs over all axes; None, or fewer entries, where none is given.
+      uneven: which inputs are given in uneven blocks, and which outputs are returned so; None if none are.
+      ends: required layouts of a program's sharded outputs; empty if none are given.
+      planned: whether a plan predicts the collectives: every sum has its own, as one block.
     """
 
     layouts: Sequence[Layout | None] = ()
@@ -75,31 +75,32 @@ class Division:
 
 
 class MeshFunction:
-    """A function of arrays, followed by layouts; called with one device's arrays, it gives that device's results.
+    """A function of arrays, partitioned by layouts; called with one device's arrays, it returns that device's
+    results.
 
-    It may be called with the latest result of the program around it as well, and with a rounding; else one is made of
-    what it is called with, if it is to have one.
+    A call may also pass the latest result of the surrounding program, and a rounding. Without one, a rounding is made
+    from the arguments, if it is needed.
 
     Args:
-      fun: from a list of arrays to a list of arrays.
-      shapes: of its arguments, as every device would have them whole.
-      layouts: how they lie; each has a `PartitionSpec`.
-      axes: of the mesh, those that arrays may be sharded over, each with its size.
-      platform: what is compiled for.
-      pieces: for each of the first results a monoid, by which the caller combines them further, so that pieces of them
-        may be left uncombined; None for others.
-      records: how programs are divided of which somebody has decided that; if given, this must be one of them.
-      exact: axes whose size must not show in the bits of results.
-      alike: if compilers shall compute elements alike whatever the sizes of some axes.
-      others: the same function as other platforms would have it: what was decided for one of them holds as well.
-      rooms: which arguments are given in blocks; then what is tied to them is computed, and returned, in blocks.
-      whole: results, by number, that are returned in one piece even so.
-      ends: for each result how it shall lie; see `follow_layouts`.
+      fun: takes and returns a list of arrays.
+      shapes: the global shapes of its arguments.
+      layouts: the arguments' layouts; each has a `PartitionSpec`.
+      axes: the mesh axes that may shard arrays, each with its size.
+      platform: the platform to compile for.
+      pieces: for each of the first results the monoid by which the caller combines partial results further, which then
+        may stay uncombined; None for other results.
+      records: recorded shardings of programs; if given, the function's program must be among them.
+      exact: axes whose size must not change bits of results.
+      alike: the `BitwiseMode`, if elements must be computed alike whatever the sizes of some axes.
+      others: the same function for other platforms; a sharding recorded for one of them applies as well.
+      rooms: arguments given in uneven blocks; dimensions tied to theirs are computed, and returned, in blocks.
+      whole: numbers of results that are returned in one piece nevertheless.
+      ends: required layouts of results; see `follow_layouts`.
 
     Attributes:
-      inputs: how the arguments have to lie.
-      results: how the results lie; those that may be pieces, perhaps partial.
-      dims: for each result the dimension that is in blocks, or None.
+      inputs: the required layouts of arguments.
+      results: the results' layouts, those in `pieces` perhaps partial.
+      dims: for each result the dimension in blocks, or None.
     """
 
     def __init__(
@@ -155,14 +156,14 @@ class MeshFunction:
         return self.results[i].local_shape(self.shapes[i], self.axes)
 
     def combine_pieces(self, value: Any, i: int) -> Any:
-        """One device's array of a result, its pieces combined."""
+        """One device's array of a result, after its partial values are combined."""
         return convert(value, self.results[i], self.results[i].without_partial, self.shapes[i], self.axes)
 
 
 def trace_with_captures(
     fun: Callable[[Sequence[Any]], list[Any]], shapes: Sequence[Any], axes: Axes
 ) -> tuple[Program, list[Any]]:
-    """A function as a program, and what it reads of a trace around it, its last inputs; see `trace_to_jaxpr`."""
+    """Traces a function to a program; also returns captured outer values, its last inputs. See `trace_to_jaxpr`."""
     made = trace_to_jaxpr(fun, shapes, axes)
     captured = [value for value in made.consts if isinstance(value, jax.core.Tracer)]
     plain = remove_mesh_closed(made)
@@ -170,12 +171,12 @@ def trace_with_captures(
 
 
 def trace_to_jaxpr(fun: Callable[[Sequence[Any]], list[Any]], shapes: Sequence[Any], axes: Axes) -> Any:
-    """A function as a closed jaxpr; what asks in it for layouts over the axes goes on asking.
+    """Traces a function to a closed jaxpr; sharding constraints over the axes are kept.
 
     Args:
-      fun: from a list of arrays to a list of arrays.
+      fun: takes and returns a list of arrays.
       shapes: of its arguments.
-      axes: of the mesh, those that arrays may be sharded over, each with its size.
+      axes: the mesh axes that may shard arrays, each with its size.
     """
     names = tuple(axes)
     mesh = AbstractMesh(tuple(axes.values()), names, axis_types=(AxisType.Auto,) * len(names))
@@ -190,17 +191,17 @@ def follow_layouts(
     exact: Collection[str] = (),
     ends: Sequence[Layout | None] = (),
 ) -> Flow:
-    """Layouts through a program, as those of its inputs lead them.
+    """Propagates layouts of a program's inputs through the program.
 
-    Along axes whose size must not show in bits the program is divided once it is divided over the others.
+    Axes that must not change bits are used last: the program is first partitioned over the other axes.
 
     Args:
       program: the program.
-      given: how its inputs lie.
-      axes: of the mesh, those longer than one.
-      exact: of these, those whose size must not show in bits.
-      ends: for each output how it shall lie, perhaps over further axes as well; None where that is left open, and
-        nothing if it is for all of them.
+      given: the inputs' layouts.
+      axes: the mesh axes longer than one.
+      exact: the axes among them whose size must not change bits.
+      ends: for each output its required layout, perhaps over further axes; None where any layout will do; empty if that
+        is so for all outputs.
     """
     several = zip(program.outputs, ends or [None] * len(program.outputs), strict=True)
     outputs = [None if end is None else restrict_to_axes(axes, end, shape_or_none(a)) for a, end in several]
@@ -228,15 +229,15 @@ def follow_layouts(
 
 
 def shape_or_none(atom: Atom) -> tuple[int, ...]:
-    """The shape of what an atom stands for; nothing of what has none."""
+    """The shape of an atom; empty if it has none."""
     return getattr(atom.aval, "shape", ())
 
 
 def follow_recorded(program: Program, records: Records, axes: Axes) -> Flow:
-    """Layouts through a program of which somebody has decided how it is divided.
+    """Layouts through a program by its recorded sharding.
 
     Raises:
-      PartitionError: nobody has.
+      PartitionError: the program has no recorded sharding.
     """
     record = records.get(digest_of(program))
     if record is None:
@@ -252,28 +253,28 @@ def follow_recorded(program: Program, records: Records, axes: Axes) -> Flow:
 
 
 def meshless_type(value: Any) -> jax.ShapeDtypeStruct:
-    """The type of a value, without what it says of a mesh."""
+    """The type of a value, without its mesh."""
     aval = jax.typeof(value)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def result_layout(end: Layout, monoid: Monoid | None, axes: Axes) -> Layout:
-    """How a result is handed on that lies in some way."""
+    """The layout in which a result of layout `end` is handed on."""
     partial = end.partial if monoid is not None and all(m is monoid for _, m in end.partial) else ()
     return Layout(as_spec_layout(end, axes).dims, partial)
 
 
 def stacked_spec(layout: Layout, dim: int, axis: str) -> PartitionSpec:
-    """The `PartitionSpec` of a value with one more dimension, which is divided over an axis of its own."""
+    """The `PartitionSpec` of a value with one more dimension, which a further axis shards."""
     entries = [*spec_of(layout)]
     return PartitionSpec(*entries[:dim], axis, *entries[dim:])
 
 
 def refuse_windows(flow: Flow) -> None:
-    """Refuses to leave to XLA's partitioner what it computes wrongly: gradients of windows that are split over space.
+    """Refuses gradients of windows that are split over space, which XLA's partitioner computes wrongly.
 
     Raises:
-      PartitionError: a window is.
+      PartitionError: windows are split over space.
     """
     for step in flow.steps:
         for body in step.bodies:

@@ -1,6 +1,6 @@
-"""What is asked of an emission.
+"""The guarantees that an emission can give.
 
-Knows nothing else. Must not know how it is carried out.
+Knows nothing else. Must not know how they are implemented.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import enum
 
 
 class Mode(enum.Enum):
-    """What is asked of an emission besides the right result."""
+    """The guarantee that an emission gives besides correct results."""
 
     INVARIANT = "the same bits on any devices"
     FAST = "sums in any order"

@@ -1,10 +1,9 @@
-"""One virtual node at run time: which examples it holds, and how a value gets from one form to another inside it.
+"""One virtual node at run time: its examples, and conversions of a value between forms inside the node.
 
 Knows the node's index (a traced integer), the node size and forms. Must not know equations, passes or devices.
 
-Padding. When the nodes together have room for more examples than there are, the last real example is repeated: padding
-behaves like a real example (no NaN, no endless loop that real data would not cause) and is masked where the batch is
-reduced.
+Padding: when the nodes hold more examples than the batch has, the last real example is repeated. So padding behaves
+like a real example (no NaN, no endless loop that real data would not cause). It is masked where the batch is reduced.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from vnode.operators.separate_rounding import Rounding
 
 @dataclasses.dataclass(frozen=True)
 class WholeEvaluator:
-    """Where whole values are evaluated: on every device alike.
+    """Evaluates whole values, identically on every device.
 
     Attributes:
-      platform: what the program is compiled for.
-      rounding: of single elements, if compilers shall not choose.
+      platform: the platform that the program is compiled for.
+      rounding: rounds single elements, if compilers must not choose the rounding.
     """
 
     platform: str
@@ -43,11 +42,11 @@ class Node:
     """A virtual node while its computation is emitted.
 
     Attributes:
-      index: which node, int32 scalar.
-      count: how many nodes there are.
+      index: the node's number, int32 scalar.
+      count: the number of nodes.
       node_sizes: examples per node, of each batch.
-      batch: what is divided; of several batches, the largest.
-      platform: what the program is compiled for.
+      batch: the batch that is divided; the largest, if there are several.
+      platform: the platform that the program is compiled for.
     """
 
     index: jax.Array
@@ -57,11 +56,11 @@ class Node:
     platform: str
 
     def has_padding(self, batch: Batch) -> bool:
-        """Whether the nodes have room for more examples than there are."""
+        """Whether the nodes hold more examples than the batch has."""
         return self.count * self.node_sizes[batch] != batch.size
 
     def local_size(self, batch: Batch, ratio: Fraction) -> int:
-        """Elements that a node holds of one run of a batch."""
+        """The number of elements of one run of a batch that a node holds."""
         return self.node_sizes[batch] * ratio.numerator // ratio.denominator  # a fraction is slow to multiply
 
     def global_positions(self, batch: Batch, ratio: Fraction) -> tuple[jax.Array, int]:
@@ -82,12 +81,12 @@ class Node:
         return build
 
     def real_mask(self, location: Location) -> jax.Array:
-        """Which indices of a node's part of a factor belong to real examples, bool ``[outer * local]``."""
+        """Marks the indices of a node's part of a factor that belong to real examples, bool ``[outer * local]``."""
         units, total = self.global_positions(location.batch, location.ratio)
         return jnp.tile(units < total, location.outer)
 
     def real_examples(self) -> jax.Array:
-        """How many real examples the node holds, at least 1, int32 scalar."""
+        """The number of real examples that the node holds, at least 1, int32 scalar."""
         size = self.node_sizes[self.batch]
         return jnp.clip(self.batch.size - self.index * size, 1, size)
 
@@ -104,7 +103,7 @@ class Node:
         return part.reshape(*shape[: form.dim], form.outer * n, *shape[form.dim + 1 :])
 
     def convert(self, value: Any, source: Form, target: Form, zero: bool) -> Any:
-        """Brings a value from one form into another."""
+        """Converts a value from one form to another."""
         match source, target:
             case Whole() | Varying(), Slice():
                 return self.slice_whole(value, target)
@@ -117,12 +116,12 @@ class Node:
         raise AssertionError(f"no way from {source} to {target}")
 
     def keep_in_first_node(self, value: Any, monoid: Monoid) -> Any:
-        """The value in node 0, the monoid's identity in the others: it enters the reduction once."""
+        """The value in node 0, the monoid's identity in the others, so that it enters the reduction once."""
         value = jnp.asarray(value)
         return jnp.where(self.index == 0, value, jnp.asarray(monoid.identity(value.dtype)))
 
     def local_estimate(self, value: Any, monoid: Monoid) -> Any:
-        """A node's own estimate of a sum over the batch: as if all examples were like its own."""
+        """The node's own estimate of a sum over the batch, as if all examples were like its own."""
         if monoid is not Monoid.SUM:
             return value
         scale = self.batch.size / self.real_examples()
@@ -144,10 +143,10 @@ def mask_dim(value: Any, real: jax.Array, dim: int, major: int, fill: Any) -> An
       real: bool ``[local]``, which indices of the factor are real.
       dim: the dimension that holds the factor.
       major: the product of the sizes of the factors before it in the dimension.
-      fill: what to write, a scalar.
+      fill: a scalar that overwrites the padding.
 
     Returns:
-      The array with padding overwritten.
+      The array with its padding overwritten.
     """
     size = value.shape[dim]
     minor = size // (major * real.shape[0])
@@ -158,16 +157,16 @@ def mask_dim(value: Any, real: jax.Array, dim: int, major: int, fill: Any) -> An
 
 
 def restore_batch_order(value: Any, form: Slice, n: int, units: int) -> Any:
-    """Moves the parts that nodes hold of a value back to the order of the batch, without padding.
+    """Moves the nodes' parts of a value back to the order of the batch, without padding.
 
     Args:
-      value: ``[nodes, ...]``, of consecutive nodes.
-      form: in which each holds its part.
-      n: elements that a node holds of a run of the batch.
-      units: elements of a run of the batch that all the nodes hold, padding not included.
+      value: the parts of consecutive nodes, ``[nodes, ...]``.
+      form: the form of each node's part.
+      n: elements of a run of the batch that a node holds.
+      units: elements of a run of the batch that all nodes hold, without padding.
 
     Returns:
-      The value.
+      The value in the order of the batch.
     """
     nodes, *shape = value.shape
     value = value.reshape(nodes, *shape[: form.dim], form.outer, n, *shape[form.dim + 1 :])

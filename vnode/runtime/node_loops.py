@@ -1,10 +1,10 @@
-"""Loops over the nodes of one device: what each adds to the accumulators, and what each keeps.
+"""Node program -> loop over a device's nodes: their sums, and the values kept of each node.
 
 Knows monoids and numbers of nodes. Must not know equations, placements, or how devices are combined.
 
-In tree order, an addition must not be fused into what makes its operands or uses its result, or compilers contract and
-vectorize it differently where the program around it differs. Additions are loops of their own for that reason, of a
-length that is known at run time only: a loop of known length one would be merged into its surroundings.
+In tree order, an addition must not be fused with the producers of its operands or the users of its result. Otherwise
+compilers contract and vectorize it differently where the program around it differs. So additions are loops of their
+own, with a trip count known at run time only; a loop with trip count one would be inlined.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ KEEP_BARRIERS = frozenset({"tpu"})
 """Platforms whose compilers keep `lax.optimization_barrier` until they have fused; others drop it before."""
 
 ROOM_EARLY = frozenset({"tpu"})
-"""Platforms whose compilers take memory for what a loop adds up long before it begins, if that waits for nothing."""
+"""Platforms whose compilers allocate a loop's accumulators long before the loop begins, unless they depend on
+something."""
 
 LARGE = 64 << 10
-"""Bytes of sums from which no compiler takes the loop over nodes for a small one."""
+"""Bytes of sums from which no compiler treats the loop over nodes as a small one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """A value that nodes contribute to.
+    """A reduction over nodes.
 
     Attributes:
-      monoid: how contributions combine.
-      shape: of the value.
-      dtype: in which they are combined.
+      monoid: how the nodes' contributions combine.
+      shape: shape of the value.
+      dtype: dtype of the accumulator.
     """
 
     monoid: Monoid
@@ -62,7 +63,7 @@ class Sum:
 
     @property
     def exact(self) -> bool:
-        """Whether the order of contributions cannot show."""
+        """Whether the result does not depend on the order of contributions."""
         return not jnp.issubdtype(self.dtype, jnp.inexact)
 
     @property
@@ -70,16 +71,16 @@ class Sum:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def identity(self) -> jax.Array:
-        """What a sum begins with."""
+        """The initial value of a sum."""
         return lax.broadcast(jnp.asarray(self.monoid.identity(self.dtype), self.dtype), self.shape)
 
     def identity_ordered_after(self, number: jax.Array) -> jax.Array:
-        """The same, which is not written before a real number is there."""
+        """The initial value, not written before a real number is known."""
         scalar = jnp.asarray(self.monoid.identity(self.dtype), self.dtype)
         return lax.broadcast(lax.select(opaque_zero(number) == 0, scalar, jnp.ones_like(scalar)), self.shape)
 
     def from_zero(self, total: Any) -> Any:
-        """A total as if its first piece had been added to +0, as in `fold_pieces` and by some collectives: never -0."""
+        """A total as if its first piece had been added to +0, as `fold_pieces` and some collectives do: never -0."""
         if self.monoid is not Monoid.SUM:
             return total
         if jnp.issubdtype(self.dtype, jnp.complexfloating):
@@ -90,22 +91,22 @@ class Sum:
         return COMBINE[self.monoid](total, lax.convert_element_type(piece, self.dtype))
 
     def identity_or_total(self, begins: jax.Array, total: Any) -> Any:
-        """What a sum begins with, if it does; otherwise the total so far.
+        """The initial value if the sum begins here; otherwise the total so far.
 
-        In the loop that adds a piece to it, this takes no pass over memory, as zeros that are written before it do.
+        The loop that adds a piece needs no pass over memory for this; zeros written beforehand would need one.
         """
         return lax.select(jnp.broadcast_to(begins, total.shape), self.identity(), total)
 
 
 @dataclasses.dataclass(frozen=True)
 class NodeProgram:
-    """What is done for one node.
+    """The computation of one node.
 
     Attributes:
-      take: from a node's position on its device to its number and its parts of batched values.
-      compute: from these to the node's contributions and what it keeps.
-      single: whether there is one node at most, so that `take` gives the same whatever the position.
-      barriers: whether barriers keep the compiler from fusing `compute` with anything before or behind it.
+      take: maps a node's position on its device to its number and its parts of batched values.
+      compute: maps these to the node's contributions and the values that it keeps.
+      single: whether there is at most one node, so that `take` gives the same for every position.
+      barriers: whether barriers keep the compiler from fusing `compute` with operations before or after it.
     """
 
     take: Callable[[jax.Array], list[Any]]
@@ -122,9 +123,9 @@ def add_all(sums: Sequence[Sum], totals: Sequence[Any], pieces: Sequence[Any]) -
 
 
 def scan_nodes(program: NodeProgram, sums: Sequence[Sum], waves: int) -> tuple[list[Any], list[Any]]:
-    """Totals of a known number of nodes, and what each keeps, stacked.
+    """Scans a known number of nodes; returns the totals, and the kept values of all nodes, stacked.
 
-    Positions are counted, not read from an array: to read one number takes a TPU as long as to read a MiB.
+    Positions are counted, not read from an array: reading one number takes a TPU as long as reading 1 MiB.
     """
 
     def body(carry: tuple[jax.Array, list[Any]], _: None) -> tuple[tuple[jax.Array, list[Any]], list[Any]]:
@@ -139,7 +140,7 @@ def scan_nodes(program: NodeProgram, sums: Sequence[Sum], waves: int) -> tuple[l
 def loop_over_nodes(
     program: NodeProgram, sums: Sequence[Sum], count: jax.Array, buffers: list[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """The same where devices hold different numbers of nodes: of run-time length, and `buffers` for what nodes keep."""
+    """As `scan_nodes` with a run-time trip count, where devices hold different numbers of nodes; fills `buffers`."""
 
     def body(index: jax.Array, state: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
         pieces, kept = program(index)
@@ -151,7 +152,7 @@ def loop_over_nodes(
 def scan_skipping_padding(
     program: NodeProgram, sums: Sequence[Sum], count: jax.Array, waves: int, buffers: list[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """The same with as many turns as the fullest device needs, skipping those of nodes that are not there."""
+    """As `scan_nodes` with the fullest device's trip count; nodes that do not exist are skipped."""
 
     def run_node(totals: list[Any], index: jax.Array) -> tuple[list[Any], list[Any]]:
         pieces, kept = program(index)
@@ -164,12 +165,12 @@ def scan_skipping_padding(
 
 
 def write_at(buffers: list[Any], values: list[Any], index: jax.Array) -> list[Any]:
-    """Writes values to a place in buffers ``[places, ...]``, if there are any."""
+    """Writes values at an index of buffers ``[places, ...]``, if there are any."""
     return [lax.dynamic_update_index_in_dim(r, value, index, 0) for r, value in zip(buffers, values, strict=False)]
 
 
 Pieces = Callable[[jax.Array, Any, list[Any], jax.Array], tuple[list[Any], Any]]
-"""What comes at a position: see `fold_pieces`."""
+"""Maps a position to its contributions; see `fold_pieces`."""
 
 
 def fold_pieces(
@@ -184,22 +185,22 @@ def fold_pieces(
 ) -> tuple[PartialBlocks, Any]:
     """Adds pieces in the order of a `Fold`.
 
-    Each place of the stack is a buffer of its own, to which a block is added where it lies; a piece is copied only to
-    a place that is free. The last piece of the device that has most of them needs no place besides.
+    Each entry of the stack is a buffer, to which a block is added in place; a piece is copied to a free entry only. The
+    last piece of the device with most pieces needs no entry.
 
     Args:
-      pieces: from a position, the state, what is in the memory of the contributions that come, and a number that is not
-        negative and known only when all of it is put away, to a contribution per sum and the next state.
-      sums: what is added.
-      count: how many pieces there are, int32 scalar.
+      pieces: maps a position, the state, the buffers of the coming contributions, and a non-negative number that is
+        known only when these are stored, to one contribution per sum and the next state.
+      sums: the sums.
+      count: the number of pieces, int32 scalar.
       merges: int32 ``[at least count]``, as in `Fold`.
-      depth: blocks that wait while another piece comes.
-      most: blocks that any piece is joined by.
+      depth: the most blocks that wait while another piece comes.
+      most: the most blocks that join one piece.
       state: passed from piece to piece.
-      after: values without which no piece comes, if any: there is no memory for sums before they are there.
+      after: values that must be ready before the first piece, if any; the sums' buffers are not allocated before.
 
     Returns:
-      The partial blocks, and the last state.
+      The partial blocks and the final state.
     """
     none = jnp.int32(0)
 
@@ -207,7 +208,7 @@ def fold_pieces(
         return named_loop(f"{name}_{level}", 0, there.astype(jnp.int32), lambda _, held: of(held), into)
 
     def merge_stack(stack: list[list[Any]], piece: list[Any], height: jax.Array, joined: jax.Array) -> list[list[Any]]:
-        """The stack after a piece came on top of `height` blocks, of which so many join it."""
+        """The stack after a piece on top of `height` blocks is merged with `joined` of them."""
         stack, place = list(stack), height - joined
         for level in range(depth):
             stack[level] = run_if("push", level, (joined == 0) & (height == level), stack[level], lambda _: piece)
@@ -233,13 +234,13 @@ def fold_pieces(
 
 
 class PartialBlocks(NamedTuple):
-    """The partial blocks of pieces that were added: of each sum some blocks, the lowest of a stack first.
+    """The partial blocks of each sum, from the bottom of the stack up.
 
     Attributes:
-      first: of each sum the first block, a buffer of its own: what reads it must not be compiled with a slice.
-      others: of each sum those that the stack holds above it; nothing if it holds none.
-      last: of each sum the block above the stack, if there is one.
-      height: how many there are in all.
+      first: for each sum the lowest block, a buffer of its own; its users must not be compiled together with a slice.
+      others: for each sum the other blocks of the stack; empty if there are none.
+      last: for each sum the block above the stack, if there is one.
+      height: the number of blocks.
     """
 
     first: list[Any]
@@ -248,7 +249,7 @@ class PartialBlocks(NamedTuple):
     height: jax.Array
 
     def split(self, count: int) -> list[list[Any]]:
-        """Of each sum so many blocks, one by one; if there are fewer, the rest is anything."""
+        """For each sum `count` blocks, one by one; blocks beyond `height` have undefined values."""
         between = self.others or [[]] * len(self.first)
         columns = zip(self.first, between, self.last, strict=True)
         return [
@@ -266,22 +267,22 @@ def add_in_tree_order(
     fold: Callable[..., tuple[PartialBlocks, Any]] = fold_pieces,
     after: Sequence[Any] = (),
 ) -> tuple[PartialBlocks, list[Any], list[Any]]:
-    """Adds what nodes contribute in the order of a tree.
+    """Adds the nodes' contributions in tree order.
 
-    The nodes of a run are added one after another as they are computed, into one sum. A node's piece of it needs no
-    memory of its own for longer than in any accumulation.
+    The nodes of a run are added one after another into one accumulator, as they are computed. So a node's contribution
+    needs memory no longer than in any gradient accumulation.
 
     Args:
-      program: of a node.
-      sums: what nodes contribute to.
-      runs: of this device's nodes.
-      depth: blocks that wait while another run comes.
-      most: blocks that any run is joined by.
-      buffers: for what nodes keep.
-      fold: adds runs, as `fold_pieces` does.
+      program: the computation of one node.
+      sums: the sums.
+      runs: this device's runs of nodes.
+      depth: the most blocks that wait while another run comes.
+      most: the most blocks that join one run.
+      buffers: buffers for the values that nodes keep.
+      fold: adds the runs, as `fold_pieces` does.
 
     Returns:
-      The partial blocks of the sums that are not exact, the totals of those that are, and what is kept.
+      The partial blocks of inexact sums, the totals of exact sums, and the kept values.
     """
     ordered = [i for i, s in enumerate(sums) if not s.exact]
     others = [i for i, s in enumerate(sums) if s.exact]
@@ -290,7 +291,7 @@ def add_in_tree_order(
     nodes = runs.starts[runs.count]
 
     def node(index: jax.Array, state: State) -> tuple[list[Any], State]:
-        # With its position, or what is computed of a single node leaves the loop.
+        # the position is passed too, or a single node's computation would be hoisted out of the loop
         given = lax.optimization_barrier((program.take(index), index))[0] if program.barriers else state.parts
         pieces, kept = program.compute(given)
         totals = add_all(exact, state.totals, [pieces[i] for i in others])
@@ -298,13 +299,13 @@ def add_in_tree_order(
         if program.barriers:
             return pieces, State([], totals, [], write_at(state.buffers, lax.optimization_barrier(kept), index))
         parts = program.take(index + 1)
-        if program.single:  # or the parts never change, and what is computed of them leaves the loop
+        if program.single:  # or the parts are loop-invariant, and their users are hoisted
             parts = [jnp.where(index + 1 < nodes, new, old) for new, old in zip(parts, state.parts, strict=True)]
         return pieces, State(parts, totals, kept, write_at(state.buffers, state.kept, index - 1))
 
     def run(number: jax.Array, state: State, spent: list[Any], after: jax.Array) -> tuple[list[Any], State]:
         start = runs.starts[number]
-        if program.single:  # what it contributes is the total, and takes no memory besides
+        if program.single:  # its contribution is the total, and needs no further memory
             pieces, state = node(start, state)
             return [s.from_zero(piece) for s, piece in zip(rest, pieces, strict=True)], state
 
@@ -328,10 +329,10 @@ class Runs(NamedTuple):
     """A device's nodes, as runs that are added one after another.
 
     Attributes:
-      count: of runs, int32 scalar that the compiler does not know.
-      starts: of each run the position of its first node on the device, and then how many nodes there are, int32
-        ``[at least the runs and one]``.
-      merges: of each run, int32 ``[at least the runs]``, as in `Fold`.
+      count: the number of runs, int32 scalar that the compiler does not know.
+      starts: per run the position of its first node on the device, and finally the number of nodes, int32 ``[at least
+        the runs and one]``.
+      merges: per run, int32 ``[at least the runs]``, as in `Fold`.
     """
 
     count: jax.Array
@@ -340,15 +341,15 @@ class Runs(NamedTuple):
 
 
 def round_to_storage(piece: jax.Array, index: jax.Array) -> jax.Array:
-    """A piece as it is in memory, also where it is added to something by the loop that makes it.
+    """Rounds a contribution as if it were stored, also where the loop that computes it adds it to a sum.
 
-    A compiler would else contract a multiplication and that addition, or keep more bits of the piece than its type has:
-    where the same piece is the first of a run, and is added later, it would not. No compiler looks through an
-    operation on the bits with a number that is zero because no position is negative.
+    Otherwise a compiler would contract a multiplication with that addition, or keep more bits than the dtype has; for
+    the first contribution of a run, which is added later, it would not. No compiler sees through an operation on the
+    bits with a number that is zero because no position is negative.
 
     Args:
-      piece: a node's, inexact.
-      index: the position of a node, int32 scalar, not negative.
+      piece: a node's contribution to an inexact sum.
+      index: a node's position, int32 scalar, not negative.
     """
     if jnp.issubdtype(piece.dtype, jnp.complexfloating):
         return lax.complex(round_to_storage(lax.real(piece), index), round_to_storage(lax.imag(piece), index))
@@ -358,17 +359,17 @@ def round_to_storage(piece: jax.Array, index: jax.Array) -> jax.Array:
 
 
 class State(NamedTuple):
-    """What goes from node to node in tree order.
+    """The loop state that passes from node to node in tree order.
 
-    What a node reads and what it keeps pass from one turn to the next, or the compiler would fuse the node's own
-    computation with slicing them from, and writing them to, buffers whose size depends on the device. So does its
-    number, or the compiler would know it for a count of turns where there is one device.
+    A node's inputs and kept values pass from one iteration to the next. Otherwise the compiler would fuse the node's
+    computation with slices of, and updates to, buffers whose sizes depend on the device. The node's number passes too,
+    or the compiler would replace it by the loop counter where there is one device.
 
     Attributes:
-      parts: number and parts of the node whose turn it is.
-      totals: of exact sums.
-      kept: by the node before.
-      buffers: for what all nodes of the device keep.
+      parts: number and parts of the iteration's node.
+      totals: totals of exact sums.
+      kept: values kept of the previous node.
+      buffers: buffers for the values that all nodes keep.
     """
 
     parts: list[Any]
@@ -378,7 +379,7 @@ class State(NamedTuple):
 
 
 def named_loop(name: str, start: Any, stop: Any, body: Callable[[jax.Array, Any], Any], init: Any) -> Any:
-    """A loop of run-time length that is recognized in profiles and compiled programs."""
+    """A loop with a run-time trip count, with a name in profiles and compiled programs."""
     with jax.named_scope(name):
         return lax.fori_loop(start, stop, body, init)
 
@@ -386,13 +387,13 @@ def named_loop(name: str, start: Any, stop: Any, body: Callable[[jax.Array, Any]
 def loop_of_nodes(
     count: Any, sums: Sequence[Sum], body: Callable[[jax.Array, Any], Any], init: Any, after: Any = 0
 ) -> Any:
-    """A loop of run-time length in which nodes contribute to sums, compiled alike however many a device holds.
+    """A loop with a run-time trip count in which nodes contribute to sums, compiled alike for any number of nodes.
 
-    It does not begin, nor write over what it begins with, before a number is known that is not negative, `after`.
+    It does not begin, nor overwrite its initial values, before the non-negative number `after` is known.
 
-    XLA's CPU backend compiles a loop that touches less than a KiB or so as one function, in which it contracts and
-    vectorizes other instructions together than elsewhere; and how much is touched depends on the number of nodes. A
-    loop that sorts is never taken for such a one.
+    XLA's CPU backend compiles a loop that touches less than about 1 KiB as one function, and contracts and vectorizes
+    its instructions differently. How much is touched depends on the number of nodes. A loop that sorts is never treated
+    so.
     """
     count = jnp.asarray(count, jnp.int32)
 
@@ -409,12 +410,12 @@ def loop_of_nodes(
 
 
 def opaque_count(count: Any) -> jax.Array:
-    """A number of turns that the compiler cannot know."""
+    """A trip count that the compiler does not know."""
     return lax.optimization_barrier(jnp.asarray(count, jnp.int32))
 
 
 def opaque_zero(number: jax.Array) -> jax.Array:
-    """Zero, which is there when a number is, and which no compiler knows to be zero: of 32 bits no 64 are set.
+    """Zero that depends on a number, and that no compiler knows to be zero: of 32 bits no 64 are set.
 
     >>> [int(opaque_zero(jnp.asarray(x))) for x in (0.0, -1.5, jnp.nan, 7, -1)]
     [0, 0, 0, 0, 0]
@@ -424,7 +425,7 @@ def opaque_zero(number: jax.Array) -> jax.Array:
 
 
 class BufferPart(NamedTuple):
-    """Where a value is: the whole of a buffer, or elements of a flat one from `start` on."""
+    """Where a value lies: a whole buffer, or elements of a flat one from `start` on."""
 
     buffer: Any
     shape: tuple[int, ...]
@@ -432,16 +433,16 @@ class BufferPart(NamedTuple):
 
 
 def element_of(values: Sequence[Any]) -> jax.Array | None:
-    """An element of the first of some values that has one, a real number; None if there is none."""
+    """An element of the first value that has one and is real; None if there is none."""
     real = (v for v in values if jnp.size(v) and any(jnp.issubdtype(jnp.result_type(v), kind) for kind in REAL))
     return next((jnp.ravel(v)[0] for v in real), None)
 
 
 def unwritten_buffer(shape: tuple[int, ...], dtype: Any, after: Sequence[Any]) -> jax.Array:
-    """A buffer whose elements are written before they are read.
+    """A buffer whose elements are all written before they are read.
 
-    It is filled with an element of the values that whoever fills it reads, if there are any: zeros would be those of
-    all buffers, and compilers hold them, and a copy for each buffer, from the beginning to the end of the program.
+    It is filled with an element of `after`, if there are any values. Zeros would be shared by all buffers; compilers
+    keep them, and a copy for each buffer, live for the whole program.
     """
     element = element_of(after) if any(jnp.issubdtype(dtype, kind) for kind in REAL) else None
     return jnp.zeros(shape, dtype) if element is None else jnp.broadcast_to(element.astype(dtype), shape)
@@ -450,15 +451,15 @@ def unwritten_buffer(shape: tuple[int, ...], dtype: Any, after: Sequence[Any]) -
 def unwritten_buffers(
     shapes: Sequence[tuple[tuple[int, ...], Any]], after: Sequence[Any], number: jax.Array | None = None
 ) -> list[jax.Array]:
-    """Buffers that are written before they are read, for which there is no memory before a value is there.
+    """Buffers that are written before they are read, and not allocated before a value is ready.
 
-    Nothing is written: they are what a branch has that is taken whatever the value is, and compilers do not know it.
+    Nothing is written: a branch returns them that is always taken, which compilers do not know.
 
     Args:
-      shapes: with dtypes.
-      after: values, of which the first is waited for; if there are none, or little memory is asked for, nothing is.
-      number: int32, not negative, unknown to compilers. XLA's CPU backend writes zeros to buffers; by a number it
-        writes them to each buffer, instead of to one that it copies to the others.
+      shapes: shapes and dtypes.
+      after: values; the first one is waited for. If there are none, or the buffers are small, nothing is waited for.
+      number: non-negative int32 that compilers do not know. XLA's CPU backend writes zeros to buffers; by this number
+        it writes them to each buffer, not to one buffer that it copies to the others.
     """
 
     def empty(_: Any) -> list[jax.Array]:
@@ -467,7 +468,7 @@ def unwritten_buffers(
     def each(number: jax.Array) -> list[jax.Array]:
         return [lax.broadcast((number < -i).astype(dtype), shape) for i, (shape, dtype) in enumerate(shapes)]
 
-    def never(_: Any) -> list[jax.Array]:  # something else, or the branches were taken for one
+    def never(_: Any) -> list[jax.Array]:  # different from `empty`, or the branches would be merged
         return [lax.dynamic_update_slice(e, jnp.ones([1] * e.ndim, e.dtype), [0] * e.ndim) for e in empty(None)]
 
     large = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes) >= LARGE
@@ -478,9 +479,9 @@ def unwritten_buffers(
 
 
 def materialize(places: Sequence[BufferPart]) -> list[Any]:
-    """Copies values in a loop of one turn, so that what reads them is compiled apart from what made them."""
+    """Copies values in a loop with trip count one, so that their users are compiled apart from their producers."""
 
-    def body(turn: jax.Array, _: list[Any]) -> list[Any]:  # the turn is zero, which the compiler does not know
+    def body(turn: jax.Array, _: list[Any]) -> list[Any]:  # the compiler does not know that `turn` is zero
         return [
             place.buffer
             if place.start is None
@@ -493,15 +494,15 @@ def materialize(places: Sequence[BufferPart]) -> list[Any]:
 
 
 def as_row_major(value: jax.Array) -> jax.Array:
-    """A large array that lies in memory row by row, as arguments do.
+    """Gives a large array a row-major layout, as arguments have.
 
-    Totals lie as what nodes contribute; a state that is updated by them would be copied to that order before anything
-    else, all of it, and the copy held up to the update (seen of the compiler for TPUs).
+    Totals have the layout of the nodes' contributions. A state that they update would first be copied to that layout,
+    all of it, and the copy kept until the update (seen with the TPU compiler).
     """
     large = value.ndim > 1 and value.size * value.dtype.itemsize >= LARGE
     return with_layout_constraint(value, Layout(tuple(range(value.ndim)))) if large else value
 
 
 def materialize_input(value: jax.Array, barriers: bool = False) -> jax.Array:
-    """A value that what reads it finds in memory."""
+    """Materializes a value, so that its users read it from memory."""
     return lax.optimization_barrier(value) if barriers else materialize([BufferPart(value, value.shape)])[0]

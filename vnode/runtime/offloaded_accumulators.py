@@ -1,11 +1,11 @@
-"""Sums that wait for others in tree order, the lowest of a stack in the host's memory.
+"""Sums that wait for others in tree order -> a stack whose lowest entries are offloaded to host memory.
 
-Knows memory spaces and the order of a `Fold`. Must not know trees, nodes, nor who decided how many are there.
+Knows memory spaces and the order of a `Fold`. Must not know trees, nodes, nor who decided how many are offloaded.
 
-The lower a sum is on the stack, the larger is the block that it stands for, and the longer it waits; it is written and
-read seldom. It goes to the host when the next piece comes, and comes back part by part, each added when it is there, so
-that the device needs no room for it. Sums are sent and fetched one after another: otherwise the compiler begins all at
-once, and copies what is on the chip to the device's memory before (libtpu 0.0.42).
+The lower a sum is on the stack, the larger is its block, the longer it waits, and the more seldom it is read. It is
+sent to the host when the next piece comes. It comes back in pieces, each added as it arrives, so the device needs no
+buffer for all of it. Transfers run one after another. Otherwise the compiler begins all at once, and first copies
+values from on-chip memory to device memory (libtpu 0.0.42).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from vnode.runtime.host_prefetch import split_for_copy
 from vnode.runtime.node_loops import PartialBlocks, Pieces, Sum, loop_of_nodes, named_loop, unwritten_buffers
 
 LEAST = 1 << 20
-"""Bytes of a sum from which it may be on the host: of smaller ones the latency of the link is felt."""
+"""Bytes of a sum from which it may be offloaded; for smaller ones the latency of the link dominates."""
 
 PIECE = 1 << 20
-"""Bytes that come back at a time, about. Of larger pieces a transformer's step takes more memory: 1,038 MiB with 4 MiB,
+"""Bytes fetched at a time, roughly. With larger pieces a transformer's step takes more memory: 1,038 MiB with 4 MiB,
 950 with 1 MiB (libtpu 0.0.42)."""
 
 
 def can_offload(shape: Sequence[int], dtype: Any) -> bool:
-    """Whether a sum may wait on the host: a large array of real numbers.
+    """Whether a sum may be offloaded: a large array of real numbers.
 
     >>> can_offload((1024, 256), jnp.float32), can_offload((1024,), jnp.float32)
     (True, False)
@@ -44,12 +44,12 @@ def can_offload(shape: Sequence[int], dtype: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class AccumulatorStack:
-    """Where what waits of one sum is.
+    """The stack of one sum's waiting blocks, in host and device memory.
 
     Attributes:
       sum: the sum.
-      far: how many of the lowest are on the host.
-      near: how many others there may be.
+      host_levels: number of the lowest entries that are on the host.
+      device_levels: number of the other entries.
     """
 
     sum: Sum
@@ -58,18 +58,19 @@ class AccumulatorStack:
 
     @staticmethod
     def for_sum(s: Sum, depth: int, far: int) -> AccumulatorStack:
-        """That of a sum, of which so many wait, and so many of these may be on the host."""
+        """The stack of a sum of which `depth` blocks wait, at most `far` of them on the host."""
         far = min(depth, far) if can_offload(s.shape, s.dtype) else 0
         return AccumulatorStack(s, far, depth - far)
 
     @functools.cached_property
     def piece_layout(self) -> tuple[int, int]:
-        """Along which dimension a sum comes back in pieces, those before it being of one element, and in how many."""
+        """The dimension along which a sum is fetched in pieces (dimensions before it have size one), and their
+        number."""
         return split_for_copy(self.sum.shape, jnp.dtype(self.sum.dtype).itemsize, PIECE)
 
     @property
     def piece_count(self) -> int:
-        """In how many a sum comes back."""
+        """The number of pieces in which a sum is fetched."""
         return self.piece_layout[1]
 
     @property
@@ -79,7 +80,7 @@ class AccumulatorStack:
         return (*self.sum.shape[:dim], self.sum.shape[dim] // pieces, *self.sum.shape[dim + 1 :])
 
     def allocate(self) -> Stack:
-        """Room for what waits."""
+        """Allocates the stack's buffers."""
         zero = jnp.zeros((), self.sum.dtype)
         there = jax.device_put(zero, HOST)
         far = (
@@ -88,16 +89,16 @@ class AccumulatorStack:
         return far, [lax.broadcast(zero, (self.device_levels, *self.sum.shape))] if self.device_levels else []
 
     def push(self, stack: Stack, value: Any, height: Any, after: Any) -> tuple[Stack, Any]:
-        """A value on top of others.
+        """Pushes a value.
 
         Args:
-          stack: what waits.
-          value: what is to wait too.
-          height: how many wait, with this one: int32 scalar; zero if there is none.
-          after: a number that is not negative, and known only when this is to begin.
+          stack: the stack.
+          value: the new entry.
+          height: number of entries, this one included, int32 scalar; zero if nothing is pushed.
+          after: a non-negative number that is known only when the push may begin.
 
         Returns:
-          What waits, and another such number: it is known when this is done.
+          The stack, and another such number, known when the push is done.
         """
         far, near = stack
         later = (after < 0).astype(jnp.int32)
@@ -121,13 +122,13 @@ class AccumulatorStack:
         return (far, near), after
 
     def merge_from_top(self, stack: Stack, value: Any, height: Any, place: Any, after: Any) -> tuple[Any, Any]:
-        """Those from the top down to a place, added to a value one after another.
+        """Adds the entries from the top down to a place to a value, one after another.
 
         Args:
-          stack: what waits.
-          value: what they are added to.
-          height: how many wait.
-          place: the lowest that joins.
+          stack: the stack.
+          value: the value to which they are added.
+          height: number of entries.
+          place: the lowest entry that joins.
           after: as for `push`.
 
         Returns:
@@ -150,17 +151,17 @@ class AccumulatorStack:
     def fold_host_entries(
         self, far: Any, top: Any, count: Any, value: Any, of: Callable[[Any, Any], Any], after: Any
     ) -> tuple[Any, Any]:
-        """What becomes, part by part, of a value and those on the host, one after another.
+        """Fetches host entries piece by piece, and folds each into a value, one after another.
 
-        It is one loop over the parts of all: a compiler takes loops in loops for long ones, and keeps nothing on the
-        chip that is not read there.
+        One loop runs over the pieces of all entries: a compiler treats nested loops as long ones, and keeps values in
+        on-chip memory only if they read them.
 
         Args:
-          far: those on the host.
-          top: the place of the first, from which they go down.
-          count: of them.
-          value: what meets them.
-          of: from a part of one and of the value to what that becomes.
+          far: the host entries.
+          top: the first entry; the others lie below it.
+          count: the number of entries.
+          value: the value that they are folded into.
+          of: maps a piece of an entry and of the value to a piece of the result.
           after: as for `push`.
         """
 
@@ -176,7 +177,7 @@ class AccumulatorStack:
         return whole.reshape(value.shape), after
 
     def read_entry(self, stack: Stack, at: int, value: Any, turns: Any) -> Any:
-        """One of those that wait, if there are any turns; else a value of its shape."""
+        """Reads an entry if `turns` is positive; otherwise returns a value of its shape."""
         far, near = stack
         if at < self.host_levels:
             return self.fold_host_entries(far[0], at, turns, value, lambda part, _: part, jnp.int32(0))[0]
@@ -184,8 +185,7 @@ class AccumulatorStack:
 
 
 Stack = tuple[list[Any], list[Any]]
-"""Of one sum, if there is any: what waits on the host, in pieces ``[far * pieces, *part]``; on the device ``[near,
-*shape]``."""
+"""One sum's entries, if any: on the host in pieces ``[far * pieces, *part]``; on the device ``[near, *shape]``."""
 
 
 def fold_pieces_offloaded(
@@ -201,22 +201,22 @@ def fold_pieces_offloaded(
     far: int,
     left: int,
 ) -> tuple[PartialBlocks, Any]:
-    """Adds pieces in the order of a `Fold`, as `node_loops.fold_pieces` does, with what waits on the host.
+    """Adds pieces in the order of a `Fold`, as `node_loops.fold_pieces` does, with offloaded entries.
 
     Args:
-      pieces: as there.
-      sums: as there.
-      count: as there.
-      merges: as there.
-      depth: as there.
-      most: as there; not needed.
-      state: as there.
-      after: as there.
-      far: how many of the lowest that wait are on the host, at least one.
-      left: how many blocks remain in the end, at most.
+      pieces: as for `fold_pieces`.
+      sums: as for `fold_pieces`.
+      count: as for `fold_pieces`.
+      merges: as for `fold_pieces`.
+      depth: as for `fold_pieces`.
+      most: not used.
+      state: as for `fold_pieces`.
+      after: as for `fold_pieces`.
+      far: number of the lowest entries that are on the host, at least one.
+      left: the most blocks that remain in the end.
 
     Returns:
-      As there: all that remains is on the device.
+      As `fold_pieces`; all remaining blocks are on the device.
     """
     places = [AccumulatorStack.for_sum(s, depth, far) for s in sums]
 

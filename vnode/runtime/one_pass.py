@@ -1,6 +1,6 @@
-"""Emits one pass: a loop over a device's nodes under `shard_map`, then one reduction across devices.
+"""Pass -> a loop over a device's nodes under `shard_map`, then one reduction across devices.
 
-Knows passes, placements and the values so far. Must not know what is computed once, nor any primitive.
+Knows passes, placements and the values so far. Must not know once-computed values, nor any primitive.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ from vnode.spmd.resharding_collectives import convert, convert_after, devices_in
 from vnode.spmd.sharded_program import long_axes, spec_of
 
 PLATFORMS = ("cpu", "gpu", "tpu")
-"""What a plan may have been made for, whatever it is carried out on."""
+"""Platforms for which a plan may have been made, whatever platform runs it."""
 
 
 class PassEmission(Values):
-    """An emission as far as its passes go.
+    """The passes of an emission.
 
     Args:
       schedule: the step.
-      placement: where its nodes live.
-      inputs: values of the program's inputs; None if others hold other nodes, and put in place what is read.
-      mode: what is asked of the emission.
-      lane: see `vnode.runtime.emit.emit`, as for what follows.
-      slotted: which batched inputs are as devices hold them.
-      division: who divides what is computed.
-      far: how many of the sums that wait are on the host.
+      placement: where the nodes live.
+      inputs: values of the program's inputs; None if other programs hold other nodes, and the caller provides all
+        values.
+      mode: the guarantee asked of the emission.
+      lane: see `vnode.runtime.emit.emit`, as for the following.
+      slotted: the batched inputs given per slot.
+      division: who partitions the computation.
+      far: number of offloaded sums.
     """
 
     def __init__(
@@ -67,13 +68,13 @@ class PassEmission(Values):
         far: int = 0,
     ) -> None:
         super().__init__(schedule, placement, inputs, mode, slotted, division)
-        self.alone = inputs is not None  # else others hold other nodes
+        self.alone = inputs is not None  # otherwise other programs hold other nodes
         self.lane = lane
         self.far = far
         self.once = WholeEvaluator(self.platform)
         self.unawaited: list[Var] = []  # totals that no pass has waited for
         self.once_axes = once_axes(placement, self.division.over_nodes) if division is not None else {}
-        # Axes whose size must not show in bits.
+        # axes whose size must not change bits
         self.exact = {placement.axis} & self.once_axes.keys() if mode is Mode.INVARIANT else set()
         wanted = zip(schedule.flow.program.outputs, self.division.ends, strict=False)
         self.ends = {a: layout for a, layout in wanted if isinstance(a, Var) and layout is not None}
@@ -82,14 +83,14 @@ class PassEmission(Values):
         """Emits one pass.
 
         Returns:
-          The totals; or, if other programs hold other nodes, what `device_reductions.reduce_to_blocks` gives.
+          The totals; or, if other programs hold other nodes, the result of `device_reductions.reduce_to_blocks`.
         """
         placement, axis = self.placement, self.placement.axis
         shards = [self.shard(var) for var, _ in nodes.sliced_inputs]
         slots = [var in self.collected for var, _ in nodes.sliced_inputs]
         divided = self.divided_pass(nodes)
         lying = divided.inputs if divided else self.node_input_layouts(nodes)
-        # What is known to lie in some way is moved explicitly, before the loop.
+        # values with a known layout are resharded explicitly, before the loop
         mesh_axes, wanted = long_axes(placement.mesh), lying[1 + len(nodes.sliced_inputs) :]
         given = [
             self.layout(var) if var in self.layouts else end
@@ -124,7 +125,7 @@ class PassEmission(Values):
         ) -> tuple[Any, list[Any]]:
             origin = node_loops.opaque_count(
                 first[0]
-            )  # or one device, that knows it, would take a node's number for a count
+            )  # otherwise the compiler for one device would replace a node's number by the loop counter
             packed = packing.pack(lambda i: self.node_parts(shard[i], nodes.sliced_inputs[i], shards[i], slots[i]))
             whole = [
                 convert_after(value, start, end, self.shape(var), mesh_axes, latest)
@@ -154,7 +155,7 @@ class PassEmission(Values):
             totals, kept = self.sum_over_devices(program, sums, parts, plan, count, runs, buffers, after)
             if not self.divides or not self.alone:
                 return totals, kept
-            # What devices along the other axes have pieces of is combined once, not for every node.
+            # partial values over the other axes are combined once, not for every node
             several = zip(nodes.accumulators, totals, made, parts, ends, strict=True)
             return [
                 convert(total, among.divide_dim(start, dim, self.shape(a.var)), end, self.shape(a.var), mesh_axes)
@@ -206,21 +207,21 @@ class PassEmission(Values):
 
     @property
     def is_local_to_device(self) -> bool:
-        """Whether what a device runs in a pass is its own along every axis of the mesh."""
+        """Whether every mesh axis divides only other devices' work, so that a pass is local to each device."""
         return self.divides or self.placement.size == len(self.placement.devices)
 
     @property
     def has_barriers(self) -> bool:
-        """Whether compilers are kept from taking memory for a pass long before it begins."""
+        """Whether barriers keep compilers from allocating a pass's buffers long before it begins."""
         return self.mode is not Mode.DIFFERENTIABLE and self.platform in node_loops.ROOM_EARLY
 
     @property
     def is_fixed_length(self) -> bool:
-        """Whether a pass is a loop of fixed length, alike on all devices."""
+        """Whether a pass is a loop with a static trip count, alike on all devices."""
         return self.mode is not Mode.INVARIANT and self.placement.even
 
     def packing(self, nodes: Pass, asked: bool) -> Packing:
-        """Which of the batched values that a pass reads are packed: none, if it is not asked for."""
+        """The packing of the batched values that a pass reads; nothing is packed if `asked` is false."""
         own = [jax.ShapeDtypeStruct(self.shape_in_node(*each), each[0].aval.dtype) for each in nodes.sliced_inputs]
         several = asked and self.is_local_to_device and self.placement.virtual_nodes > 1
         return Packing.from_parts(own, self.placement.virtual_nodes) if several else Packing((), len(own))
@@ -236,20 +237,20 @@ class PassEmission(Values):
         buffers: list[Any],
         after: Sequence[Any],
     ) -> tuple[Any, list[Any]]:
-        """Runs a device's nodes and adds up over devices what they contribute.
+        """Runs a device's nodes and reduces their contributions over devices.
 
         Args:
-          program: of a node.
-          sums: what nodes contribute to.
-          parts: for each the dimension along which it is handed on in parts.
-          plan: of the order of additions.
-          count: of the device's nodes, ``int32[1]``.
-          runs: the plan's tables, of this device.
-          buffers: where a device puts what is kept of each of its nodes.
-          after: values before which there shall be no memory for sums.
+          program: the computation of one node.
+          sums: the sums.
+          parts: for each sum the dimension along which its total is divided among devices, or None.
+          plan: the order of additions.
+          count: the device's number of nodes, ``int32[1]``.
+          runs: the plan's tables for this device.
+          buffers: buffers for the values kept of the device's nodes.
+          after: values before which no memory for sums is allocated.
 
         Returns:
-          What `run_pass` does, and what is kept of each node.
+          The result of `run_pass`, and the values kept of each node.
         """
         axis, waves = self.placement.axis, self.placement.waves
         if self.mode is Mode.INVARIANT:
@@ -260,7 +261,7 @@ class PassEmission(Values):
                 return small_sums.sum_small(program, sums, nodes, self.placement.counts, tree, buffers, axis)
             fold = node_loops.fold_pieces
             if self.platform in node_loops.KEEP_BARRIERS:
-                from vnode.runtime.stack_on_chip import fold_pieces_on_chip  # only TPUs need it
+                from vnode.runtime.stack_on_chip import fold_pieces_on_chip  # only for TPUs
 
                 fold = fold_pieces_on_chip
             if self.far:
@@ -283,7 +284,7 @@ class PassEmission(Values):
         return device_reductions.combine_in_any_order(sums, totals, axis, parts), kept
 
     def stores_pieces(self, sums: Sequence[node_loops.Sum], parts: Sequence[int | None]) -> bool:
-        """Whether nodes store their pieces of sums side by side: small ones that all devices are given whole."""
+        """Whether nodes store their contributions side by side: small sums that all devices receive whole."""
         alone = (
             self.alone and self.is_local_to_device and not self.far and self.platform not in node_loops.KEEP_BARRIERS
         )
@@ -294,7 +295,7 @@ class PassEmission(Values):
     def node_part(
         self, value: Any, of: tuple[Var, Slice], lies: tuple[Any, int], in_slots: bool, index: jax.Array
     ) -> Any:
-        """The part of one node, by its number on the device, of a device's part of a batched value."""
+        """One node's part of a device's shard of a batched value, by the node's position on the device."""
         (_, form), (_, dim) = of, lies
         if in_slots:
             return lax.dynamic_index_in_dim(value, index, dim, keepdims=False)
@@ -303,7 +304,7 @@ class PassEmission(Values):
         return part.reshape(*part.shape[: form.dim], form.outer * n, *part.shape[dim + 1 :])
 
     def node_parts(self, value: Any, of: tuple[Var, Slice], lies: tuple[Any, int], in_slots: bool) -> Any:
-        """A device's part of a batched value with the parts of its nodes one after another, ``[nodes, *part]``."""
+        """A device's shard of a batched value as its nodes' parts, ``[nodes, *part]``."""
         (var, form), (_, dim), waves = of, lies, self.placement.waves
         if not in_slots:
             n = self.flow.node_elements(form)
@@ -311,34 +312,38 @@ class PassEmission(Values):
         return jnp.moveaxis(value, dim, 0).reshape(waves, *self.shape_in_node(var, form))
 
     def wholes_by_level(self, nodes: Pass, whole: Sequence[Any]) -> list[tuple[int, Any]]:
-        """The whole values that a pass reads, latest first, with the level at which each can be there."""
-        if self.mode is Mode.DIFFERENTIABLE or not self.is_local_to_device:  # an element of a sharded one is dear
+        """The whole values that a pass reads, latest first, each with the level at which it can be ready."""
+        if (
+            self.mode is Mode.DIFFERENTIABLE or not self.is_local_to_device
+        ):  # reading an element of a sharded value is slow
             return []
         late = [(self.ready_level(var), value) for var, value in zip(nodes.whole_inputs, whole, strict=True)]
         return sorted(late, key=lambda pair: pair[0], reverse=True)
 
     def buffers(self, nodes: Pass, divided: MeshFunction | None, after: Sequence[Any]) -> list[Any]:
-        """Where a device puts what is kept of each of its nodes, in a pass that reads such whole values.
+        """Buffers for the values kept of a device's nodes, in a pass that reads whole values.
 
-        These, latest first, are what keeps compilers from making the buffers before the pass.
+        Dependence on these, latest first, keeps compilers from allocating the buffers before the pass.
         """
         shapes = list[tuple[tuple[int, ...], Any]]()
         for i, (var, form) in enumerate(nodes.collected):
             shape = divided.local_shape(len(nodes.accumulators) + i) if divided else self.shape_in_node(var, form)
             shapes.append(((self.placement.waves, *shape), var.aval.dtype))
-        if self.placement.even and self.platform in node_loops.ROOM_EARLY:  # otherwise there are places without a node
+        if self.placement.even and self.platform in node_loops.ROOM_EARLY:  # otherwise some slots have no node
             return node_loops.unwritten_buffers(shapes, after)
         return [node_loops.unwritten_buffer(*each, after) for each in shapes]
 
     def ready_level(self, var: Var) -> int:
-        """The level at which a whole value can be there: one later than its pieces if it is completed or gathered."""
+        """The level at which a whole value can be ready: one after its partial values, if it is combined or
+        gathered."""
         state = self.flow.states[var]
         return state.level if isinstance(state.form, Whole) else state.level + (not state.materialized)
 
     def total_layouts(self, nodes: Pass, lies: Sequence[Layout]) -> list[Layout]:
-        """How a pass hands on its totals, of which it could hand on all that `lies` says: as who reads them wants them.
+        """Chooses the layouts of a pass's totals, no coarser than `lies`, by the layouts in which they are read.
 
-        Where the next that is computed once reads a part only, a part is handed on: a gradient of what is sharded.
+        If the next once-computed task reads a shard only, each device receives its shard: the gradient of a sharded
+        parameter.
         """
         if not self.once_axes or not self.divides or self.division.uneven is not None:
             return list(lies)
@@ -358,9 +363,9 @@ class PassEmission(Values):
         )
 
     def node_function(self, nodes: Pass, given: Sequence[Any], platform: str | None = None) -> list[Any]:
-        """What one node computes in a pass, of its number, its parts of batched values, and whole values.
+        """The computation of one node in a pass, from its number, its parts of batched values, and whole values.
 
-        As it is written for another platform, if one is named: what a plan for that says of it holds on this one.
+        If a platform is named, emitted as for that platform, so that another platform's plan still applies.
         """
         number, *values = given
         placement = self.placement
@@ -371,15 +376,15 @@ class PassEmission(Values):
 
     @property
     def serializes_independent(self) -> bool:
-        """Whether the parts of a node that share nothing are to wait for one another.
+        """Whether independent parts of a node's computation wait for one another.
 
-        XLA's CPU backend computes first what can be computed first, and so would hold what the backward passes of all
-        need at once; the compilers for other devices look for an order that takes little memory.
+        XLA's CPU backend computes early whatever it can, and would keep the residuals of all backward passes live at
+        once. The compilers for other devices look for an order with low memory.
         """
         return self.platform == "cpu" and self.mode is not Mode.DIFFERENTIABLE and not self.axes
 
     def node_input_shapes(self, nodes: Pass) -> list[jax.ShapeDtypeStruct]:
-        """What a node is given in a pass: its number, its parts of batched values, and whole values."""
+        """Shapes of a node's inputs in a pass: its number, its parts of batched values, and whole values."""
         return [
             jax.ShapeDtypeStruct((1,), jnp.int32),
             *(jax.ShapeDtypeStruct(self.shape_in_node(var, form), var.aval.dtype) for var, form in nodes.sliced_inputs),
@@ -387,12 +392,13 @@ class PassEmission(Values):
         ]
 
     def node_input_layouts(self, nodes: Pass) -> list[Layout]:
-        """How it lies."""
+        """Layouts of a node's inputs in a pass."""
         parts = (self.layout_in_node(var, form) for var, form in nodes.sliced_inputs)
         return [replicated(1), *parts, *map(self.layout_in_pass, nodes.whole_inputs)]
 
     def divided_pass(self, nodes: Pass) -> MeshFunction | None:
-        """What a node computes in a pass, divided over the axes that nodes are not spread over; None if XLA does so."""
+        """One node's computation in a pass, partitioned over the axes that nodes are not spread over; None if XLA
+        does so."""
         if not self.axes:
             return None
         shapes, layouts = self.node_input_shapes(nodes), self.node_input_layouts(nodes)
@@ -417,7 +423,7 @@ class PassEmission(Values):
         return None
 
     def finish_totals(self, nodes: Pass, totals: Sequence[Any]) -> None:
-        """Takes up the totals of a pass."""
+        """Stores the totals of a pass."""
         for accumulator, total in zip(nodes.accumulators, totals, strict=True):
             if self.mode is Mode.FAST and self.placement.size > 1:
                 total = device_reductions.read_all_bits(total)
@@ -429,14 +435,14 @@ class PassEmission(Values):
         self.unawaited += [a.var for a in nodes.accumulators if can_be_awaited(a.var.aval)]
 
     def barrier_values(self, nodes: Pass, given: Sequence[Layout], wanted: Sequence[Layout]) -> list[Var]:
-        """What a pass waits for if it gathers what it reads: what all before it sum.
+        """The values that a pass waits for if it gathers its inputs: all totals of earlier passes.
 
-        If it waited for less, sums over devices of that could be under way to the end, and take room twice.
+        If it waited for fewer, reductions of the others could still be in flight, and need their memory twice.
 
         Args:
           nodes: the pass.
-          given: how the whole values lie that it reads.
-          wanted: how nodes read them.
+          given: layouts of the whole values that it reads.
+          wanted: the layouts in which nodes read them.
         """
         axes = long_axes(self.placement.mesh)
         several = zip(nodes.whole_inputs, given, wanted, strict=True)
@@ -448,11 +454,11 @@ class PassEmission(Values):
 
 
 def once_axes(placement: Placement, over_nodes: bool) -> dict[str, int]:
-    """The axes of a placement's mesh over which what is computed once is divided: the nodes' only if that is asked."""
+    """The mesh axes that partition once-computed tasks; the nodes' axis only if `over_nodes`."""
     return long_axes(placement.mesh) if over_nodes else inner_axes(placement)
 
 
 def sums_of(nodes: Pass, divided: MeshFunction | None = None) -> list[node_loops.Sum]:
-    """What the nodes of a pass contribute to, each device its own part of it if it is divided."""
+    """The sums of a pass; per-device parts of them if the node's computation is partitioned."""
     shapes = [divided.local_shape(i) if divided else a.var.aval.shape for i, a in enumerate(nodes.accumulators)]
     return [node_loops.Sum(a.monoid, shape, a.dtype) for a, shape in zip(nodes.accumulators, shapes, strict=True)]

@@ -1,9 +1,9 @@
-"""How sums over nodes are handed on: to each device whole, or its part only, as who reads them next wants them.
+"""Sums over nodes, and the layouts in which they are read next -> the sums' output shardings.
 
-Knows layouts and sums. Must not know passes, placements, nor what reads the sums.
+Knows layouts and sums. Must not know passes, placements, nor who reads the sums.
 
-A gradient of what is sharded over the nodes' axis is read in shards (ZeRO, Rajbhandari et al. 2020, section 5): so it
-is added by a reduce-scatter, and no device has all of it.
+A parameter sharded over the nodes' axis has a gradient that is read in shards (ZeRO, Rajbhandari et al. 2020, section
+5). So the gradient is reduce-scattered, and no device holds all of it.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from vnode.spmd.resharding import extends, is_local
 from vnode.spmd.sharded_program import as_spec_layout
 
 Lying = Callable[[Var], Layout]
-"""How each variable lies."""
+"""The layout of each variable."""
 
 Wanted = Callable[[Lying, Axes, Collection[str]], Mapping[Var, Sequence[Layout]]]
-"""In which layouts variables are read, if they lie in some way over some axes, of which some must not show in bits."""
+"""The layouts in which variables are read, given their layouts over some axes, and those that must not change bits."""
 
 
 def choose_output_layouts(
     lies: Mapping[Var, Layout], lying: Lying, wanted: Wanted, inner: Axes, axes: Axes, exact: Set[str]
 ) -> dict[Var, Layout]:
-    """How totals are handed on, of which all that `lies` says could be handed on.
+    """Chooses output shardings no coarser than `lies`.
 
     Args:
-      lies: how pieces of them lie, combined over the nodes' axis.
-      lying: how everything else lies that is read with them.
-      wanted: says how they are read.
-      inner: the axes besides the nodes'.
-      axes: those over which they may be divided.
-      exact: of these, those whose size must not show in the bits of results.
+      lies: layouts of the totals' partial values, combined over the nodes' axis.
+      lying: layouts of all other values that are read with them.
+      wanted: gives the layouts in which they are read.
+      inner: the axes besides the nodes' axis.
+      axes: the axes that may divide totals.
+      exact: the axes among them whose size must not change bits of results.
     """
-    # How they lie over the other axes must not depend on how long the nodes' is.
+    # their layout over the other axes must not depend on the size of the nodes' axis
     ends = refine_over_axes(lies, lying, wanted, inner, frozenset()) if exact else dict(lies)
     return refine_over_axes(ends, lying, wanted, axes, exact)
 
@@ -50,7 +50,7 @@ def choose_output_layouts(
 def refine_over_axes(
     lies: Mapping[Var, Layout], lying: Lying, wanted: Wanted, axes: Axes, exact: Set[str]
 ) -> dict[Var, Layout]:
-    """The same over some axes."""
+    """Refines layouts over some axes."""
     found = wanted(
         lambda var: lies[var] if var in lies else restrict_to_axes(axes, lying(var), var.aval.shape),
         axes,
@@ -60,9 +60,9 @@ def refine_over_axes(
 
 
 def first_finer(layout: Layout, wanted: Iterable[Layout], var: Var, axes: Axes, exact: Set[str]) -> Layout:
-    """The first of some layouts of which devices have it all in a given one, and more; over `exact` axes if any.
+    """The first of some layouts that is finer than a given one; finer over `exact` axes, if there are any.
 
-    Small totals go to all devices, and stay whole there: who reads a part takes it, and who reads all need not ask.
+    Small totals go to all devices, and stay whole: a user of a part slices it, and a user of all needs no all-gather.
     """
     others = {name: size for name, size in axes.items() if name not in exact}
     shape = var.aval.shape
@@ -81,12 +81,12 @@ def first_finer(layout: Layout, wanted: Iterable[Layout], var: Var, axes: Axes, 
 
 @dataclasses.dataclass(frozen=True)
 class SummingDevices:
-    """Devices along the nodes' axis that add totals.
+    """The devices along the nodes' axis that add totals.
 
     Attributes:
-      axis: the nodes'.
-      axes: over which what is computed once is divided.
-      exact: whether the number of devices must not show in bits.
+      axis: the nodes' axis.
+      axes: the axes that partition once-computed tasks.
+      exact: whether the number of devices must not change bits.
     """
 
     axis: str
@@ -94,17 +94,17 @@ class SummingDevices:
     exact: bool
 
     def divided_dim(self, s: Sum, layout: Layout, end: Layout) -> int | None:
-        """Along which dimension a total is divided among these devices when they add it; None if it is not.
+        """The dimension along which a total is divided among these devices by their addition; None if it is not.
 
         Args:
-          s: what each device has.
-          layout: how that lies.
-          end: how the total is handed on.
+          s: the sum.
+          layout: the layout of each device's addend.
+          end: the layout in which the total is handed on.
         """
         dim = end.cut_axes.get(self.axis)
         if dim is None or s.monoid is not Monoid.SUM or s.nbytes <= SMALL:
             return None
-        if self.exact and layout.partial:  # pieces over other axes may be added in another order if they are shorter
+        if self.exact and layout.partial:  # shorter partial values over other axes may be added in another order
             return None
         before, cut = layout.dims[dim], end.dims[dim]
         assert cut is not None
@@ -112,7 +112,7 @@ class SummingDevices:
         return dim if minor is not None and minor[:1] == (self.axis,) else None
 
     def divide_dim(self, layout: Layout, dim: int | None, shape: Sequence[int]) -> Layout:
-        """A layout of which one dimension is divided among these devices as well."""
+        """A layout of which one dimension is also divided among these devices."""
         if dim is None:
             return layout
         cut, n = layout.dims[dim], shape[dim]

@@ -1,8 +1,9 @@
-"""A schedule cut into pieces, each a program for every group of devices: what it is given, and what it hands on.
+"""Schedule -> pieces, each one program per group of devices, with its inputs and outputs.
 
-Knows schedules, and what equations read and make. Must not know devices, arrays, nor how a piece is run.
+Knows schedules, and the operands and results of equations. Must not know devices, arrays, nor how a piece is run.
 
-It is cut where nodes of all groups meet: behind every pass, and around loops and branches with passes of their own.
+A schedule is split where the nodes of all groups exchange values: after each pass, and around loops and branches with
+passes of their own.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from vnode.analysis.recipe import Evaluation
 from vnode.operators import Algebra
 
 Key = tuple[str, Any]
-"""Something that a group holds: ``("whole", var)``; ``("full", var)``, all of a batched value; ``("batched", var)``,
-the part of the group's nodes, in the order of the batch; ``("collected", var)``, the same as the group's devices hold
-it; ``("left", number)``, what the pass of a piece has left in the group."""
+"""A value that a group holds. ``("whole", var)``: a whole value. ``("full", var)``: all of a batched value.
+``("batched", var)``: the part of the group's nodes, in batch order. ``("collected", var)``: that part per slot.
+``("left", number)``: the partial sums of piece `number`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ProgramPiece:
-    """What a group does at a time.
+    """One program of a group.
 
     Attributes:
-      completes: the number of the piece whose pass is completed first, and the pass.
-      once: evaluated then.
+      completes: the piece whose sums are completed first, by number, and its pass.
+      once: the evaluations after that.
       nodes: the pass that follows.
-      nested: in place of all that, a loop or branch with passes of its own.
+      nested: instead of all that, a loop or branch with passes of its own.
     """
 
     completes: tuple[int, Pass] | None = None
@@ -43,18 +44,18 @@ class ProgramPiece:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether the piece has nothing to do."""
         return self.completes is None and not self.once and self.nodes is None and self.nested is None
 
     def reads(self) -> Iterator[Var]:
-        """What is read by other than what is evaluated once."""
+        """The variables that the piece reads, except in its once-computed evaluations."""
         if self.nodes is not None:
             yield from (var for var, _ in self.nodes.recipe.leaves)
         if self.nested is not None:
             yield from operands_of(self.nested)
 
     def makes(self, number: int) -> Iterator[Key]:
-        """What it could be asked for."""
+        """The values that the piece can hand on."""
         if self.completes is not None:
             yield from (("whole", a.var) for a in self.completes[1].accumulators)
         for action in self.once:
@@ -68,7 +69,7 @@ class ProgramPiece:
 
 
 def split_schedule(schedule: Schedule) -> list[ProgramPiece]:
-    """The pieces of a schedule, in order."""
+    """Splits a schedule into pieces, in order."""
     pieces: list[ProgramPiece] = []
     once: list[Evaluation] = []
 
@@ -93,7 +94,7 @@ def split_schedule(schedule: Schedule) -> list[ProgramPiece]:
 
 
 def needs_own_piece(action: Evaluation) -> bool:
-    """Whether a loop or branch has passes of its own, or batched values, of which a group has a part only."""
+    """Whether a loop or branch has passes of its own, or batched values, of which a group holds a part only."""
     if not action.schedules:
         return False
     inner = [one for made in action.schedules for stage in made.stages for one in stage.once]
@@ -105,9 +106,9 @@ def needs_own_piece(action: Evaluation) -> bool:
 
 
 def defer_evaluations(pieces: Sequence[ProgramPiece], program: Program) -> list[ProgramPiece]:
-    """The same with everything that is evaluated once in the first piece that reads it, and again in others if cheap.
+    """Moves each once-computed evaluation to the first piece that reads it; repeats it in later ones if it is cheap.
 
-    In one program a compiler sees it beside what reads it, and rounds both as one: a moment's decay and its update.
+    In one program a compiler sees it beside its users, and rounds both together: a moment's decay and its update.
     """
     later = list(pieces)
     for number, piece in enumerate(pieces):
@@ -140,7 +141,7 @@ def operands_of(action: Evaluation) -> list[Var]:
 
 
 def is_cheap(action: Evaluation, program: Program) -> bool:
-    """Whether a compiler might compute something again rather than read it."""
+    """Whether a compiler might recompute a value rather than read it."""
     eqn = action.step.eqn
     description = program.describe(eqn) if action.step.region is None and not eqn.effects else None
     return description is not None and not (
@@ -149,7 +150,7 @@ def is_cheap(action: Evaluation, program: Program) -> bool:
 
 
 class ProgramPlan:
-    """The pieces of a schedule, what each is given and what it hands on."""
+    """The pieces of a schedule, with their inputs and outputs."""
 
     def __init__(self, schedule: Schedule, given: Iterable[Key] = ()) -> None:
         self.schedule = schedule
@@ -192,9 +193,9 @@ class ProgramPlan:
                     yield ("collected" if ("collected", var) in there else "batched", var)
 
     def result_key(self, var: Var) -> Key:
-        """As what a value is returned."""
+        """The key under which a value is returned."""
         return ("batched" if isinstance(self.states[var].form, Slice) else "whole", var)
 
     def whole_key(self, var: Var) -> Key:
-        """As what a value is read by what reads all of it."""
+        """The key under which all of a value is read."""
         return ("full" if isinstance(self.states[var].form, Slice) else "whole", var)

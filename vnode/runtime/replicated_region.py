@@ -1,8 +1,8 @@
-"""What is computed once in a step, as a program for each device of a mesh.
+"""The once-computed actions of a step -> one program for each device of a mesh.
 
 Knows evaluations of whole values, and the partitioner. Must not know passes, placements, nor what a node is.
 
-What cannot be divided is computed whole by every device, of what is gathered for it.
+Actions that cannot be partitioned are computed whole by every device, from gathered operands.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from vnode.spmd.sharding_backprop import read_layouts
 
 @dataclasses.dataclass(frozen=True)
 class ReplicatedRegion:
-    """Actions that are evaluated once, one after another, as a function of what they read.
+    """Once-computed actions, in order, as a function of the values that they read.
 
     Attributes:
-      actions: evaluations, all of whose operands are whole.
-      reads: what they read that none of them makes.
-      wanted: what others read of what they make, and in which form.
-      program: of which they are a part.
-      place: where they are evaluated.
-      ends: how some of what is wanted shall lie.
+      actions: evaluations with whole operands.
+      reads: the values that they read and none of them computes.
+      wanted: the results that others read, each with its form.
+      program: the program that they are part of.
+      place: evaluates whole values.
+      ends: required layouts of some of `wanted`.
     """
 
     actions: Sequence[Evaluation]
@@ -58,7 +58,7 @@ class ReplicatedRegion:
         place: WholeEvaluator,
         ends: Mapping[Var, Layout],
     ) -> ReplicatedRegion:
-        """The actions, given for each variable who reads it: actions by their number as objects, others by any."""
+        """Builds the region; `readers` has for each variable its readers: actions by their id, others by any number."""
         made = {var: form for action in actions for var, form in action.produced}
         reads = dict.fromkeys(atom for action in actions for atom in read_variables(action) if atom not in made)
         here = set(map(id, actions))
@@ -66,7 +66,7 @@ class ReplicatedRegion:
         return ReplicatedRegion(actions, tuple(reads), tuple(wanted), program, place, ends)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        """What is wanted, given whole values of what is read."""
+        """The values of `wanted`, given whole values of `reads`."""
         held = dict(zip(self.reads, values, strict=True))
         known = EvaluationMemo(self.program)
 
@@ -79,7 +79,7 @@ class ReplicatedRegion:
         return [as_array(held[var], var) for var, _ in self.wanted]
 
     def read_layouts(self, lying: Lying, axes: Axes, exact: Collection[str]) -> dict[Var, list[Layout]]:
-        """In which layouts what is read is wanted, each time it is read; see `choose_output_layouts`."""
+        """The layouts in which inputs are read, one for each use; see `choose_output_layouts`."""
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in self.reads]
         found = divide_region(self, shapes, list(map(lying, self.reads)), axes, exact)
         if isinstance(found, ReplicatedFunction):
@@ -89,7 +89,7 @@ class ReplicatedRegion:
 
 
 class ReplicatedFunction:
-    """A function of arrays that every device evaluates whole; it stands in the place of a `MeshFunction`."""
+    """A function of arrays that every device evaluates whole, with the interface of a `MeshFunction`."""
 
     def __init__(self, fun: ReplicatedRegion, layouts: Sequence[Layout], alike: BitwiseMode | None) -> None:
         self.fun, self.alike = fun, alike
@@ -112,20 +112,20 @@ def divide_region(
     rooms: UnevenValues | None = None,
     whole: Collection[int] = (),
 ) -> MeshFunction | ReplicatedFunction:
-    """What is computed once, divided over the axes of a mesh.
+    """Partitions once-computed actions over the axes of a mesh.
 
     Args:
-      fun: the computation.
-      shapes: of what it reads.
-      layouts: how that lies.
-      axes: of the mesh.
-      exact: axes whose size must not show in the bits of results.
-      alike: if compilers shall compute elements alike whatever the sizes of some axes.
-      rooms: which of what it reads is given in blocks, as for `MeshFunction`; what is computed whole is given none.
-      whole: results, by number, that are wanted in one piece.
+      fun: the actions.
+      shapes: shapes of the inputs.
+      layouts: layouts of the inputs.
+      axes: the mesh axes.
+      exact: axes whose size must not change bits of results.
+      alike: the `BitwiseMode`, if elements must be computed alike whatever the sizes of some axes.
+      rooms: inputs given in uneven blocks, as for `MeshFunction`; replicated computations get none.
+      whole: numbers of results that are returned in one piece.
 
     Returns:
-      From one device's arrays to that device's results, with the layouts of both.
+      A function from one device's arrays to that device's results, with the layouts of both.
     """
     try:
         platform = fun.place.platform
@@ -138,13 +138,14 @@ def divide_region(
 
 
 def defer_constants(stages: Sequence[Stage]) -> list[Stage]:
-    """Stages in which arrays that are made of constants are made where they are read first.
+    """Moves the creation of arrays from constants to their first use.
 
-    Compilers do not know them for constants (`Rounding.opaque_constant`), and would hold them while passes before run.
+    Compilers do not know these as constants (`Rounding.opaque_constant`), and would keep them live during earlier
+    passes.
 
     Example: `(zeros = broadcast(0); pass 0), (norm = f(grads, zeros))` is `(pass 0), (zeros = ...; norm = ...)`.
     """
-    waiting: dict[Var, Evaluation] = {}  # by what they make
+    waiting: dict[Var, Evaluation] = {}  # by result
 
     def brought(reads: Iterable[Var]) -> Iterator[Evaluation]:
         for var in reads:
@@ -170,13 +171,13 @@ def defer_constants(stages: Sequence[Stage]) -> list[Stage]:
 
 
 def is_separate(action: Evaluation) -> bool:
-    """Whether an action is not evaluated together with others: it holds passes, or does more than to compute."""
+    """Whether an action is evaluated by itself: it has passes, or effects."""
     eqn = action.step.eqn
     holds = any(hasattr(atom.aval, "inner_aval") for atom in (*eqn.invars, *eqn.outvars))
     return bool(action.schedules) or bool(eqn.effects) or holds
 
 
 def read_variables(action: Evaluation) -> list[Var]:
-    """The variables that an action reads: of what a loop or branch is given, those that somebody wants."""
+    """The variables that an action reads; of a loop's or branch's operands, those that are used."""
     pairs = zip(action.step.eqn.invars, action.operands, strict=True)
     return [atom for atom, form in pairs if isinstance(atom, Var) and not (form is None and action.bodies)]

@@ -1,16 +1,16 @@
-"""How much of a function's results is rounding: it is evaluated again with every rounding somewhat different.
+"""Function -> the same function with perturbed roundings, to measure how much of its results is rounding.
 
-Knows jaxprs, and from operators' descriptions how many terms an equation adds. Must not know nodes, devices or steps,
-nor any primitive by name.
+Knows jaxprs, and from operators' descriptions how many terms an equation adds. Must not know nodes, devices, steps or
+any primitive's name.
 
 This is Monte Carlo arithmetic (Parker, "Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic",
-1997; Denis, de Oliveira Castro and Petit, "Verificarlo", 2016): results of floating-point operations are moved by one
-unit in the last place, up or down at random, a sum of n terms by sqrt(n) units. Where the function's results then
-differ, they differ as those of two compilers or of two orders of summation would. So the bound follows from the sizes
-of what is added, however it travels through divisions, normalizations and optimizers.
+1997; Denis, de Oliveira Castro and Petit, "Verificarlo", 2016). Results of floating-point operations are perturbed by
+one unit in the last place, up or down at random; a sum of n terms by sqrt(n) units. The function's results then differ
+as those of two compilers or of two orders of summation would. So the bound follows from the sizes of the terms, however
+these pass through divisions, normalizations and optimizers.
 
-Moved are the arguments, sums, and everything of 16 bits or fewer. What is computed from those element by element in 32
-bits and more rounds by no more than it is moved by already, and there is far more of it to compile.
+Arguments, sums, and values of 16 bits or fewer are perturbed. Elementwise results in 32 bits and more round by no more
+than they are perturbed by already, and would take much longer to compile.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ ODD = 0x9E3779B97F4A7C15
 
 
 def with_rounding_noise(fun: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """The function with other roundings.
+    """Perturbs the roundings of a function.
 
     Args:
       fun: a function of flat arrays.
 
     Returns:
-      A function of a seed, an integer scalar, and the arguments of `fun`; to be compiled. Prints and other effects of
-      `fun` without results are left out.
+      A function of a seed, an integer scalar, and the arguments of `fun`; to be compiled. Effects of `fun` without
+      results, such as prints, are left out.
 
     Example:
       >>> total = with_rounding_noise(lambda x: [x.sum()])
@@ -61,7 +61,7 @@ def with_rounding_noise(fun: Callable[..., list[Any]]) -> Callable[..., list[Any
 
 
 def evaluate(body: Body, operands: Sequence[Any], seed: jax.Array) -> list[Any]:
-    """Evaluates a jaxpr with other roundings, those of its calls, loops and branches too."""
+    """Evaluates a jaxpr with perturbed roundings, also in its calls, loops and branches."""
     env: dict[Any, Any] = dict(zip(body.jaxpr.constvars, body.constants, strict=True))
     env.update(zip(body.jaxpr.invars, operands, strict=True))
 
@@ -92,7 +92,7 @@ def evaluate(body: Body, operands: Sequence[Any], seed: jax.Array) -> list[Any]:
 
 
 def evaluate_region(region: Region, eqn: JaxprEqn, values: Sequence[Any], seed: jax.Array) -> list[Any]:
-    """Evaluates a loop or branch."""
+    """Evaluates a loop or branch with perturbed roundings."""
     operands = list(values)
     for i in region.carried:
         operands[i] = as_array(operands[i], eqn.invars[i])
@@ -105,7 +105,7 @@ def evaluate_region(region: Region, eqn: JaxprEqn, values: Sequence[Any], seed: 
 
 
 def terms_of(description: OperatorDescription | None) -> int:
-    """How many terms an equation adds for one element of its result; 0 for one that does not round."""
+    """The number of terms that an equation adds for one element of its result; 0 if it does not round."""
     if description is None:
         return 1
     sums = [f for f, monoid in description.reduced.items() if monoid in (Monoid.SUM, Monoid.PROD)]
@@ -118,13 +118,13 @@ def terms_of(description: OperatorDescription | None) -> int:
 
 
 def is_narrow(value: Any) -> bool:
-    """Whether a value has 16 bits or fewer, of which compilers may keep more between two operations."""
+    """Whether a value has 16 bits or fewer; compilers may keep more between two operations."""
     dtype = getattr(value, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
 
 
 def perturb(value: Any, operands: Sequence[Any], seed: jax.Array, index: int, terms: int) -> Any:
-    """A result moved by units in the last place, except where it is exact: selected from operands, or a small integer.
+    """Perturbs a result by units in the last place, unless it is exact: selected from operands, or a small integer.
 
     The direction is a hash of the value's bits with the seed and the number of its equation.
     """

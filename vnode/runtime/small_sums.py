@@ -1,4 +1,4 @@
-"""Small sums over nodes: every node's piece goes to a buffer, and the buffer is reduced once, in tree order.
+"""Small sums over nodes -> a buffer of all nodes' contributions, reduced once, in tree order.
 
 Knows monoids, trees and numbers of nodes. Must not know equations or placements.
 
@@ -12,9 +12,9 @@ After, with pieces of all sums side by side (``[nodes, elements]``)::
     for node in nodes: pieces[node] = piece(node)
     gather the pieces of all devices; add in tree order
 
-The bits are the same: the tree is. Where a piece is a few KiB, the loops that keep a stack take longer than the nodes'
-own computation, and a collective takes as long for all pieces as for one block. The buffer holds one piece for each
-node, so that only small sums are formed this way.
+The bits are the same, since the tree is. Where a contribution has a few KiB, the loops that keep a stack take longer
+than the nodes' own computation, and a collective takes as long for all contributions as for one block. The buffer holds
+one contribution per node, so this is for small sums only.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from vnode.runtime.node_loops import (
 from vnode.runtime.tree import Tree
 
 LARGEST = 64 << 10
-"""Bytes of all nodes' pieces up to which they are stored side by side; beyond, a stack was measured to be as fast."""
+"""Bytes of all nodes' contributions up to which they are buffered; above, a stack was measured to be as fast."""
 
 
 def are_small(sums: Sequence[Sum], nodes: int) -> bool:
-    """Whether some sums over so many nodes are formed this way.
+    """Whether sums over so many nodes are formed in a buffer.
 
     Args:
-      sums: all of a pass.
+      sums: all sums of a pass.
       nodes: V.
     """
     inexact = [s for s in sums if not s.exact]
@@ -70,19 +70,19 @@ def sum_small(
     buffers: list[Any],
     axis: str,
 ) -> tuple[list[Any], list[Any]]:
-    """Runs a device's nodes and adds up over all devices what they contribute.
+    """Runs a device's nodes and reduces their contributions over all devices.
 
     Args:
-      program: of a node.
-      sums: what nodes contribute to; see `are_small`.
-      count: of this device's nodes, int32 scalar that the compiler does not know.
-      counts: nodes of each device, in order; together all leaves of the tree.
+      program: the computation of one node.
+      sums: the sums; see `are_small`.
+      count: this device's number of nodes, int32 scalar that the compiler does not know.
+      counts: numbers of nodes of all devices, in order; together the leaves of the tree.
       tree: the order of additions.
-      buffers: for what nodes keep, ``[places, ...]``.
-      axis: of the mesh, over which devices are numbered.
+      buffers: buffers for the values that nodes keep, ``[places, ...]``.
+      axis: the mesh axis over which devices are numbered.
 
     Returns:
-      The totals, and what is kept of each node.
+      The totals, and the values kept of each node.
     """
     exact = [s for s in sums if s.exact]
     packs = group_by_buffer(sums)
@@ -122,14 +122,14 @@ def each_node(
 ) -> tuple[list[Any], list[Any]]:
     """One loop over a device's nodes: the totals of exact sums, and the filled buffers.
 
-    A node's parts, and what it keeps, pass through the loop's state: see `State`.
+    A node's parts and kept values pass through the loop's state: see `State`.
     """
 
     def body(index: jax.Array, state: State) -> State:
         pieces, kept = compute(state.parts)
         totals = add_all(exact, state.totals, pieces)
         parts = program.take(index + 1)
-        if program.single:  # or the parts never change, and what is computed of them leaves the loop
+        if program.single:  # or the parts are loop-invariant, and their users are hoisted
             parts = [jnp.where(index + 1 < count, new, old) for new, old in zip(parts, state.parts, strict=True)]
         return State(parts, totals, kept, write_at(state.buffers, state.kept, index - 1))
 
@@ -140,7 +140,8 @@ def each_node(
 
 
 def gather_in_node_order(pieces: jax.Array, counts: Sequence[int], axis: str) -> jax.Array:
-    """All devices' pieces ``[nodes, elements]``, from each device's own ``[most, elements]``, the last ones unused."""
+    """All-gathers contributions ``[nodes, elements]`` from each device's ``[most, elements]``, whose last ones are
+    unused."""
     if len(counts) == 1:
         return pieces
     held, most = lax.all_gather(pieces, axis, tiled=True), max(counts)
@@ -150,7 +151,7 @@ def gather_in_node_order(pieces: jax.Array, counts: Sequence[int], axis: str) ->
 
 
 def reduce_pieces(sums: Sequence[Sum], pieces: jax.Array, tree: Tree) -> list[Any]:
-    """Totals of sums whose pieces ``[nodes, elements]`` are side by side, each total in memory by itself."""
+    """Reduces contributions ``[nodes, elements]`` to totals, each materialized by itself."""
     total = add_by_levels(dataclasses.replace(sums[0], shape=pieces.shape[1:]), pieces, tree)
     sizes = [math.prod(s.shape) for s in sums]
     starts = np.cumsum([0, *sizes]).tolist()
@@ -158,10 +159,9 @@ def reduce_pieces(sums: Sequence[Sum], pieces: jax.Array, tree: Tree) -> list[An
 
 
 def add_by_levels(s: Sum, pieces: jax.Array, tree: Tree) -> jax.Array:
-    """The sum of pieces ``[leaves, *shape]`` in the order of a tree, all blocks of a level at once.
+    """Adds contributions ``[leaves, *shape]`` in tree order, all blocks of a level at once.
 
-    Where the last block of a level has fewer branches, it is filled with numbers that change no bit of what they are
-    added to: -0 for a sum.
+    If the last block of a level has fewer branches, it is padded with numbers that change no bit of a sum: -0.
     """
     neutral = -0.0 if s.monoid is Monoid.SUM else s.monoid.identity(s.dtype)
     for size in tree.branches:

@@ -1,11 +1,10 @@
-"""Sums that wait for others in tree order, for compilers that hold some of them on the chip.
+"""Sums that wait for others in tree order -> a stack, for compilers that keep some of them in on-chip memory.
 
 Knows the order of a `Fold`. Must not know trees, nodes, nor how devices are combined.
 
-`node_loops.fold_pieces` adds a piece to the place of the stack where it belongs as soon as it is there. The TPU
-compiler then keeps the pieces, and not what nodes compute, on the chip: a contrastive step of 16 nodes takes 1.27 times
-the cycles and 46 MiB more (libtpu 0.0.42). Here blocks are added to the piece, and what comes of it is put away when
-the next piece comes.
+`node_loops.fold_pieces` adds a piece to its entry of the stack at once. The TPU compiler then keeps the pieces, and not
+the nodes' intermediate values, in on-chip memory: a contrastive step of 16 nodes takes 1.27 times the cycles and 46 MiB
+more (libtpu 0.0.42). Here blocks are added to the piece, and the result is stored when the next piece comes.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ def fold_pieces_on_chip(
     """Adds pieces in the order of a `Fold`, as `node_loops.fold_pieces` does.
 
     Args:
-      pieces: as there.
-      sums: as there.
-      count: as there.
-      merges: as there.
-      depth: as there.
-      most: as there.
-      state: as there.
-      after: as there.
+      pieces: as for `fold_pieces`.
+      sums: as for `fold_pieces`.
+      count: as for `fold_pieces`.
+      merges: as for `fold_pieces`.
+      depth: as for `fold_pieces`.
+      most: as for `fold_pieces`.
+      state: as for `fold_pieces`.
+      after: as for `fold_pieces`.
 
     Returns:
-      As there.
+      As `fold_pieces`.
     """
     none = jnp.int32(0)
 

@@ -1,17 +1,15 @@
-"""The order in which a sum over nodes is formed: a fixed tree over their numbers, whatever the devices.
+"""Number of leaves -> the order in which a sum over nodes is formed: a fixed tree, whatever the devices.
 
 Knows numbers of leaves and ranges of them. Must not know values, devices or programs.
 
-A block of the tree is the sum of some blocks of the level below, which are added one after another: with four branches
-it is ``(((a + b) + c) + d)``. Leaves that are taken one after another need one pending sum for each level above the
-lowest. So levels should be few, and their branches many; but where a device's leaves begin within a block, the blocks
-below it that the device has remain apart, to be added to those before, and each is held and sent by itself. How many
-branches a level has may depend on the number of leaves alone; `branches_for` says how many, and why.
+A block of the tree is the sum of some blocks of the level below, added one after another: with four branches ``(((a +
+b) + c) + d)``. Leaves added in order need one pending sum per level above the lowest. So levels should be few, and
+their branches many. But where a device's leaves begin inside a block, the device's smaller blocks cannot be merged;
+each is kept and sent by itself. The branches of a level may depend on the number of leaves alone; see `branches_for`.
 
-A range of leaves stands for their sum if the tree forms it: if it is a whole block (from a multiple of the leaves of
-such a block as many of them, or what there is), or the beginning of one, up to where one of its parts ends. Ranges that
-come one after another are added with a stack: a whole block joins the beginning of the next larger one, if that is on
-top of the stack, and so on with what that gives.
+A range of leaves stands for their sum if the tree forms it. That is so for a whole block (it begins at a multiple of
+its size), and for the beginning of a block up to the end of one of its parts. Consecutive ranges are added with a
+stack: a whole block joins the beginning of the next larger block if that is on top, and the result may join in turn.
 """
 
 from __future__ import annotations
@@ -28,21 +26,21 @@ T = TypeVar("T")
 
 
 def branches_for(leaves: int) -> tuple[int, ...]:
-    """How many branches each level of a tree has, the lowest first.
+    """The number of branches of each level of a tree, from the lowest up.
 
-    Two at the bottom, so that two leaves on each device leave one sum there, not two. Fours at the top, as many as
-    leave no more than eight for one level between: so halves and quarters of the leaves are whole blocks, also of 24 or
-    40. Of up to 16 leaves it is a two at the top, and where eight are left the top takes these, (2, 4, 8) for 64: or
-    devices with eight leaves each would keep four sums. One device then holds two sums for up to 8 leaves, three for up
-    to 64, four for up to 256.
+    The lowest level has two branches, so that two leaves on each device leave one sum there. The top levels have four,
+    as many of them as leave no more than eight for one level between. So halves and quarters of the leaves are whole
+    blocks, also of 24 or 40. Up to 16 leaves the top level has two; where eight are left the top level has eight, (2,
+    4, 8) for 64, or devices with eight leaves would keep four sums. One device then holds two sums for up to 8 leaves,
+    three for up to 64, four for up to 256.
 
-    With two branches everywhere a device with 2**n leaves of a power of two holds n sums and sends one. None holds more
-    here; but it sends two with a half of a block of four (4 leaves of 8 or 16, 16 of 32), four with a half of one of
-    eight (32 of 64). Averaged over all numbers of leaves up to 128 and 1, 2, 4, ... devices, the most that a device
-    sends is as with two branches (2.48 for 2.51), and what it holds is less (3.31 for 3.78).
+    With two branches everywhere, a device with 2**n leaves of a power of two holds n sums and sends one. Here no device
+    holds more; but it sends two for half of a block of four (4 leaves of 8 or 16, 16 of 32), and four for half of a
+    block of eight (32 of 64). Averaged over all numbers of leaves up to 128 and 1, 2, 4, ... devices, the most that a
+    device sends is as with two branches (2.48 for 2.51), and it holds less (3.31 for 3.78).
 
     Args:
-      leaves: of the tree, at least one.
+      leaves: number of leaves, at least one.
 
     Example:
       >>> {n: branches_for(n) for n in (2, 8, 16, 32, 40, 64, 256)}
@@ -61,12 +59,12 @@ def branches_for(leaves: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """How ranges of leaves that come one after another are added.
+    """How consecutive ranges of leaves are added.
 
     Attributes:
-      merges: for every range how many of those before join it, one at a time.
-      rest: the ranges that remain, ``(first leaf, the one after the last)``, in order.
-      depth: how many wait, at most, while another comes.
+      merges: for each range the number of earlier ranges that join it, one at a time.
+      rest: the ranges that remain, ``(first leaf, last leaf + 1)``, in order.
+      depth: the most ranges that wait while another comes.
     """
 
     merges: tuple[int, ...]
@@ -74,7 +72,7 @@ class Fold:
     depth: int
 
     def count_crossings(self, lowest: int) -> tuple[int, int]:
-        """How often one of so many at the bottom of the stack is put there, and how often one is taken from there.
+        """How often one of the `lowest` entries of the stack is written, and how often one is read.
 
         Example:
           >>> fold = Tree.from_lanes(64).fold([(i, i + 2) for i in range(0, 64, 2)])
@@ -89,7 +87,7 @@ class Fold:
         return put, taken
 
     def fold_values(self, values: Iterable[T], add: Callable[[T, T], T]) -> list[T]:
-        """The values of the remaining ranges, from those of the ranges that come.
+        """Folds the ranges' values; returns the values of the remaining ranges.
 
         Example:
           >>> Tree.from_lanes(6).fold([(i, i + 1) for i in range(6)]).fold_values("abcdef", "({} + {})".format)
@@ -108,8 +106,8 @@ class Tree:
     """The tree over some leaves.
 
     Attributes:
-      leaves: how many there are.
-      branches: of a block of each level, the lowest first; their product is at least the leaves.
+      leaves: number of leaves.
+      branches: branches per level, the lowest first; their product is at least the number of leaves.
     """
 
     leaves: int
@@ -117,16 +115,17 @@ class Tree:
 
     @staticmethod
     def from_lanes(leaves: int, lane: int = 1) -> Tree:
-        """The tree over so many leaves, of which each `lane` make a block of the lowest level, if that is not one."""
+        """The tree over leaves of which each `lane` form a block of the lowest level, if `lane` is not one."""
         return Tree(leaves, (lane, *branches_for(-(-leaves // lane))) if lane > 1 else branches_for(leaves))
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Leaves of a block of each level: one, ..., all or more."""
+        """Leaves of a block of each level: one, ..., at least all."""
         return tuple(itertools.accumulate(self.branches, operator.mul, initial=1))
 
     def parent_start(self, start: int, stop: int) -> int | None:
-        """Where the block begins that a whole block is the next part of; None if this is none, or the first part."""
+        """The start of the larger block that a whole block continues; None if it is no whole block, or the first
+        part."""
         level = 0
         while self.sizes[level] < self.leaves and start % self.sizes[level + 1] == 0:
             level += 1
@@ -135,7 +134,7 @@ class Tree:
         return start - start % self.sizes[level + 1]
 
     def fold(self, ranges: Iterable[Range]) -> Fold:
-        """How to add consecutive ranges, each beginning where the one before ends.
+        """How to add consecutive ranges, each of which begins where the one before ends.
 
         Example:
           >>> Tree.from_lanes(32).fold([(i, i + 1) for i in range(5, 16)])
@@ -155,7 +154,7 @@ class Tree:
         return Fold(tuple(merges), tuple(stack), depth)
 
     def runs(self, start: int, stop: int) -> list[Range]:
-        """A range as the beginnings of lowest blocks, each as long as possible, and single leaves where none begins.
+        """Splits a range into beginnings of lowest blocks, as long as possible, and single leaves elsewhere.
 
         Example:
           >>> Tree.from_lanes(16, 4).runs(2, 11)
@@ -170,14 +169,14 @@ class Tree:
         return found
 
     def folds(self, counts: Sequence[int], start: int = 0) -> tuple[list[Fold], Fold]:
-        """How devices add the leaves that they hold, and how what remains on each is added across them.
+        """How devices add their own leaves, and how the remaining sums are added across devices.
 
         Args:
-          counts: leaves of each device, in order.
-          start: the first of them.
+          counts: number of leaves of each device, in order.
+          start: the first leaf.
 
         Returns:
-          A fold per device, over its `runs`, and the fold of their remaining ranges, device by device.
+          One fold per device, over its `runs`, and the fold of their remaining ranges, device by device.
 
         Example:
           >>> own, across = Tree.from_lanes(16).folds([4] * 4)

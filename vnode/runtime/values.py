@@ -1,6 +1,6 @@
-"""The values of an emission so far: which there are, how each lies on the devices, and how it is had otherwise.
+"""The values of an emission so far: their layouts on devices, and conversions between layouts.
 
-Knows flows, layouts and placements. Must not know how values are computed, in passes or once, nor any primitive.
+Knows flows, layouts and placements. Must not know how values are computed, nor any primitive.
 """
 
 from __future__ import annotations
@@ -39,24 +39,23 @@ class Values:
 
     Args:
       schedule: the step.
-      placement: where its nodes live.
-      inputs: values of the program's inputs, as `vnode.runtime.emit.emit` takes them; None if others put in place what
-        is read.
-      mode: what is asked of the emission.
-      slotted: which batched inputs are as devices hold them.
-      division: who divides what is computed over axes of the mesh that nodes are not spread over; by default XLA.
+      placement: where the nodes live.
+      inputs: values of the program's inputs, as `vnode.runtime.emit.emit` takes them; None if the caller provides all
+        values.
+      mode: the guarantee asked of the emission.
+      slotted: the batched inputs given per slot.
+      division: who partitions the computation over mesh axes that nodes are not spread over; XLA by default.
 
     Attributes:
       whole: values at their global shapes.
-      batched: values of all nodes, in the order of the batch.
-      collected: values of all nodes as devices hold them, of each slot a node's part.
-      stacked: which of these a loop has made: slots are dimension 1, not 0.
-      rooms: values in blocks, of which devices have different numbers, as they are stored; along which dimension is
-        in `dims`.
-      away: values in the host's memory, with their specs.
-      layouts: how values lie, where they do not as a whole one does.
-      arguments: which of them are arguments of the step, in memory as they are.
-      latest: the value that was computed last.
+      batched: values of all nodes, in batch order.
+      collected: values of all nodes per slot, one node's part each.
+      stacked: the collected values that a loop computed; their slots are dimension 1, not 0.
+      rooms: values stored in uneven blocks; `dims` has their dimensions.
+      away: values in host memory, with their specs.
+      layouts: layouts of values that do not have the layout of a whole one.
+      arguments: the values that are arguments of the step, in memory as they are.
+      latest: the value computed last.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Values:
         self.platform: str = placement.devices[0].platform
         self.division = division or Division(automatic=True)
         self.divides = not self.division.automatic
-        self.by_xla = division is not None and division.automatic  # what is computed once, of shards
+        self.by_xla = division is not None and division.automatic  # once-computed values, from shards
         self.axes = inner_axes(placement) if division is not None else {}
         lying = zip(program.inputs, self.division.layouts, strict=False)
         self.layouts = {var: layout for var, layout in lying if layout is not None and not layout.is_whole}
@@ -108,17 +107,17 @@ class Values:
                 self.whole[var] = value
 
     def uneven_of(self, several: Sequence[Var | None]) -> UnevenValues | None:
-        """Which of some values are held in blocks; None for what is no variable."""
+        """Describes the values stored in uneven blocks; None stands for no variable."""
         dims = [None if var is None else self.dims.get(var) for var in several]
         return (
             UnevenValues(self.division.uneven.share, dims)
-            if self.division.uneven is not None and first_given(dims)
+            if self.division.uneven is not None and any_given(dims)
             else None
         )
 
     @functools.cached_property
     def readers(self) -> dict[Var, set[int]]:
-        """For each value who reads it: actions by their number as objects, and passes and the caller as 0."""
+        """For each value its readers: actions by their id; passes and the caller as 0."""
         found: dict[Var, set[int]] = {}
         for stage in self.schedule.stages:
             for action in stage.once_actions:
@@ -132,48 +131,49 @@ class Values:
         return found
 
     def layout(self, var: Var) -> Layout:
-        """How a whole value lies; one that is kept for all nodes, once it is put together."""
+        """The layout of a whole value; of one kept for all nodes, its layout after the gather."""
         layout, form = self.layouts.get(var) or replicated(len(var.aval.shape)), self.flow.states[var].form
         return without_cut(form.dim, layout) if isinstance(form, Slice) else layout
 
     def layout_in_pass(self, var: Var) -> Layout:
-        """How it lies where nodes read it, which have all of it along their own axis."""
+        """The layout in which nodes read a value: whole along their own axis."""
         return restrict_to_axes(self.axes, self.layout(var), self.shape(var))
 
     def layout_in_node(self, var: Var, form: Slice) -> Layout:
-        """How one node's part of a batched value lies: what is not kept node by node is not cut along the batch."""
+        """The layout of one node's part of a batched value; a value not kept per node is not cut along the batch."""
         kept = self.layouts.get(var) if var in self.collected else None
         if kept is None:
             return self.layout_in_pass(var)
         shape = [*self.shape(var)]
-        shape[form.dim] = self.shape_in_node(var, form)[form.dim]  # whose indices `kept` counts
+        shape[form.dim] = self.shape_in_node(var, form)[form.dim]  # `kept` counts its indices
         return restrict_to_axes(self.axes, kept, shape)
 
     def spec_of_batched(self, layout: Layout, form: Slice, dim: int) -> PartitionSpec:
-        """The `PartitionSpec` of a batched value whose nodes are its dimension `dim`, behind the runs if there are."""
+        """The `PartitionSpec` of a batched value whose dimension `dim` counts nodes, after the runs if there are
+        any."""
         entries = [*spec_of(layout)] if self.divides else [None] * (form.dim + 1)
         return PartitionSpec(
             *entries[: form.dim], *[None] * (dim - form.dim), self.placement.axis, *entries[form.dim + 1 :]
         )
 
     def take_up(self, var: Var, dim: int | None, value: Any) -> None:
-        """Holds a whole value that was made, perhaps in blocks."""
+        """Stores a computed whole value, perhaps in uneven blocks."""
         if dim is None:
             self.whole[var] = value
         else:
             self.dims[var], self.rooms[var] = dim, value
 
     def as_stored(self, var: Var) -> Any:
-        """A whole value as it is held: in blocks if it is."""
+        """A whole value as it is stored, perhaps in uneven blocks."""
         return self.rooms[var] if var in self.rooms else self.read(var)
 
     def type_of(self, var: Var, value: Any) -> jax.ShapeDtypeStruct:
-        """The type of a whole value, that is held so, in its own shape."""
+        """The type of a stored whole value, in its own shape."""
         kind = meshless_type(value)
         return kind if var not in self.dims else kind.update(shape=var.aval.shape)
 
     def shape(self, var: Var) -> tuple[int, ...]:
-        """The shape in which a value is held."""
+        """The shape in which a value is stored."""
         shape, dim, rooms = list(var.aval.shape), self.dims.get(var), self.division.uneven
         if dim is not None and rooms is not None:
             shape[dim] = rooms.share.stored_size(shape[dim])
@@ -202,7 +202,7 @@ class Values:
         return self.whole[atom]
 
     def gather_batched(self, var: Var) -> Any:
-        """A batched value, whole on each device; along axes that divide what nodes compute it stays as it lies."""
+        """Gathers a batched value on each device; its layout over the inner axes stays."""
         if var in self.batched:
             return self.replicate(self.batched[var])
         if not self.divides or var in self.dims:
@@ -237,20 +237,21 @@ class Values:
         return jnp.asarray(value, dtype=atom.aval.dtype) if isinstance(atom, Literal) else value
 
     def as_region_operand(self, form: Form | None, atom: Atom) -> Any:
-        """A value for a loop or branch that takes it in a form: a whole one may be where a batched one comes later."""
+        """An operand of a loop or branch in the form it expects; a whole value may stand for one that becomes
+        batched later."""
         return self.output(atom) if isinstance(form, Slice) else self.read(atom)
 
     def store_in_blocks(self, value: Any, dim: int, share: Share) -> Any:
-        """A value in blocks, each device's on it."""
+        """Stores a value in uneven blocks, each on its device."""
         spec = PartitionSpec(*[None] * dim, share.axes)
         return lax.with_sharding_constraint(value, self.placement.sharding(*spec))
 
     def restore_from_blocks(self, value: Any, dim: int, share: Share) -> Any:
-        """A value in blocks, put together on every device."""
+        """Gathers a value stored in uneven blocks on every device."""
         return restore(self.replicate(value), dim, share)
 
     def read_in_slots(self, atom: Atom, form: Slice, dim: int = 0) -> Any:
-        """A batched value as devices hold it, with the slots as dimension `dim`."""
+        """A batched value per slot; dimension `dim` counts the slots."""
         if self.is_in_slots(atom, form):
             value, now = self.collected_by_slot(atom), int(atom in self.stacked)
         else:
@@ -263,11 +264,11 @@ class Values:
         return jnp.moveaxis(value, now, dim)
 
     def is_in_slots(self, atom: Atom, form: Slice) -> TypeGuard[Var]:
-        """Whether devices hold a batched value so already."""
+        """Whether devices already hold a batched value per slot."""
         return isinstance(atom, Var) and atom in self.collected and self.flow.states[atom].form == form
 
     def read_in_batch_order(self, var: Var) -> Any:
-        """A collected value in the order of the batch."""
+        """A collected value in batch order."""
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
         return restore_batch_order(self.collected_by_node(var), form, self.flow.node_elements(form), self.units(form))
@@ -285,23 +286,23 @@ class Values:
         return self.restore_from_blocks(value, self.dims[var] + 1, rooms.share)
 
     def materialize_input(self, value: Any) -> Any:
-        """A value that what reads it finds in memory; see `vnode.runtime.node_loops.materialize_input`."""
+        """Materializes a value for its users; see `vnode.runtime.node_loops.materialize_input`."""
         return node_loops.materialize_input(value, self.platform in node_loops.KEEP_BARRIERS)
 
     def replicate(self, value: Any) -> Any:
-        """A value whole on each device: the partitioner picks elements of a sharded one by adding zeros to them, which
-        changes the sign of a negative zero."""
+        """Replicates a value: the partitioner picks elements of a sharded one by adding zeros, which changes the
+        sign of -0."""
         return lax.with_sharding_constraint(value, self.placement.sharding())
 
     def as_computed_once(self, value: Any) -> Any:
-        """A value that is computed once: the partitioner, led by who reads it, would compute it in parts, and compilers
-        round those differently."""
+        """Replicates a once-computed value: otherwise the partitioner would shard it as its readers are, and
+        compilers round the parts differently."""
         return self.replicate(value) if self.mode is Mode.INVARIANT else value
 
     def shard_by_nodes(self, value: Any, form: Form | None) -> Any:
-        """A value that goes through a loop or branch; a batched one is divided by nodes only, if in equal parts.
+        """Constrains an operand of a loop or branch; a batched one is sharded by nodes only, if in equal parts.
 
-        Or XLA's partitioner would look for a layout, and who reads the value would gather it, each time.
+        Otherwise XLA's partitioner would choose a layout, and each iteration might gather the value.
         """
         if (
             not self.divides
@@ -314,7 +315,7 @@ class Values:
         return lax.with_sharding_constraint(value, self.placement.sharding(*spec))
 
     def units(self, form: Slice) -> int:
-        """How many elements of a run of the batch the placement's nodes hold, padding not included."""
+        """Elements of a run of the batch that the placement's nodes hold, without padding."""
         start, stop = (min(n * self.flow.node_elements(form), form.units) for n in self.node_range)
         return stop - start
 
@@ -325,11 +326,11 @@ class Values:
 
     @property
     def node_range(self) -> tuple[int, int]:
-        """The first node of the placement, and the one after the last."""
+        """The placement's first node, and the one after its last."""
         return self.placement.first, self.placement.first + self.placement.nodes
 
     def shard(self, var: Var) -> tuple[Any, int]:
-        """A batched value laid out so that each device's part holds its nodes; with the dimension that is split."""
+        """A batched value laid out so that each shard holds its device's nodes, and the sharded dimension."""
         if var in self.collected:
             return self.collected[var], int(var in self.stacked)
         form = self.flow.states[var].form
@@ -337,18 +338,18 @@ class Values:
         return self.shard_ordered(self.batched[var], form)
 
     def shard_ordered(self, value: Any, form: Slice) -> tuple[Any, int]:
-        """The same of a value in the order of the batch."""
+        """As `shard`, for a value in batch order."""
         n = self.flow.node_elements(form)
         if self.placement.even and self.placement.nodes * form.outer * n == value.shape[form.dim]:
             return (value, form.dim) if form.outer == 1 else (split_runs(value, form), form.dim + 1)
         return self.split_into_slots(value, form), form.dim + 1
 
     def split_into_slots(self, value: Any, form: Slice) -> Any:
-        """A value in the order of the batch as the elements of each slot, one after another.
+        """Splits a value in batch order into the elements of each slot, one after another.
 
         Returns:
-          The value with its dimension `form.dim` as two: the runs of the batch, and ``slots * elements``. Slots without
-          a node hold what their device's last real one does.
+          The value with dimension `form.dim` split in two: the runs of the batch, and ``slots * elements``. Slots
+          without a node repeat their device's last real one.
         """
         placement, n = self.placement, self.flow.node_elements(form)
         first, last = placement.first, placement.first + placement.nodes - 1
@@ -359,22 +360,22 @@ class Values:
         return jnp.take(self.replicate(value), rows, axis=axis, mode="clip")
 
 
-def first_given(dims: Sequence[int | None]) -> bool:
-    """Whether one is given."""
+def any_given(dims: Sequence[int | None]) -> bool:
+    """Whether any dimension is given."""
     return any(dim is not None for dim in dims)
 
 
 def inner_axes(placement: Placement) -> dict[str, int]:
-    """The axes of a placement's mesh that nodes are not spread over, as far as they are longer than one."""
+    """The mesh axes longer than one that nodes are not spread over."""
     return {name: size for name, size in long_axes(placement.mesh).items() if name != placement.axis}
 
 
 def without_cut(dim: int, layout: Layout) -> Layout:
-    """A layout of which one dimension is not cut."""
+    """A layout with one dimension not cut."""
     return Layout((*layout.dims[:dim], None, *layout.dims[dim + 1 :]))
 
 
 def split_runs(value: Any, form: Slice) -> Any:
-    """A value whose batched dimension is two: the runs of the batch, and the elements of a run."""
+    """Splits a value's batched dimension into runs of the batch and elements of a run."""
     before, n, after = value.shape[: form.dim], value.shape[form.dim], value.shape[form.dim + 1 :]
-    return value.reshape(*before, form.outer, n // form.outer, *after)  # no -1: another dimension may be of length 0
+    return value.reshape(*before, form.outer, n // form.outer, *after)  # no -1: another dimension may have size 0

@@ -1,6 +1,6 @@
-"""Objects that draw themselves: as text, in a terminal or in a notebook, whichever asks.
+"""Page of an object -> text, terminal output or HTML, whichever is requested.
 
-Knows a page, and who draws it. Must not know what is on the page, nor colours or HTML.
+Knows pages, and their renderers. Must not know a page's content, nor colours or HTML.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Drawn:
-    """An object with a `page` draws itself: as text, in a terminal by rich, and as HTML in notebooks."""
+    """An object with a `page`: it is shown as text, in a terminal by rich, and as HTML in notebooks."""
 
     def page(self) -> Page:
-        """What there is to see."""
+        """The page that shows the object."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -34,7 +34,7 @@ class Drawn:
         return text.encodable(f"{type(self).__name__}({page.title}: {page.subtitle})", written_in())
 
     def show(self) -> None:
-        """Draws it in the terminal; without rich, prints it as text."""
+        """Shows it in the terminal; without rich, prints it as text."""
         try:
             from rich import print as draw
         except ImportError:
@@ -42,7 +42,7 @@ class Drawn:
         draw(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
-        from vnode.show import terminal  # rich is there, it is asking
+        from vnode.show import terminal  # rich is installed: it called this
 
         yield from terminal.draw(self.page(), options.max_width, options.encoding)
 
@@ -53,5 +53,5 @@ class Drawn:
 
 
 def written_in() -> str | None:
-    """The encoding of standard output, where texts end up; None if there is none."""
+    """The encoding of standard output; None if there is none."""
     return getattr(sys.stdout, "encoding", None)

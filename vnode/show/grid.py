@@ -1,8 +1,8 @@
-"""Which device computes which node when: rows of devices, columns of waves, as data.
+"""Numbers of nodes per device -> a grid with rows of devices and columns of waves.
 
 Knows numbers of nodes, devices and examples. Must not know placements, or how a grid is drawn.
 
-Few nodes are shown one by one. Of many, each device is one bar, and devices that hold equally many become one row.
+Few nodes are shown one by one. Otherwise each device is one bar, and devices with equally many nodes form one row.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from collections.abc import Iterator, Sequence
 from vnode.show.units import number_range, several
 
 MOST_ROWS = 64
-"""Rows up to which every device has its own."""
+"""The most rows with one device each."""
 
 MOST_CELLS = 1024
-"""Slots up to which every node can be shown."""
+"""The most slots that are shown one by one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one device holds, or each of several alike.
+    """A device's nodes, or those of several devices with equally many.
 
     Attributes:
-      name: of the device, or of the first and the last.
-      device: its number, of several that of the first.
-      first: its first node.
-      count: how many nodes it holds, of several each.
-      devices: how many the row stands for.
+      name: the device's name, or the first and last names.
+      device: the device's number; of several, the first one's.
+      first: the first node.
+      count: the number of nodes per device.
+      devices: the number of devices.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def nodes(self) -> str:
-        """Its nodes in words."""
+        """The row's nodes in words."""
         if not self.count:
             return "no node"
         held = number_range(self.first, self.first + self.count * self.devices - 1)
@@ -54,10 +54,10 @@ class Grid:
     """Nodes by device and wave.
 
     Attributes:
-      devices: a row for each.
-      batch: examples of the global batch, if one is at hand.
+      devices: one row per device.
+      batch: size of the global batch, if known.
       node_size: examples per node, padding included.
-      each: what a row is: a device, or another word for several.
+      each: the noun for a row: device, or another word for several.
 
     Example:
       >>> grid = Grid.from_counts([3, 2], ["cpu:0", "cpu:1"], batch=9, node_size=2)
@@ -74,7 +74,7 @@ class Grid:
 
     @property
     def waves(self) -> int:
-        """Columns: nodes that the fullest device computes one after another."""
+        """The number of columns: nodes that the fullest device computes one after another."""
         return max(row.count for row in self.devices)
 
     @property
@@ -84,12 +84,12 @@ class Grid:
 
     @property
     def idle(self) -> int:
-        """Slots without a node."""
+        """The number of slots without a node."""
         return self.waves * sum(row.devices for row in self.devices) - self.virtual_nodes
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The devices, those without nodes at the end as one; of more than `MOST_ROWS`, all that are alike."""
+        """The rows, devices without nodes merged; if there are more than `MOST_ROWS`, all equal devices are merged."""
         rows: list[Row] = []
         many = len(self.devices) > MOST_ROWS
         for count, run in itertools.groupby(self.devices, key=lambda row: row.count):
@@ -102,12 +102,12 @@ class Grid:
 
     @property
     def shown(self) -> tuple[Row, ...]:
-        """`rows`, as many as can be shown."""
+        """The rows that are shown."""
         return self.rows if len(self.rows) <= MOST_ROWS else self.rows[: MOST_ROWS - 1]
 
     @property
     def rest(self) -> str:
-        """What `shown` leaves out, in words."""
+        """The rows that are not shown, in words."""
         left = self.rows[len(self.shown) :]
         if not left:
             return ""
@@ -126,7 +126,7 @@ class Grid:
             yield row.first + wave if wave < row.count else None
 
     def padded(self, node: int) -> bool:
-        """Whether the node has room for more examples than there are."""
+        """Whether the node has fewer examples than it has room for."""
         return self.batch is not None and (node + 1) * self.node_size > self.batch
 
     def note(self, node: int) -> str:
@@ -142,12 +142,12 @@ class Grid:
 
     @property
     def padded_nodes(self) -> int:
-        """How many nodes have room for more examples than there are."""
+        """The number of nodes with padding."""
         return 0 if self.batch is None else self.virtual_nodes - self.batch // self.node_size
 
     @property
     def padding(self) -> str:
-        """Which nodes those are, in words."""
+        """The nodes with padding, in words."""
         count, last = self.padded_nodes, self.virtual_nodes - 1
         if not count:
             return ""
@@ -166,10 +166,10 @@ class Grid:
 
         Args:
           counts: nodes on each device.
-          names: of the devices.
-          batch: examples of the global batch, if one is at hand.
+          names: the devices' names.
+          batch: size of the global batch, if known.
           node_size: examples per node, padding included.
-          each: what holds such a range: a device, or another word for several.
+          each: the noun for a row: device, or another word for several.
 
         Returns:
           The grid.

@@ -1,7 +1,7 @@
-"""Pages as HTML: one element with its own styles, for a notebook's output or any other page.
+"""Page -> one HTML element with its own styles, for a notebook's output or any other HTML page.
 
-Knows HTML and pages. Must not know what pages are about. Nothing is loaded and nothing runs. The colours of text and
-ground are the surroundings': everything else is a translucent colour over them, so that light and dark look right.
+Knows HTML and pages. Must not know a page's content. Nothing is loaded and no script runs. Text and background keep the
+surrounding colours; other colours are translucent, so that light and dark themes look right.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vnode.show.page import Cell, Column, Fact, Facts, Page, Picture, Table
 from vnode.show.units import several
 
 GOLDEN = 137.508
-"""Degrees from one device's hue to the next: neighbours differ, and no two of many are alike (the golden angle)."""
+"""Degrees between the hues of consecutive devices: the golden angle, so that neighbours differ and none repeat."""
 
 # JupyterLab aligns all cells at the right, by a selector that outweighs `.vnode td`; `.vnode.vnode` outweighs that one.
 STYLE = """
@@ -65,10 +65,10 @@ background:rgba(128,128,128,.18);margin-left:.6em;overflow:hidden}
 
 
 def draw(page: Page) -> str:
-    """Draws a page.
+    """Renders a page.
 
     Args:
-      page: what to draw.
+      page: the page.
 
     Returns:
       One ``<div>``, styles included.
@@ -137,7 +137,7 @@ def cell(entry: Cell, column: Column) -> str:
 
 
 def breakable(text: str) -> str:
-    """Text that may be broken between words and behind the slashes of a path, not within a name.
+    """Text that may be broken between words and after slashes of a path, not within a name.
 
     >>> breakable("Block_0/kernel")
     'Block_0/<wbr>kernel'
@@ -179,7 +179,7 @@ def slots(block: Grid, row: Row) -> str:
 
 
 def bar(block: Grid, row: Row) -> str:
-    """The bar of a device that holds too many nodes to show, or of several devices."""
+    """The bar of a device with too many nodes to show, or of several devices."""
     filled = f'<i style="width:{row.count / block.waves:.1%}"></i>'
     return f'<td class="span"><span class="bar" style="--hue:{hue(row)}">{filled}</span>{escape(row.nodes)}</td>'
 

@@ -1,6 +1,6 @@
-"""What there is to see, in blocks: facts, grids, tables.
+"""Pages: blocks of facts, grids and tables, as data.
 
-Knows words and numbers. Must not know what they are about, nor colours, terminals or HTML.
+Knows words and numbers. Must not know their meaning, nor colours, terminals or HTML.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ class Cell:
     """An entry of a table.
 
     Attributes:
-      text: what it says.
-      note: more about it, where there is room for more (a tooltip).
-      share: of a whole, 0 to 1, to be drawn as a bar.
-      strong: it is what one should look at.
-      quiet: it only says what the others are.
-      hue: degrees of the colour behind it, if it has one: cells that are alike have the same.
+      text: the text.
+      note: a longer text, where there is room for it (a tooltip).
+      share: a fraction, 0 to 1, drawn as a bar.
+      strong: whether the entry is emphasized.
+      quiet: whether the entry is secondary.
+      hue: hue of the background in degrees, if it has one; entries of one kind share it.
     """
 
     text: str
@@ -36,7 +36,7 @@ class Column:
     """A column of a table.
 
     Attributes:
-      name: its heading.
+      name: the heading.
       right: whether it holds numbers, aligned at the right.
       code: whether it holds code or places in code.
       wide: whether its entries may be broken over lines.
@@ -53,11 +53,11 @@ class Table:
     """Rows of cells.
 
     Attributes:
-      title: what it shows.
-      columns: of every row.
+      title: the title.
+      columns: the columns.
       rows: the cells.
-      note: one sentence for readers who see such a table for the first time.
-      rest: what was left out, in words.
+      note: one sentence for first-time readers.
+      rest: the rows that were left out, in words.
     """
 
     title: str
@@ -69,7 +69,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """Something to know, by name."""
+    """A named fact."""
 
     name: str
     text: str
@@ -78,7 +78,7 @@ class Fact:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Several of them."""
+    """Several facts."""
 
     facts: tuple[Fact, ...]
     title: str = ""
@@ -95,12 +95,12 @@ class Picture:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """All there is to see of one thing.
+    """A page about one object.
 
     Attributes:
-      title: what it is.
-      subtitle: the most important of it in one line.
-      blocks: in order; a page among them is a part of its own.
+      title: the title.
+      subtitle: the most important fact, in one line.
+      blocks: the blocks in order; a page among them is a section.
     """
 
     title: str

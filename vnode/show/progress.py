@@ -1,6 +1,6 @@
-"""A progress bar for a run: in a terminal by `rich`, in a notebook by the notebook itself.
+"""Progress of a run -> a bar: in a terminal by `rich`, in a notebook by the notebook itself.
 
-Knows terminals and notebooks. Must not know steps or devices: it is told what to show.
+Knows terminals and notebooks. Must not know steps or devices.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from html import escape
 from typing import Any, Protocol, cast
 
 INTERVAL = 0.1
-"""Seconds between two changes of what is shown: more are not seen, and cost time."""
+"""Seconds between two updates of the display: more are not seen, and cost time."""
 
 
 class Display(Protocol):
-    """Shows how far a run is."""
+    """Displays the progress of a run."""
 
     def update(self, done: int, text: str) -> None:
-        """Shows how many steps are done, and a few words."""
+        """Displays the number of completed steps, and a few words."""
         ...
 
     def line(self, text: str) -> None:
@@ -30,7 +30,7 @@ class Display(Protocol):
 
     @property
     def due(self) -> bool:
-        """Whether an update would be seen."""
+        """Whether an update would be displayed now."""
         ...
 
 
@@ -47,7 +47,7 @@ class NoDisplay:
 
 
 class TolerantStream:
-    """A stream that may be closed, or read by nobody any more: whoever shows something there goes on all the same."""
+    """A stream that may be closed, or whose reader is gone: writing to it never fails."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -66,7 +66,7 @@ class TolerantStream:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether a stream is there, open, and a terminal."""
+    """Whether a stream exists, is open, and is a terminal."""
     try:
         return stream is not None and stream.isatty()
     except ValueError:  # closed
@@ -94,7 +94,7 @@ class Bar:
 
 
 class Output:
-    """An output of a notebook's cell that changes. Drawn by the browser: rich would want `ipywidgets` for it."""
+    """Output of a notebook cell that is updated. The browser draws it: rich would need `ipywidgets`."""
 
     def __init__(self, show: Any, done: int, total: int) -> None:
         self.total = total
@@ -114,7 +114,7 @@ class Output:
         print(text)
 
     def drawn(self, done: int, text: str) -> dict[str, str]:
-        """The bar, as the kinds of output that a notebook chooses from."""
+        """The bar in the formats that a notebook chooses from."""
         first, began = self.began
         words = [f"{done}/{self.total} steps", *([text] if text else [])]
         if first < done < self.total:
@@ -126,7 +126,7 @@ class Output:
 
 
 def notebook() -> Any:
-    """IPython's `display` where a notebook shows what a cell displays; None elsewhere."""
+    """IPython's `display` in a notebook; None elsewhere."""
     if "IPython" not in sys.modules:  # a notebook has imported it
         return None
     from IPython.core.getipython import get_ipython
@@ -137,12 +137,12 @@ def notebook() -> Any:
 
 @contextlib.contextmanager
 def display(wanted: bool | None, done: int, total: int) -> Iterator[Display]:
-    """Something that shows how far a run is, for as long as the context lasts.
+    """Displays the progress of a run while the context lasts.
 
     Args:
       wanted: None for a bar in a notebook, and if standard error is a terminal and rich is installed.
-      done: steps that are done at the start.
-      total: steps in all.
+      done: number of steps completed at the start.
+      total: number of steps.
     """
     show = None if wanted is False else notebook()
     if show is not None:

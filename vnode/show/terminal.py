@@ -1,7 +1,7 @@
-"""Pages in a terminal, in colour.
+"""Page -> coloured terminal output.
 
-Knows rich, which has to be installed, and styles by their names. Must not know pages: `text` lays them out. Only the
-terminal's own colours are used, so that its theme decides.
+Knows rich, which must be installed, and styles by name. Must not know pages: `text` lays them out. Only the terminal's
+own colours are used, so that its theme decides.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from vnode.show.page import Page
 from vnode.show.text import QUIET, STRONG, encodable, lines
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
-"""Of devices, in turn."""
+"""The colours of devices, in turn."""
 
 STYLES = {STRONG: "bold", QUIET: "dim"}
 
 
 def draw(page: Page, width: int, encoding: str | None = None) -> Iterator[Text]:
-    """Draws a page.
+    """Renders a page.
 
     Args:
-      page: what to draw.
-      width: of the terminal, characters.
-      encoding: of the terminal.
+      page: the page.
+      width: the terminal's width in characters.
+      encoding: the terminal's encoding.
 
     Yields:
-      What rich can print, from top to bottom.
+      Objects that rich can print, from top to bottom.
     """
     for line in lines(page, width):
         drawn = Text(no_wrap=True, overflow="ellipsis")
@@ -39,7 +39,7 @@ def draw(page: Page, width: int, encoding: str | None = None) -> Iterator[Text]:
 
 
 def rich_style(name: str) -> str:
-    """What rich calls a style."""
+    """rich's name of a style."""
     kind, _, device = name.partition(" ")
     if not device:
         return STYLES.get(kind, "")

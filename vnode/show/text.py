@@ -1,7 +1,7 @@
-"""Pages as lines of text: what `print` prints, and what a terminal shows in colour.
+"""Page -> lines of text, plain for `print`, with named styles for a terminal.
 
-Knows pages, and how many characters a line has. Must not know what pages are about, nor terminals: a part of a line
-has the name of a style, which whoever draws it may heed.
+Knows pages, and the width of a line in characters. Must not know a page's content, nor terminals: a segment has the
+name of a style, which a renderer may use.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from vnode.show.page import Cell, Column, Facts, Page, Picture, Table
 from vnode.show.units import several
 
 WIDTH = 80
-"""Characters of a line, where nobody says how many there are."""
+"""The default width of a line in characters."""
 
 INDENT, GAP = 2, 2
 """Characters before a block, and between columns."""
 
 NARROW = 12
-"""Characters below which a column is not narrowed."""
+"""The least width to which a column is narrowed."""
 
 CUT = re.compile(r"/|[.](?!py:)|,(?!\d)")
-"""After what a path or a name is broken over lines: not within ``block.py:12``, nor ``Block_0,1``."""
+"""The ends of parts after which a path or a name may be broken: not within ``block.py:12``, nor ``Block_0,1``."""
 
 PLAIN, STRONG, QUIET = "", "strong", "quiet"
 """Styles of words; those of a device are ``node 3`` and ``bar 3``."""
 
 PLAINER = str.maketrans({"…": "...", "µ": "u", "·": ".", "█": "#", "─": "-"})
-"""What stands in the place of signs that an encoding does not have."""
+"""Replacements for characters that an encoding lacks."""
 
 Segment = tuple[str, str]
 """Characters, and the name of their style."""
@@ -39,14 +39,14 @@ Line = list[Segment]
 
 
 def draw(page: Page, width: int = WIDTH) -> str:
-    """Draws a page without colours.
+    """Renders a page without colours.
 
     Args:
-      page: what to draw.
-      width: characters of a line; what cannot be broken may be longer.
+      page: the page.
+      width: the width of a line in characters; unbreakable text may be longer.
 
     Returns:
-      Lines, the last without an end.
+      Lines; the last has no newline.
 
     Example:
       >>> from vnode.show.page import Fact
@@ -59,11 +59,11 @@ def draw(page: Page, width: int = WIDTH) -> str:
 
 
 def encodable(drawn: str, encoding: str | None) -> str:
-    """A text in signs that an encoding has.
+    """Replaces characters that an encoding lacks.
 
     Args:
       drawn: the text.
-      encoding: of what it is written to; None if that does not say.
+      encoding: the output's encoding; None if it has none.
 
     Example:
       >>> encodable("12 µs ──", "utf-8"), encodable("12 µs ──", "ascii")
@@ -104,7 +104,7 @@ def lines(page: Page, width: int) -> Iterator[Line]:
 
 
 def heading_line(head: str, style: str, more: str, quiet: str, width: int, gap: int = GAP) -> Iterator[Line]:
-    """A heading and what is said of it, in one line if there is room."""
+    """A heading and its text, in one line if there is room."""
     if not head and not more:
         return
     if head and more and len(head) + gap + len(more) <= width:
@@ -117,7 +117,7 @@ def heading_line(head: str, style: str, more: str, quiet: str, width: int, gap: 
 
 
 def facts(block: Facts, width: int) -> Iterator[Line]:
-    """Names and what is to know of them."""
+    """Facts, each with its name."""
     names = max((len(fact.name) for fact in block.facts), default=0)
     start = INDENT + names + GAP
     for fact in block.facts:
@@ -133,7 +133,7 @@ def facts(block: Facts, width: int) -> Iterator[Line]:
 
 
 def table(block: Table, width: int) -> Iterator[Line]:
-    """Headings, a rule, and rows; what is wide is broken over lines."""
+    """Headings, a rule, and rows; wide entries are broken over lines."""
     texts = [[column.name for column in block.columns], *([cell.text for cell in row] for row in block.rows)]
     natural = [max(map(len, column)) for column in zip(*texts, strict=True)]
     widths = narrow_columns(natural, block.columns, width - INDENT - GAP * (len(natural) - 1))
@@ -148,7 +148,7 @@ def table(block: Table, width: int) -> Iterator[Line]:
 
 
 def narrow_columns(natural: Sequence[int], columns: Sequence[Column], room: int) -> list[int]:
-    """Widths of columns that fit into a line, if they can: those that may be broken first."""
+    """Widths of columns that fit into a line, if possible; columns that may be broken are narrowed first."""
     widths = list(natural)
     for may in (lambda c: c.wide, lambda c: not c.right, lambda c: True):
         while sum(widths) > room:
@@ -160,7 +160,7 @@ def narrow_columns(natural: Sequence[int], columns: Sequence[Column], room: int)
 
 
 def share_width(widths: Sequence[int], columns: Sequence[Column], texts: Sequence[Sequence[str]]) -> list[int]:
-    """Shares the width of the first two columns that may be broken, so that names stay whole, in few lines."""
+    """Shares the width between the first two breakable columns, so that names stay whole, in few lines."""
     wide = [i for i, column in enumerate(columns) if column.wide][:2]
     if len(wide) < 2:
         return list(widths)
@@ -196,7 +196,7 @@ def row_lines(row: Sequence[Cell], columns: Sequence[Column], widths: Sequence[i
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Text in lines: broken at spaces, or after what separates parts of a path, or else of a name.
+    """Breaks text into lines: at spaces, or after parts of a path, or else of a name.
 
     >>> wrap("models/transformer.py:12 (Block)", 24)
     ['models/transformer.py:12', '(Block)']
@@ -234,7 +234,7 @@ def grid(block: Grid, width: int) -> Iterator[Line]:
 
 
 def cells(block: Grid, names: int, digits: int) -> Iterator[Line]:
-    """Every node by its number."""
+    """All nodes by number."""
     waves = "".join(f" {wave:>{digits}} " + " " for wave in range(block.waves))
     yield [(" " * INDENT + f"{'wave':<{names}} {waves}".rstrip(), QUIET)]
     for row in block.shown:
@@ -251,7 +251,7 @@ def cells(block: Grid, names: int, digits: int) -> Iterator[Line]:
 
 
 def bars(block: Grid, names: int, room: int) -> Iterator[Line]:
-    """A bar for each device, as long as its nodes are many."""
+    """One bar per device; its length shows the number of nodes."""
     longest = max(4, min(32, room - max(len(row.nodes) for row in block.shown) - 2))
     for row in block.shown:
         length = -(-row.count * longest // block.waves)

@@ -1,4 +1,4 @@
-"""Numbers for people: bytes, counts, ranges.
+"""Numbers -> text for people: bytes, counts, ranges.
 
 Knows numbers. Must not know what they count.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 def size(count: float, digits: int = 1) -> str:
-    """Bytes for people, with so many digits behind the point.
+    """Bytes with a unit, with `digits` digits after the point.
 
     >>> size(1536), size(1536, 2)
     ('1.5 KiB', '1.50 KiB')
@@ -23,7 +23,7 @@ def size(count: float, digits: int = 1) -> str:
 
 
 def number(count: float) -> str:
-    """A large number for people, with the SI prefix.
+    """A large number with an SI prefix.
 
     >>> number(2500000)
     '2.5 M'
@@ -36,7 +36,7 @@ def number(count: float) -> str:
 
 
 def seconds(time: float) -> str:
-    """A time for people.
+    """A time with a unit.
 
     >>> seconds(2.0), seconds(0.0021), seconds(3.2e-5), seconds(4.2e-11)
     ('2 s', '2.1 ms', '32 µs', '42 ps')
@@ -48,7 +48,7 @@ def seconds(time: float) -> str:
 
 
 def spread(counts: Sequence[int]) -> str:
-    """The least and the most.
+    """The least and the greatest of some counts.
 
     >>> spread([3, 3]), spread([3, 4])
     ('3', '3 to 4')
@@ -67,7 +67,7 @@ def several(count: int, thing: str, things: str = "") -> str:
 
 
 def in_groups(groups: int, each: int, group: str) -> str:
-    """In how many groups things are, to be put behind their number; nothing if a group is a single one.
+    """The number of groups, to follow the number of their members; empty if there is one member per group.
 
     >>> in_groups(2, 4, "row"), in_groups(8, 1, "row")
     (' in 2 rows', '')
@@ -85,7 +85,7 @@ def number_range(first: int, last: int) -> str:
 
 
 def numbered(noun: str, numbers: Sequence[int]) -> str:
-    """A noun with numbers.
+    """A noun with a list of numbers.
 
     >>> numbered("pass", [1]), numbered("pass", [1, 3, 4]), numbered("pass", [1, 2, 3, 4, 7])
     ('pass 1', 'passes 1, 3 and 4', 'passes 1 to 4 and 7')

@@ -1,10 +1,10 @@
-"""Axes of a mesh as several, one within the other: parts, along which blocks lie on the way between layouts.
+"""Mesh axes -> parts of axes, by which blocks are divided on the way between two layouts.
 
-Knows the sizes of axes, and layouts. Must not know moves, nor how collectives are carried out.
+Knows the sizes of axes, and layouts. Must not know moves, nor how collectives are implemented.
 
-Along an axis of four, half of the blocks may go where an axis of two is. An axis is split where the axes that there are
-besides, alone or together, have as many devices as a part of it. No layout of a program has parts: routes begin and
-end with whole axes.
+From an axis of four, half of the blocks may move to an axis of two. An axis is split where other axes, alone or
+together, have as many devices as a part of it. No layout of a program has parts: reshardings begin and end with whole
+axes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from vnode.spmd.layout import Axes, Layout
 
 MOST = 5
-"""Parts and axes that a route is looked for with at most: with more of them it takes long."""
+"""The most parts and axes for which a resharding is searched; with more the search takes long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Part:
     """A part of an axis.
 
     Attributes:
-      axis: of which.
-      size: devices along it.
-      within: devices along the axis between two neighbours along the part.
+      axis: the axis.
+      size: number of devices along the part.
+      within: number of devices along the axis between two neighbours along the part.
     """
 
     axis: str
@@ -37,12 +37,12 @@ class Part:
     within: int
 
     def index(self, place: Any) -> Any:
-        """The index along the part, given that along the axis."""
+        """The index along the part, given the index along the axis."""
         return place // self.within % self.size
 
 
 def parts_of(axes: Axes) -> Mapping[str, Part]:
-    """The parts of axes by name, major to minor; of axes that are not split there are none.
+    """The parts of axes by name, major to minor; none of an axis that is not split.
 
     >>> parts_of({"x": 2, "y": 8})
     {'y[0]': Part(axis='y', size=2, within=4), 'y[1]': Part(axis='y', size=4, within=1)}
@@ -68,25 +68,25 @@ def _parts(axes: tuple[tuple[str, int], ...]) -> Mapping[str, Part]:
 
 
 def with_parts(axes: Axes) -> Axes:
-    """The axes, and their parts."""
+    """The axes and their parts."""
     return {**axes, **{name: part.size for name, part in parts_of(axes).items()}}
 
 
 def split_axes(axes: Axes, whole: Collection[str] = ()) -> Axes:
-    """The axes, those that are split as their parts, in order; `whole`: axes that stay as they are."""
+    """Replaces split axes by their parts, in order, except the axes in `whole`."""
     sizes = with_parts(axes)
     return {name: sizes[name] for name in split_names(tuple(axes), axes, whole)}
 
 
 def split_names(names: Sequence[str], axes: Axes, whole: Collection[str] = ()) -> tuple[str, ...]:
-    """Axes as their parts, but for those that stay whole."""
+    """Replaces names of split axes by those of their parts, except the axes in `whole`."""
     parts = parts_of(axes)
     own = {name: [each for each, part in parts.items() if part.axis == name and name not in whole] for name in names}
     return tuple(itertools.chain.from_iterable(own[name] or [name] for name in names))
 
 
 def split_layout(layout: Layout, axes: Axes, whole: Collection[str] = ()) -> Layout:
-    """A layout by the parts of axes, but for those that stay whole."""
+    """Replaces axes in a layout by their parts, except the axes in `whole`."""
     dims = [
         None if cut is None else dataclasses.replace(cut, axes=split_names(cut.axes, axes, whole))
         for cut in layout.dims
@@ -95,7 +95,7 @@ def split_layout(layout: Layout, axes: Axes, whole: Collection[str] = ()) -> Lay
 
 
 def join_names(names: Sequence[str], axes: Axes) -> tuple[str, ...]:
-    """The same axes, whole ones where all of their parts follow each other.
+    """Replaces consecutive parts that make up an axis by the axis.
 
     >>> join_names(("y[1]", "y[0]", "y[1]", "x"), {"x": 2, "y": 4})
     ('y[1]', 'y', 'x')
@@ -113,20 +113,20 @@ def join_names(names: Sequence[str], axes: Axes) -> tuple[str, ...]:
 
 
 def join_layout(layout: Layout, axes: Axes) -> Layout:
-    """A layout with axes whole where all of their parts follow each other."""
+    """Replaces consecutive parts in a layout that make up an axis by the axis."""
     dims = [None if cut is None else dataclasses.replace(cut, axes=join_names(cut.axes, axes)) for cut in layout.dims]
     return Layout(tuple(dims), layout.partial)
 
 
 def axes_of(names: Sequence[str], axes: Axes) -> tuple[str, ...]:
-    """The axes that some axes and parts are of, in the mesh's order."""
+    """The axes to which some axes and parts belong, in the mesh's order."""
     parts = parts_of(axes)
     found = {parts[name].axis if name in parts else name for name in names}
     return tuple(name for name in axes if name in found)
 
 
 def index_at(place: Mapping[str, Any], names: Sequence[str], axes: Axes) -> Any:
-    """The number along some axes and parts of a device, given its index along each axis."""
+    """A device's number along some axes and parts, given its index along each axis."""
     parts, index = parts_of(axes), None
     for name in names:
         part = parts.get(name)
@@ -136,7 +136,7 @@ def index_at(place: Mapping[str, Any], names: Sequence[str], axes: Axes) -> Any:
 
 
 def device_groups(names: Sequence[str], axes: Axes) -> tuple[tuple[int, ...], ...]:
-    """The devices that differ along some parts only, in their order, by number along the axes that these are of."""
+    """Groups of devices that differ along some parts only, by their numbers along the parts' axes."""
     whole = axes_of(names, axes)
     parts = split_names(names, axes)
     others = [name for name in split_names(whole, axes) if name not in parts]

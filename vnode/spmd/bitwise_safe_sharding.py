@@ -1,14 +1,13 @@
-"""Layouts over further axes of a mesh, on whose size no bit of a result may depend.
+"""Flow over some axes -> flow over further axes, on whose size no bit of a result may depend.
 
-Knows flows over other axes, and the choice for one equation. Must not know how those layouts were found, nor virtual
+Knows flows over other axes, and shardings of one equation. Must not know how those layouts were found, nor virtual
 nodes.
 
-How a program is divided over the other axes stays as it is, so that it does not depend on the further axes at all.
-Along these an equation is cut only if every element of its results is computed of single elements of its operands
-(values are moved, scaled, added to others), or of several in a way that has the same bits in any order: whether all are
-finite, how many are. What sums over a dimension that is cut, or does anything else with it, is given it whole. So that
-this is computed in the same kernels as if nothing were cut, what it is made of is gathered where it lies in memory:
-inputs are, not what is made of them on the way.
+Shardings over the other axes stay, so they do not depend on the further axes at all. Over these an equation is sharded
+only if each element of its results is computed from single elements of its operands (moved, scaled, added to others),
+or from several by a reduction that is exact in any order (all, any, a count). An equation that sums over a sharded
+dimension, or needs all of it otherwise, is given it gathered. To compile to the same kernels as without sharding, its
+operands are gathered where they are in memory: at the inputs, not at values computed from these on the way.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ def shard_further(
     wishes: Mapping[Var, Layout] | None = None,
     outputs: Sequence[Layout | None] | None = None,
 ) -> Flow:
-    """A flow, divided over further axes.
+    """Shards a flow over further axes.
 
     Args:
       flow: layouts over some axes.
-      inputs: how each input lies over all axes; over those of `flow` as there.
+      inputs: the layout of each input over all axes; over those of `flow` as in `flow`.
       inner: the axes of `flow`.
-      axes: all of them, in the mesh's order.
-      wishes: how single variables shall lie if nothing but the further axes tells that from how they lie in `flow`.
-      outputs: for each output how it shall be handed on; None where that is left open, or for all of them.
+      axes: all axes, in the mesh's order.
+      wishes: wanted layouts of single variables, where only the further axes differ from `flow`.
+      outputs: for each output its layout; None where any will do, or for all of them.
 
     Returns:
       A flow over all axes.
@@ -64,12 +63,12 @@ def shard_further(
 
 
 class _FurtherFollower:
-    """Follows one program once; `states` says how its variables lie."""
+    """Follows one program once; `states` has the layouts of its variables."""
 
     def __init__(self, inner: Axes, axes: Axes, wishes: Mapping[Var, Layout]) -> None:
         self.inner, self.axes, self.wishes = inner, axes, wishes
         self.states: dict[Var, OperandSharding] = {}
-        self.kept: set[int] = set()  # steps that stay as they are, by their number as objects
+        self.kept: set[int] = set()  # ids of steps that stay as they are
 
     def follow(self, flow: Flow, inputs: Sequence[OperandSharding]) -> Flow:
         self.program = program = flow.program
@@ -89,7 +88,7 @@ class _FurtherFollower:
         return self.states[atom]
 
     def needlessly_cut(self, before: Sequence[Step], after: Sequence[Step]) -> set[int]:
-        """Steps, as numbers of objects, that were cut though what they make is read whole, perhaps by way of others."""
+        """Ids of steps that were sharded although their results are read whole, directly or through other steps."""
         wanted: set[Var] = set()
         found: set[int] = set()
         for base, step in zip(reversed(before), reversed(after), strict=True):
@@ -112,7 +111,7 @@ class _FurtherFollower:
         return step
 
     def divide_step(self, base: Step, given: Sequence[OperandSharding]) -> Step:
-        """An equation, cut along further axes if it can be; else as it is, of what is gathered."""
+        """An equation, sharded over further axes if it can be; otherwise as before, with gathered operands."""
         eqn, ways = base.eqn, base.choice.ways if base.choice is not None else ()
         description = self.program.describe(eqn) if base.branches is None else None
         partial = any(layout.partial for layout in (*base.operands, *base.made))
@@ -130,7 +129,7 @@ class _FurtherFollower:
         return Step(eqn, choice.operands, made, tuple(results), choice)
 
     def first_extending(self, atom: Atom, base: Layout, *several: Layout | None) -> Layout:
-        """The first of several layouts that over the axes that were there before is `base`; else that."""
+        """The first of several layouts that is `base` over the former axes; `base` if none is."""
         shape = getattr(atom.aval, "shape", ())
         fitting = (each for each in several if each is not None and restrict_to_axes(self.inner, each, shape) == base)
         return next(fitting, base)
@@ -138,7 +137,7 @@ class _FurtherFollower:
     # Loops and branches
 
     def region_step(self, base: Step, region: Region, given: Sequence[OperandSharding]) -> Step:
-        """A loop or branch; what it carries is cut along further axes if the bodies hand it on as they are given it."""
+        """A loop or branch; its carry is sharded over further axes if the bodies return it as they receive it."""
         atoms, results = base.eqn.invars, base.eqn.outvars
         operands = [
             self.first_extending(atom, layout, g.layout)
@@ -198,9 +197,9 @@ class _FurtherFollower:
 
 
 def is_order_independent(eqn: JaxprEqn, description: OperatorDescription) -> bool:
-    """Whether an equation only reduces, and by what has the same bits in any order: no sums of numbers with fractions.
+    """Whether an equation is a reduction that is exact in any order: not a sum of floating-point numbers.
 
-    Nor the greatest of those: of the two zeros either may be that.
+    Nor their maximum: it may be either of the two zeros.
     """
     monoids = {*description.reduced.values()}
     whole = not any(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in (*eqn.invars, *eqn.outvars))
@@ -221,16 +220,16 @@ def choose_further(
     inner: Axes,
     axes: Axes,
 ) -> OpSharding | None:
-    """How an equation that is cut in some ways is cut along further axes as well; None if it is not.
+    """Shards an equation that is sharded already over further axes as well; None if it cannot be.
 
     Args:
       eqn: the equation.
-      description: of it.
-      ways: how it is cut over `inner`; of a `OpSharding`, which may count elements where the description counts blocks.
-      given: what is known of each operand.
-      wishes: for each result the layout that it should have, if somebody says so.
-      inner: the axes that were there before.
-      axes: all of them.
+      description: its description.
+      ways: its sharding over `inner`; an `OpSharding`'s may count elements where the description counts blocks.
+      given: the shardings of its operands.
+      wishes: for each result its wanted layout, if there is one.
+      inner: the former axes.
+      axes: all axes.
     """
     ways = tuple(dataclasses.replace(way, split=description.factors[way.lead[0]].split) for way in ways)
     found, best = ways, total_cost(eqn, description, ways, given, axes, (), wishes)
@@ -250,7 +249,7 @@ def with_axis(
     axis: str,
     axes: Axes,
 ) -> Iterator[tuple[FactorSharding, ...]]:
-    """Ways with one more axis, as the minor one of those that divide the same, or as the major one."""
+    """Shardings with one more axis, as the minor axis of one that divides the same, or as the major one."""
     layouts = [each.layout for each in given]
     for more in candidates(description, layouts, given, wishes, ways, axis, axes):
         yield more
@@ -261,7 +260,7 @@ def with_axis(
 
 
 def body_result_layouts(made: Sequence[Layout], region: Region) -> tuple[Layout, ...]:
-    """How bodies hand on what a loop or branch gives: of a stack, each turn its piece."""
+    """The layouts in which bodies return the results of a loop or branch; of a stack, one iteration's element."""
     first = len(region.carried)
     return tuple(
         Layout(layout.dims[1:], layout.partial) if region.stacks and j >= first else layout

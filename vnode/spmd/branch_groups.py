@@ -1,12 +1,12 @@
-"""Branches of a program side by side: equations that do not depend on each other, each on devices of its own.
+"""Program -> program with branches side by side: independent equations, each on devices of its own.
 
-Knows programs, and which equation reads what another computes. Must not know layouts, nor how anything is carried out.
+Knows programs, and which equation reads another's results. Must not know layouts, nor how programs are run.
 
-A group says which equations are which branch's, along one axis of a mesh: the towers of an Inception block, two
-encoders, experts. A program with groups has one equation in the place of each group's, whose bodies are the branches.
-Devices with index i along the axis evaluate branch i only, and have nothing (zero) of what others compute: pieces of
-a sum, as of any reduction that is divided. What a branch of a later group at the same index alone reads of them stays
-where it is: a backward pass what its forward pass has kept.
+A group assigns equations to branches along one mesh axis: the towers of an Inception block, two encoders, experts. In a
+program with groups, one equation whose bodies are the branches replaces each group's equations. Devices with index i
+along the axis evaluate branch i only; for the other branches' results they have zero. So results are partial sums, as
+of any divided reduction. Results that only a later group's branch at the same index reads stay where they are: the
+residuals of a backward pass.
 
 Source: operators on disjoint sets of devices as in FlexFlow's parallelization space (Jia, Zaharia, Aiken, "Beyond data
 and model parallelism for deep neural networks", MLSys 2019, section 4).
@@ -39,8 +39,8 @@ class Group:
     """Branches of a program, one for each index along an axis.
 
     Attributes:
-      axis: of the mesh.
-      branches: for each index the equations of its branch, by number; indices behind the last have none.
+      axis: the mesh axis.
+      branches: for each index the numbers of its branch's equations; indices after the last have none.
     """
 
     axis: str
@@ -54,13 +54,13 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Branches:
-    """What a `side_by_side` equation consists of.
+    """The content of a `side_by_side` equation.
 
     Attributes:
-      axis: of the mesh.
+      axis: the mesh axis.
       programs: the branches.
-      operands: for each branch which operands of the equation are its inputs.
-      results: for each branch which results of the equation are its outputs.
+      operands: for each branch the numbers of the equation's operands that are its inputs.
+      results: for each branch the numbers of the equation's results that are its outputs.
     """
 
     axis: str
@@ -70,7 +70,7 @@ class Branches:
 
     @property
     def types(self) -> list[Any]:
-        """Of all results."""
+        """The types of all results."""
         found = {
             i: atom.aval
             for program, makes in zip(self.programs, self.results, strict=True)
@@ -79,25 +79,25 @@ class Branches:
         return [found[i] for i in range(len(found))]
 
     def maker(self, result: int) -> int:
-        """Whose result it is: the number of the branch."""
+        """The number of the branch that computes a result."""
         return next(number for number, makes in enumerate(self.results) if result in makes)
 
     def readers(self, operand: int) -> set[int]:
-        """The branches that read an operand, by number."""
+        """The numbers of the branches that read an operand."""
         return {number for number, reads in enumerate(self.operands) if operand in reads}
 
     def reads_at(self, operand: int, there: tuple[str, int] | None) -> bool:
-        """Whether an operand is read where it is only: at an index along an axis."""
+        """Whether an operand is read only where it is: at one index along an axis."""
         return there is not None and there[0] == self.axis and self.readers(operand) == {there[1]}
 
 
 def branches_of(eqn: JaxprEqn) -> Branches | None:
-    """The branches that an equation consists of; None if it is none of `group_equations`."""
+    """The branches of a `side_by_side` equation; None for any other."""
     return eqn.params["branches"] if eqn.primitive is side_by_side_p else None
 
 
 def branch_locations(program: Program) -> dict[Var, tuple[str, int]]:
-    """For what branches of a program compute: the axis along which, and the index at which, devices have it."""
+    """For each value computed in a branch, the axis and the index along it whose devices have the value."""
     found: dict[Var, tuple[str, int]] = {}
     for eqn in program.equations:
         branches = branches_of(eqn)
@@ -108,18 +108,18 @@ def branch_locations(program: Program) -> dict[Var, tuple[str, int]]:
 
 
 def group_equations(program: Program, groups: Iterable[Group]) -> Program:
-    """The program with one equation in the place of those of each group.
+    """Replaces the equations of each group by one equation.
 
     Args:
       program: the program.
-      groups: which equations are whose; no equation is in two branches.
+      groups: the groups; no equation is in two branches.
 
     Returns:
       The program, for `vnode.spmd.sharding_flow.follow` over a mesh that has the groups' axes.
 
     Raises:
-      PartitionError: a branch depends on another, directly or by an equation that is in none; or equations are not the
-        program's, or are in two branches.
+      PartitionError: a branch depends on another, directly or through an equation in no branch; or equations are not in
+        the program, or in two branches.
 
     Example:
       >>> import jax
@@ -146,7 +146,7 @@ def group_equations(program: Program, groups: Iterable[Group]) -> Program:
 
 
 def branch_of_each(program: Program, groups: Sequence[Group]) -> dict[int, tuple[int, int]]:
-    """For each equation that is in a branch: the number of the group, and that of the branch."""
+    """For each equation in a branch, the numbers of the group and of the branch."""
     whose: dict[int, tuple[int, int]] = {}
     for g, group in enumerate(groups):
         for b, branch in enumerate(group.branches):
@@ -171,8 +171,8 @@ def branch_of_each(program: Program, groups: Sequence[Group]) -> dict[int, tuple
 def check_independent(
     program: Program, g: int, group: Group, whose: Mapping[int, tuple[int, int]], reads: Sequence[set[int]]
 ) -> None:
-    """Checks that no branch of a group waits for another, nor for something outside that waits for the group."""
-    behind: dict[int, int] = {}  # equations outside that depend on the group, with an equation of it
+    """Checks that no branch depends on another of its group, nor on an outside equation that depends on the group."""
+    behind: dict[int, int] = {}  # outside equations that depend on the group, each with an equation of the group
     for number in range(len(program.equations)):
         mine = whose.get(number)
         for source in reads[number]:
@@ -196,7 +196,7 @@ def check_independent(
 
 
 def read_outside(program: Program, group: Group) -> set[Var]:
-    """The variables that somebody reads who is not in a group, or the caller."""
+    """The group's variables that equations outside it read, or the caller."""
     outside = {atom for atom in program.outputs if isinstance(atom, Var)}
     for number, eqn in enumerate(program.equations):
         if number not in group.equations:
@@ -205,7 +205,7 @@ def read_outside(program: Program, group: Group) -> set[Var]:
 
 
 def order_topologically(reads: Sequence[set[int]], whose: Mapping[int, tuple[int, int]]) -> list[int]:
-    """Equations outside groups by number, and group g as -1 - g, so that what is read comes first."""
+    """Topological order of equations outside groups, by number, and of groups, as -1 - g."""
 
     def node(number: int) -> int:
         return -1 - whose[number][0] if number in whose else number
@@ -236,7 +236,7 @@ def order_topologically(reads: Sequence[set[int]], whose: Mapping[int, tuple[int
 
 
 def branch_equation(program: Program, group: Group) -> JaxprEqn:
-    """The equation that stands for a group."""
+    """The equation that replaces a group."""
     outside = read_outside(program, group)
     invars: dict[Var, int] = {}
     outvars: list[Var] = []
@@ -260,7 +260,7 @@ def branch_equation(program: Program, group: Group) -> JaxprEqn:
 
 
 def with_own_variables(program: Program) -> Program:
-    """The program with variables of its own, so that what is said of a value outside is not said of it inside."""
+    """Renames a program's variables, so that layouts of outer variables do not apply inside."""
     names: dict[Var, Var] = {}
 
     def name(atom: Any) -> Any:
@@ -275,14 +275,14 @@ def with_own_variables(program: Program) -> Program:
 
 
 def by_scope(program: Program, axis: str, scopes: Mapping[str, int]) -> list[Group]:
-    """Groups of the equations that were traced in some scopes, forward and backward.
+    """Groups the equations traced in some scopes, forward and backward.
 
-    What depends on several branches lies between groups: a loss makes one group of the forward passes, and another of
-    the backward passes. A stage in which only one branch has equations is no group.
+    Equations that depend on several branches separate groups: with a loss between, the forward passes form one group
+    and the backward passes another. A stage in which only one branch has equations is no group.
 
     Args:
       program: the program.
-      axis: of the mesh.
+      axis: the mesh axis.
       scopes: for patterns searched in an equation's name stack (`jax.named_scope`, a flax module's name), the index
         along the axis.
 
@@ -290,7 +290,7 @@ def by_scope(program: Program, axis: str, scopes: Mapping[str, int]) -> list[Gro
       The groups, for `group_equations`.
 
     Raises:
-      PartitionError: a pattern is found nowhere.
+      PartitionError: a pattern matches no equation.
     """
     names = [scope(eqn) for eqn in program.equations]
     for pattern in scopes:
@@ -303,7 +303,7 @@ def by_scope(program: Program, axis: str, scopes: Mapping[str, int]) -> list[Gro
     for atom in program.outputs:
         if isinstance(atom, Var) and atom in producer:
             readers[producer[atom]].add(None)
-    for number in reversed(range(len(names))):  # what stands between equations of one branch is the branch's
+    for number in reversed(range(len(names))):  # equations between those of one branch belong to the branch
         if branch[number] is None and len(readers[number]) == 1:
             (only,) = readers[number]
             if only is not None and any(branch[source] == only for source in reads[number]):

@@ -1,7 +1,7 @@
-"""Carrying out a program by its layouts: one device's part of it, with explicit collectives.
+"""Flow -> one device's computation, with explicit collectives.
 
-Knows flows, descriptions and exchange. Must not know how layouts were found, virtual nodes, nor which devices there
-are. What it makes runs inside `jax.shard_map` that is manual over all axes, or in a loop or branch of one.
+Knows flows, descriptions and collectives. Must not know how layouts were found, virtual nodes, nor which devices exist.
+The program runs inside a `jax.shard_map` that is manual over all axes, or in a loop or branch inside one.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ from vnode.spmd.resharding_collectives import (
 from vnode.spmd.sharding_flow import Flow, Step
 
 FAR = 4
-"""So many times a copy's bytes are computed between two readings of it, if it is rather made again than held."""
+"""A copy is made again, not held, if this many times its bytes are computed between two uses of it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BitwiseMode:
-    """What it takes that compilers compute elements alike whatever the sizes of some axes.
+    """How compilers are made to compute elements alike whatever the sizes of some axes.
 
     Attributes:
       axes: these axes.
-      in_memory: gives an array that what reads it finds in memory, in the common order of its dimensions.
-      rounding: of single elements; None where it is to be made of a program's values.
+      in_memory: materializes an array in the common order of its dimensions.
+      rounding: rounds single elements; None where it is made from a program's values.
     """
 
     axes: Collection[str]
@@ -81,16 +81,16 @@ class BitwiseMode:
     rounding: Rounding | None = None
 
     def with_rounding(self, values: Sequence[Any]) -> BitwiseMode:
-        """The same with a rounding, given values of the program that is being traced."""
+        """Adds a rounding, made from values of the traced program."""
         return dataclasses.replace(self, rounding=self.rounding or Rounding.from_values(values))
 
 
 @dataclasses.dataclass(frozen=True)
 class LazyInput:
-    """An input that is made when it is read first.
+    """An input that is made at its first use.
 
     Attributes:
-      of: gives this device's array, of the latest result with floating-point numbers; of None if there is none yet.
+      make: returns this device's array, given the latest result with floating-point numbers, or None if there is none.
     """
 
     make: Callable[[Any], Any]
@@ -108,16 +108,16 @@ def run(
     """Evaluates a program on one device of a mesh.
 
     Args:
-      flow: layouts through it.
-      values: this device's arrays of its inputs, as `flow.inputs` says; or `LazyInput`.
-      axes: of the mesh, those longer than one.
-      platform: what is compiled for.
-      everywhere: whether all devices of the mesh evaluate it.
-      alike: if compilers shall compute elements alike whatever the sizes of some axes.
-      latest: what was computed before.
+      flow: layouts through the program.
+      values: this device's arrays of the inputs, in the layouts of `flow.inputs`; or `LazyInput`.
+      axes: the mesh axes longer than one.
+      platform: the platform to compile for.
+      everywhere: whether all devices of the mesh run the program.
+      alike: the `BitwiseMode`, if elements must be computed alike whatever the sizes of some axes.
+      latest: the latest result of the surrounding program.
 
     Returns:
-      This device's arrays of the outputs, as `flow.outputs` says.
+      This device's arrays of the outputs, in the layouts of `flow.outputs`.
     """
     made = _Run(flow, axes, platform, alike)
     made.latest = latest
@@ -126,18 +126,18 @@ def run(
 
 
 class _Run:
-    """One evaluation of a program; holds each value in the layouts in which it was needed so far."""
+    """One evaluation of a program; holds each value in all layouts in which it was read so far."""
 
     def __init__(self, flow: Flow, axes: Axes, platform: str, alike: BitwiseMode | None) -> None:
         self.flow, self.axes, self.platform = flow, axes, platform
         self.alike = alike
         self.held: dict[Var, dict[Layout, Any]] = {}
         self.anyhow: dict[Var, JaxprEqn] = {}
-        self.asked: set[Var] = set()  # variables whose layout the program asks for
-        self.renamed: dict[Var, Step] = {}  # values in pieces that are other values in another shape
-        self.last: dict[tuple[Var, Layout], int] = {}  # copies of these: how much was computed when one was read
+        self.asked: set[Var] = set()  # variables with a sharding constraint
+        self.renamed: dict[Var, Step] = {}  # partial values that are reshapes of other values
+        self.last: dict[tuple[Var, Layout], int] = {}  # for each copy, the value of `computed` at its last use
         self.computed = 0  # bytes of results so far
-        self.latest: Any = None  # the last result that has floating-point numbers
+        self.latest: Any = None  # the latest result with floating-point numbers
 
     def run_all(self, values: Sequence[Any]) -> list[Any]:
         program = self.flow.program
@@ -167,13 +167,13 @@ class _Run:
 
     @property
     def rounding(self) -> Rounding | None:
-        """Of single elements, if compilers shall not choose."""
+        """Rounds single elements, if compilers must not choose the rounding."""
         return None if self.alike is None else self.alike.rounding
 
     def hold(self, step: Step, results: Sequence[Any]) -> None:
-        """Keeps what a step makes."""
+        """Holds the results of a step."""
         for var, value, made, layout in zip(step.eqn.outvars, results, step.made, step.results, strict=True):
-            self.held[var] = {made: value}  # whoever needs it as it is made may have it so
+            self.held[var] = {made: value}  # in the layout in which it is computed
             if made.partial and is_partial_reshape(step):
                 self.renamed[var] = step
             if layout != made:
@@ -187,7 +187,7 @@ class _Run:
                 self.asked.add(var)
 
     def parts(self, steps: Sequence[Step]) -> list[Any]:
-        """What the parts of an identity of several operands make, evaluated together."""
+        """Evaluates the parts of a multi-operand identity together."""
         operands = [
             self.read_operand(step.eqn, step.choice, 0)
             if step.choice
@@ -197,7 +197,7 @@ class _Run:
         return evaluate_together(steps[0].eqn, self.flow.program.describe, operands, self.platform)
 
     def read(self, atom: Atom, layout: Layout) -> Any:
-        """A value in a layout."""
+        """Reads a value in a layout."""
         shape = getattr(atom.aval, "shape", ())
         if isinstance(atom, Literal):
             value = jnp.asarray(atom.val, atom.aval.dtype) if not layout.is_whole else atom.val
@@ -212,7 +212,7 @@ class _Run:
                 held[start] = value.make(self.latest)
         if layout not in held:
             if layout.partial and not any(start.partial for start in held):
-                return self.read(atom, layout.without_partial)  # zero is a piece of zero
+                return self.read(atom, layout.without_partial)  # a partial value of zero is zero
             start = self.cheapest_start(
                 atom, [start for start in held if {*layout.partial} <= {*start.partial}], layout
             )
@@ -225,7 +225,7 @@ class _Run:
         return held[layout]
 
     def read_after(self, atom: Atom, layout: Layout, others: Sequence[Var]) -> Any:
-        """A value in a layout, gathered for who asks alone, when others are there."""
+        """Reads a value in a layout, gathered for this user alone, once other values are ready."""
         if isinstance(atom, Literal) or atom in self.anyhow or layout.partial:
             return self.read(atom, layout)
         held, latest = self.held[atom], [next(iter(self.held[var].values())) for var in others]
@@ -234,17 +234,17 @@ class _Run:
         return convert_after(held[start], start, layout, atom.aval.shape, self.axes, latest)
 
     def cheapest_start(self, atom: Atom, several: Sequence[Layout], layout: Layout) -> Layout:
-        """That of several layouts of a value from which least is sent to bring it to another."""
+        """The layout, among those held, from which resharding sends least."""
         shape, dtype = getattr(atom.aval, "shape", ()), atom.aval.dtype
         return min(
             several, key=lambda start: total_elements_sent(moves(start, layout, shape, self.axes, dtype), self.axes)
         )
 
     def convert_held(self, var: Var, start: Layout, layout: Layout) -> Any:
-        """A value that is held in another layout.
+        """Reshards a held value.
 
-        What is another value in another shape is made of that one's sum: whoever else reads that shares it. (XLA for
-        CPUs sums once for each shape.)
+        A partial value that is a reshape of another one is computed from that one's sum, which other users share. (XLA
+        for CPUs sums once for each shape.)
         """
         step = self.renamed.get(var)
         if step is not None and step.choice is not None and start == step.made[0] and layout == start.without_partial:
@@ -255,7 +255,8 @@ class _Run:
         return convert(self.held[var][start], start, layout, var.aval.shape, self.axes)
 
     def fix_dim_order(self, value: Any, before: Layout, after: Layout) -> Any:
-        """A value that was perhaps gathered: compilers leave it in an order of dimensions that depends on which one."""
+        """Fixes the order of dimensions of a perhaps gathered value: the compiler's choice depends on the
+        collective."""
         if self.alike is None or not jnp.issubdtype(value.dtype, np.inexact):
             return value
         lost = before.cut_axes.keys() - after.cut_axes.keys()
@@ -263,10 +264,10 @@ class _Run:
         return self.alike.in_memory(value) if inside else value
 
     def is_far(self, atom: Var, layout: Layout) -> bool:
-        """Whether so much was computed since a copy was read that it is rather made again.
+        """Whether so much was computed since a copy's last use that it is made again, not held.
 
-        What a program asks for is how a value is to be kept, too (Korthikanti et al., "Reducing activation
-        recomputation in large transformer models", 2022, section 4.2.2, gather again in the backward pass).
+        A sharding constraint also decides how a value is kept (Korthikanti et al., "Reducing activation recomputation
+        in large transformer models", 2022, section 4.2.2, gather again in the backward pass).
         """
         first, *_ = self.held[atom].values()
         copy = self.held[atom][layout]
@@ -275,7 +276,8 @@ class _Run:
         return self.computed - self.last[atom, layout] > FAR * nbytes(copy)
 
     def make_value(self, eqn: JaxprEqn, layout: Layout) -> Any:
-        """A value from nothing, in a layout; made whole and cut where its equation cannot be cut so."""
+        """Materializes a value from nothing in a layout; makes it whole and slices it where its equation cannot be
+        sharded."""
         description = self.flow.program.describe(eqn)
         assert description is not None
         with context_of(eqn):
@@ -291,9 +293,9 @@ class _Run:
             return convert(value, whole, layout, eqn.outvars[0].aval.shape, self.axes)
 
     def hide_origin(self, eqn: JaxprEqn, description: OperatorDescription, results: Sequence[Any]) -> Any:
-        """A value from nothing of which compilers do not see what it is made of, unless that is constants.
+        """Hides from compilers how a value from nothing is made, unless it depends on constants only.
 
-        On how many devices other arrays have the same shape (`Rounding.hide_origin`) depends on the sizes of parts.
+        Otherwise the number of arrays of one shape (`Rounding.hide_origin`) would depend on the sizes of shards.
         """
         (value,) = results if self.rounding is None else self.rounding.round_results(eqn, description, results)
         computed = any(isinstance(atom, Var) and atom not in self.anyhow for atom in eqn.invars)
@@ -317,7 +319,7 @@ class _Run:
         return self.evaluate_copy(step.eqn, step.choice)
 
     def evaluate_copy(self, eqn: JaxprEqn, choice: OpSharding) -> list[Any]:
-        """A device's copy of an equation."""
+        """Evaluates a device's copy of an equation."""
         d, sizes = choice.description, choice.sizes()
         operands = [self.read_operand(eqn, choice, i) for i in range(len(eqn.invars))]
         positions = {
@@ -345,13 +347,13 @@ class _Run:
         return results
 
     def combine_rounded(self, value: Any, var: Var, layout: Layout) -> Any:
-        """A sum in pieces, combined before it is rounded."""
+        """Combines partial sums before the sum is rounded."""
         for monoid in dict.fromkeys(monoid for _, monoid in layout.partial):
             value = combine(value, tuple(name for name, m in layout.partial if m is monoid), monoid)
         return value.astype(var.aval.dtype)
 
     def read_operand(self, eqn: JaxprEqn, choice: OpSharding, i: int) -> Any:
-        """What a device's copy is given of an operand."""
+        """Reads an operand as a device's copy of an equation needs it."""
         atom, want, d = eqn.invars[i], choice.operands[i], choice.description
         value = self.read(atom, want)
         dims = d.operands[i]
@@ -377,7 +379,7 @@ class _Run:
     def mask_padding(
         self, value: Any, k: int, cut: Cut, n: int, way: FactorSharding, choice: OpSharding, i: int
     ) -> Any:
-        """Overwrites what lies behind the end of a factor, where it would count."""
+        """Overwrites the padding after the end of a factor, where it would count."""
         d, (f, *_) = choice.description, way.lead
         if d.roles.get(i) is Role.INDEX or jnp.issubdtype(value.dtype, jax.dtypes.extended):
             return value
@@ -397,7 +399,7 @@ class _Run:
         return jnp.where(real, value, jnp.asarray(fill, value.dtype)).reshape(shape)
 
     def continue_prefix(self, value: Any, way: FactorSharding, choice: OpSharding, dims: Any) -> Any:
-        """Running values, with those of the parts before taken up."""
+        """Combines running values with those of the preceding parts."""
         split, (factor,) = way.split, way.lead
         assert isinstance(split, Prefix)
         axis = next(k for k, dim in enumerate(dims) if factor in dim)
@@ -416,7 +418,7 @@ class _Run:
         return jnp.where(me == order[0], value, split.combine(taken, value).astype(value.dtype))
 
     def region(self, step: Step) -> list[Any]:
-        """A loop or branch, each device running its own part of the bodies."""
+        """Runs a loop or branch; each device runs its shard of the bodies."""
         eqn, region = step.eqn, step.region
         assert region is not None
         whole = {*range(len(eqn.invars))} - {*region.carried, *region.scanned} if step.gather_after else ()
@@ -427,12 +429,12 @@ class _Run:
         for i in region.carried:
             operands[i] = as_array(operands[i], eqn.invars[i])
         bodies = [functools.partial(self.body, flow) for flow in step.bodies]
-        decided = region.chooser is not None or region.tests  # by what may be another value in another node
+        decided = region.chooser is not None or region.tests  # by a value that may differ between nodes
         with devices_in_step(everywhere=not (decided and BRANCHES.get()), in_branches=True):
             return list(region.run(InProgram(eqn), bodies, operands))
 
     def side_by_side(self, step: Step, branches: Branches) -> list[Any]:
-        """Branches of which this device evaluates one, or none; of what others compute it has nothing."""
+        """Runs this device's branch; fills the results of the others with the identity."""
         atoms, axis = step.eqn.invars, branches.axis
         operands = [as_array(self.read(atom, layout), atom) for atom, layout in zip(atoms, step.operands, strict=True)]
         inner = {name: size for name, size in self.axes.items() if name != axis}
@@ -459,10 +461,10 @@ class _Run:
         several: list[Any] = [functools.partial(evaluate_branch, number) for number in range(count)]
         if count < self.axes[axis]:
             several.append(lambda _: [identity_element(i) for i in range(len(step.results))])
-        return lax.switch(index_along((axis,)), several, operands)  # indices behind the last are clamped to it
+        return lax.switch(index_along((axis,)), several, operands)  # indices after the last are clamped
 
     def in_blocks(self, step: Step, loop: Loop) -> list[Any]:
-        """A loop over this device's blocks, as often as it has some; nothing is exchanged along their axes within."""
+        """Runs a loop over this device's blocks; nothing is exchanged along their axes inside."""
         atoms, share, (flow,) = step.eqn.invars, loop.share, step.bodies
         operands = [as_array(self.read(atom, layout), atom) for atom, layout in zip(atoms, step.operands, strict=True)]
         inner = {name: size for name, size in self.axes.items() if name not in share.axes}
@@ -480,7 +482,7 @@ class _Run:
         def turn(k: jax.Array, held: list[Any]) -> list[Any]:
             own, place = [], k if loop.at is None else None
             for i, (value, dim) in enumerate(zip(operands, loop.operands, strict=True)):
-                value = held[sources[i]] if i in sources else value  # where block k is as it was
+                value = held[sources[i]] if i in sources else value  # where block k was
                 own.append(value if dim is None else block_at(value, dim, place, share.max_blocks))
             made = run(flow, [first + k, *own], inner, self.platform, everywhere=False, alike=self.alike)
             taken = [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
@@ -497,9 +499,9 @@ class _Run:
         return made
 
     def in_place_operands(self, step: Step, loop: Loop) -> dict[int, int]:
-        """For results of a loop the operand in whose place they are written: one that nobody reads afterwards.
+        """For a loop's results the operands that they overwrite: operands without later uses.
 
-        Inputs and outputs are paired in order, so that a state that is donated is updated where it is.
+        Inputs and outputs are paired in order, so that a donated state is updated in place.
         """
         program, found = self.flow.program, dict[int, int]()
         order = {var: number for number, var in reversed([*enumerate(program.inputs)])}
@@ -522,7 +524,7 @@ class _Run:
 
     @functools.cached_property
     def last_reader(self) -> dict[Var, JaxprEqn | None]:
-        """The equation that reads a variable last; None if it is returned."""
+        """The number of the equation that reads a variable last; None if the variable is an output."""
         last: dict[Var, JaxprEqn | None] = {}
         for eqn in self.flow.program.equations:
             last.update((atom, eqn) for atom in eqn.invars if isinstance(atom, Var))
@@ -530,18 +532,18 @@ class _Run:
 
     @functools.cached_property
     def region_operands(self) -> set[Var]:
-        """What loops and branches are given: they may return it as it is."""
+        """The operands of loops and branches, which may return them unchanged."""
         regions = (step.eqn for step in self.flow.steps if step.region is not None)
         return {atom for eqn in regions for atom in eqn.invars if isinstance(atom, Var)}
 
     def result_buffer(self, step: Step, loop: Loop, j: int) -> Any:
-        """Where a loop begins to write a result, or to add one up."""
+        """The buffer that a loop writes a result to, or adds it to."""
         (flow,), result, var = step.bodies, loop.results[j], step.eqn.outvars[j]
         dtype = flow.program.outputs[j].aval.dtype
         if isinstance(result, Monoid):
             return jnp.full(flow.outputs[j].local_shape(var.aval.shape, self.axes), result.identity(dtype), dtype)
         shape = step.made[j].local_shape(var.aval.shape, self.axes)
-        returned = self.last_reader.get(var) is None  # by the caller, who may look behind the blocks
+        returned = self.last_reader.get(var) is None  # an output: the caller may read the elements after the blocks
         return jnp.zeros(shape, dtype) if returned or var in self.region_operands else lax.empty(shape, dtype)
 
     def body(self, flow: Flow, values: Sequence[Any]) -> list[Any]:
@@ -550,7 +552,7 @@ class _Run:
 
 
 def is_partial_reshape(step: Step) -> bool:
-    """Whether a step gives its only operand, which is in pieces, another shape."""
+    """Whether a step reshapes its only operand, which is partial."""
     if step.choice is None or not step.choice.passed or len(step.eqn.invars) != 1 or len(step.eqn.outvars) != 1:
         return False
     d, (x,), (out,) = step.choice.description, step.eqn.invars, step.eqn.outvars
@@ -559,7 +561,7 @@ def is_partial_reshape(step: Step) -> bool:
 
 
 def opaque_loop(count: Any, turn: Callable[[jax.Array, list[Any]], list[Any]], held: list[Any]) -> list[Any]:
-    """A loop of so many turns, of which it is not made known to compilers that they are a certain number."""
+    """A loop with a trip count that compilers do not know."""
     state = jnp.int32(0), held
     return lax.while_loop(lambda s: s[0] < count, lambda s: (s[0] + np.int32(1), turn(s[0], s[1])), state)[1]
 
@@ -567,8 +569,8 @@ def opaque_loop(count: Any, turn: Callable[[jax.Array, list[Any]], list[Any]], h
 def block_at(value: Any, dim: int, k: jax.Array | None, blocks: int) -> Any:
     """Block `k` of `blocks` along a dimension.
 
-    For who wants to know what it takes, and gives no `k`, it is the first one: slices from places that are known at run
-    time only are taken by kernels of their own on TPUs, but for those that a loop goes along.
+    Without `k`, for cost estimates, the first one. TPUs use separate kernels for slices that start at run-time
+    positions, except at a loop's counter.
     """
     length = value.shape[dim] // blocks
     if k is None:
@@ -582,22 +584,22 @@ def put_at(value: Any, block: Any, dim: int, k: jax.Array | None) -> Any:
 
 
 def equation_of(step: Step) -> JaxprEqn | None:
-    """What is evaluated in its turn."""
+    """The equation that a step evaluates, if it does."""
     return None if step.materializable else step.eqn
 
 
 def nbytes(value: Any) -> int:
-    """Of one device's array; none of keys."""
+    """Bytes of one device's array; zero for keys."""
     return int(getattr(value, "size", 0)) * itemsize(getattr(value, "dtype", None))
 
 
 def block_indices(way: FactorSharding, length: int) -> jax.Array:
-    """The indices of this device's block of what a way cuts, int32."""
+    """Indices of this device's block of the sharded factor, int32."""
     return index_along(way.axes) * length + jnp.arange(length, dtype=jnp.int32)
 
 
 def window_fill(way: FactorSharding, operand: int, value: Any) -> Any:
-    """What stands where a window reaches beyond an operand; None for anything."""
+    """The fill value where a window reaches beyond an operand; None for any."""
     if not isinstance(way.split, Windowed):
         return None
     return way.split.around[operand].identity(value.dtype) if way.split.around else np.zeros((), value.dtype)

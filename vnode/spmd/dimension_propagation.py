@@ -1,15 +1,15 @@
-"""What is cut together with a dimension: the dimensions and factors that it is tied to through a program.
+"""Dimension of some values -> all dimensions and factors of a program that are sharded together with it.
 
 Knows programs, descriptions, loops and branches, and how many equal blocks there are. Must not know meshes, nor which
 device has what.
 
-A block of a dimension is a range of consecutive indices. An equation that reads a value by such a range has the same
-range of one of its factors, and with it of every other value that the factor indexes. What that makes of a
-program is hidden units with all weights, activations and gradients that have them; heads, channels, words. What a loop
-or branch is given, and what it carries and returns, is cut inside as it is outside.
+A block of a dimension is a range of consecutive indices. An equation that reads a value in such a range has the same
+range of one of its factors, and so of every other value that the factor indexes. Hidden units, for example, are tied to
+all weights, activations and gradients that have them; heads, channels and words likewise. Operands, carries and results
+of a loop or branch are cut inside as outside.
 
-An equation that would be cut along two of its factors at once, as a product of hidden units with a recurrent weight, is
-cut along the one with which fewer bytes are brought together. What has the other one it reads, or makes, in one piece.
+An equation that would be cut along two factors, such as a product of hidden units with a recurrent weight, is cut along
+the one that needs fewer bytes of communication. Operands and results with the other factor stay unsharded.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from vnode.operators.description import Dims
 from vnode.spmd.op_sharding import itemsize
 
 Place = tuple[Program, int]
-"""An equation: of which program, the whole one or a body, and its number there."""
+"""An equation: its program, the outer one or a body, and its number there."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TiedDimensions:
-    """What is cut together.
+    """Dimensions and factors that are cut together.
 
     Attributes:
-      dims: for each value that is cut, the dimension; of all bodies as well.
-      factors: for each equation that is cut, by number, the factor.
-      bodies: for each loop or branch that is cut, by number, what is cut in each of `Program.bodies`.
+      dims: for each value that is cut, its dimension, also in bodies.
+      factors: for each equation that is cut, by number, its factor.
+      bodies: for each loop or branch that is cut, by number, one entry for each of `Program.bodies`.
     """
 
     dims: Mapping[Var, int]
@@ -49,31 +49,32 @@ class TiedDimensions:
 
 
 def propagate_dimension(program: Program, dims: Mapping[Var, int], blocks: int) -> TiedDimensions:
-    """Follows a dimension through a program, forward and backward.
+    """Propagates a dimension through a program, forward and backward.
 
     Args:
       program: with calls inlined.
-      dims: values, and the dimension of each that is cut.
-      blocks: how many equal blocks.
+      dims: values, each with the dimension that is cut.
+      blocks: number of equal blocks.
 
     Raises:
-      PartitionError: an equation cannot be evaluated block by block; the message says which, where, and why.
+      PartitionError: an equation cannot be evaluated block by block; the message has the equation, its place and the
+        reason.
     """
     decided = _Decisions({}, set())
     while True:
         try:
             return _Follower(program, blocks, decided).follow_all(dims)
-        except _DecisionChanged:  # what followed from what was decided before is forgotten
+        except _DecisionChanged:  # propagation starts again with the new decision
             continue
 
 
 def tie_factors(program: Program, factors: Mapping[int, int], blocks: int) -> TiedDimensions:
-    """What single equations cut, along given factors; others are left as they are.
+    """Finds the dimensions tied to given factors of single equations; other equations stay as they are.
 
     Args:
       program: with calls inlined.
       factors: for equations, by number, the factor.
-      blocks: how many equal blocks.
+      blocks: number of equal blocks.
 
     Raises:
       PartitionError: as `propagate_dimension`.
@@ -91,11 +92,11 @@ def tie_factors(program: Program, factors: Mapping[int, int], blocks: int) -> Ti
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Decisions:
-    """What is known where a dimension meets itself.
+    """Decisions where two propagated dimensions meet.
 
     Attributes:
-      dims: for values that loops and branches hand on, along which of two dimensions they are cut.
-      apart: for equations the factors along which they are not cut.
+      dims: for values that loops and branches return, which of two dimensions is cut.
+      excluded: for equations, factors that are not cut.
     """
 
     dims: dict[Var, int]
@@ -103,16 +104,16 @@ class _Decisions:
 
 
 class _DecisionChanged(Exception):
-    """Something that was followed already was decided otherwise."""
+    """A decision contradicts an earlier propagation."""
 
 
 class _Follower:
-    """Follows one dimension; `dims` and `factors` are what it finds.
+    """Propagates one dimension; the result is in `dims` and `factors`.
 
     Args:
-      program: the whole program.
-      blocks: how many.
-      decided: what it keeps to, and adds to.
+      program: the outer program.
+      blocks: number of blocks.
+      decided: decisions, extended in place.
     """
 
     def __init__(self, program: Program, blocks: int, decided: _Decisions) -> None:
@@ -120,13 +121,13 @@ class _Follower:
         self.dims: dict[Var, int] = {}
         self.factors: dict[Place, int] = {}
         self.entered: dict[Place, None] = {}
-        self.waiting: collections.deque[Var] = collections.deque()  # what is nearest to where it began first
+        self.waiting: collections.deque[Var] = collections.deque()  # nearest to the start first
         self.readers: dict[Var, list[Place]] = {}
         self.links: dict[Var, list[tuple[JaxprEqn, Var, int]]] = {}
         self.register(program)
 
     def follow_all(self, dims: Mapping[Var, int]) -> TiedDimensions:
-        """Follows the dimensions of values wherever they lead."""
+        """Propagates the dimensions of values through the program."""
         self.dims.update(dims)
         self.waiting.extend(dims)
         while self.waiting:
@@ -137,7 +138,7 @@ class _Follower:
         return self.result(self.program)
 
     def result(self, program: Program) -> TiedDimensions:
-        """What is cut in a program."""
+        """The dimensions and factors that are cut in a program."""
         factors = {number: factor for (of, number), factor in self.factors.items() if of is program}
         inside = sorted(number for of, number in self.entered if of is program)
         bodies = {n: tuple(map(self.result, program.bodies(program.equations[n]))) for n in inside}
@@ -149,16 +150,16 @@ class _Follower:
                 self.readers.setdefault(atom, []).append((program, number))
 
     def assign_dim(self, var: Var, dim: int) -> None:
-        """Says along which dimension a value is kept in blocks; the first that is said holds.
+        """Assigns a value the dimension in which it is stored in blocks; the first assignment holds.
 
-        Equations that have it along another one bring it into that form.
+        Equations that have another dimension convert the value.
         """
         if var not in self.dims:
             self.dims[var] = self.decided.dims.get(var, dim)
             self.waiting.append(var)
 
     def look(self, place: Place, var: Var) -> None:
-        """Follows a value that is cut through one equation."""
+        """Propagates a cut value through one equation."""
         program, number = place
         eqn = program.equations[number]
         region = region_of(eqn)
@@ -176,7 +177,7 @@ class _Follower:
             self.cut(place, description, factor)
 
     def cut(self, place: Place, description: OperatorDescription, factor: int) -> None:
-        """Cuts an equation along one of its factors, unless along another one less is brought together."""
+        """Cuts an equation along a factor, unless another factor needs less communication."""
         program, number = place
         eqn = program.equations[number]
         if (place, factor) in self.decided.excluded:
@@ -195,7 +196,7 @@ class _Follower:
                 self.follow(eqn, description, factor, atom, dims)
 
     def gathered_bytes(self, eqn: JaxprEqn, description: OperatorDescription, factor: int) -> int:
-        """Bytes that are brought together for an equation that is cut along a factor: gathered, or added up."""
+        """Bytes that an equation cut along a factor communicates: gathered, or reduced."""
         gathered = 0
         for atoms, several in ((eqn.invars, description.operands), (eqn.outvars, description.results)):
             for atom, dims in zip(atoms, several, strict=True):
@@ -207,7 +208,7 @@ class _Follower:
     # Loops and branches
 
     def enter(self, place: Place, region: Region) -> None:
-        """Ties what a loop or branch is given and returns to what its bodies have of it."""
+        """Ties operands and results of a loop or branch to the inputs and outputs of its bodies."""
         program, number = place
         eqn = program.equations[number]
         self.entered[place] = None
@@ -235,7 +236,7 @@ class _Follower:
                     self.waiting.append(var)
 
     def link(self, eqn: JaxprEqn, var: Var, other: Var, dim: int) -> None:
-        """Cuts what a loop or branch has of a value as the value is cut."""
+        """Cuts a body's value as the outer value."""
         if dim < 0:
             refuse(eqn, "goes along it, one index after the other", [f"a value of shape {var.aval.shape}"])
         self.assign_dim(other, dim)
@@ -249,7 +250,7 @@ class _Follower:
     # Single equations
 
     def described(self, place: Place) -> OperatorDescription:
-        """The description of an equation that is to be cut."""
+        """The description of an equation that is cut."""
         program, number = place
         eqn = program.equations[number]
         if region_of(eqn) is not None:
@@ -270,7 +271,7 @@ class _Follower:
         return major
 
     def check(self, eqn: JaxprEqn, description: OperatorDescription, factor: int) -> None:
-        """Checks that an equation gives independent results, or pieces, for each range of a factor."""
+        """Checks that each range of a factor gives independent results, or partial ones."""
         split = description.factors[factor].split
         if isinstance(split, Free | Reduced | LookedUp):
             return
@@ -282,7 +283,7 @@ class _Follower:
         refuse(eqn, why)
 
     def follow(self, eqn: JaxprEqn, description: OperatorDescription, factor: int, atom: Atom, dims: Dims) -> None:
-        """Cuts another value of an equation."""
+        """Cuts another operand or result of an equation."""
         having = [d for d, dim in enumerate(dims) if factor in dim]
         if not having or not isinstance(atom, Var):
             return
@@ -296,7 +297,7 @@ class _Follower:
 
 
 def refuse(eqn: JaxprEqn, why: str, facts: Sequence[str] = ()) -> NoReturn:
-    """Says why an equation cannot be evaluated block by block."""
+    """Raises an error that says why an equation cannot be evaluated block by block."""
     raise PartitionError(
         message_about(
             eqn,
@@ -308,7 +309,7 @@ def refuse(eqn: JaxprEqn, why: str, facts: Sequence[str] = ()) -> NoReturn:
 
 
 def partial(description: OperatorDescription, factor: int) -> Monoid | None:
-    """How the results of an equation's blocks combine; None if each is a block of the whole."""
+    """The monoid that combines the results of an equation's blocks; None if each is a block of the result."""
     split = description.factors[factor].split
     return split.partial((factor,))
 
@@ -319,5 +320,5 @@ def dim_of(factor: int, dims: Dims) -> int | None:
 
 
 def nbytes(atom: Atom) -> int:
-    """Of a whole value."""
+    """Bytes of a whole value."""
     return math.prod(atom.aval.shape) * itemsize(atom.aval.dtype)

@@ -1,13 +1,13 @@
-"""Blocks of a factor in loops of run-time length: virtual nodes along hidden units, heads, channels, words.
+"""Program -> program with loops over blocks of a factor: virtual nodes along hidden units, heads, channels, words.
 
-Knows programs, what is cut together in them, and how many blocks each device has. Must not know layouts, nor how
-anything is carried out.
+Knows programs, their tied dimensions, and the number of blocks of each device. Must not know layouts, nor how programs
+are run.
 
-All equations that have a factor are evaluated block by block, as virtual nodes are example by example: one loop over a
-device's own blocks, as often as it has blocks. What has the factor is written block by block, what is reduced
-over it is added up, first in the loop and then over devices. An equation that reads such a sum is in a later loop.
-The loops of a train step are few: one forward, one backward with the optimizer's update in it. Loops and branches of
-the program itself stay what they are: what they carry and stack is in blocks, and so are their bodies.
+Equations with the factor are evaluated block by block, as virtual nodes are slice by slice: in one loop over a device's
+own blocks, with a run-time trip count. Results with the factor are written block by block; reductions over it are
+summed in the loop, then over devices. An equation that reads such a sum is in a later loop. A train step has few loops:
+one forward, one backward that includes the optimizer's update. The program's own loops and branches stay; their
+carries, stacks and bodies are in blocks.
 
 Source: unequal shares of an operator's dimensions are AccPar's (Song et al., HPCA 2020, section 5). There they were
 simulated; programs of one shape for all devices, as XLA's, pad all to the largest share.
@@ -49,17 +49,18 @@ in_blocks_p.multiple_results = True
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """What an `in_blocks` equation consists of.
+    """The content of an `in_blocks` equation.
 
     Attributes:
-      share: whose blocks are how many.
-      program: of one block: from the block's number, int32, and the operands, to the results. Sums of narrow types are
-        handed on in float32.
-      operands: for each operand the dimension of which the program is given a block; None for all of it.
-      results: for each result the dimension of which the program makes a block, or how the blocks' results combine.
-      dtypes: of each result.
-      at: how many blocks, and from which one on, a device has that stands for all, for who wants to know what it takes;
-        None where each finds out which are its own.
+      share: the number of blocks of each device.
+      program: computes one block, from the block's number, int32, and the operands, to the results. Sums of narrow
+        types are returned in float32.
+      operands: for each operand the dimension of which the program reads a block; None for the whole operand.
+      results: for each result the dimension of which the program computes a block, or the monoid that combines the
+        blocks' results.
+      dtypes: the dtype of each result.
+      at: for cost estimates, the number of blocks, and the first block, of a representative device; None where each
+        device finds its own.
     """
 
     share: Share
@@ -72,7 +73,7 @@ class Loop:
 
 @in_blocks_p.def_abstract_eval
 def _(*_: Any, loop: Loop) -> list[Any]:
-    """The types of results, as a program that is traced anew has them."""
+    """The types of results when a program is traced again."""
     found = []
     for atom, result, dtype in zip(loop.program.outputs, loop.results, loop.dtypes, strict=True):
         shape = list(atom.aval.shape)
@@ -83,7 +84,7 @@ def _(*_: Any, loop: Loop) -> list[Any]:
 
 
 def loop_of(eqn: JaxprEqn) -> Loop | None:
-    """The loop that an equation is; None if it is none of `in_blocks`."""
+    """The loop of an `in_blocks` equation; None for any other equation."""
     return eqn.params["loop"] if eqn.primitive is in_blocks_p else None
 
 
@@ -92,13 +93,12 @@ class InBlocks:
     """A program with a dimension in blocks.
 
     Attributes:
-      program: for `vnode.spmd.sharding_flow.follow` over a mesh that has the share's axes. What has the dimension is
-      given and
-        returned as `vnode.spmd.uneven_blocks.store` stores it.
-      share: whose blocks are how many.
-      inputs: for each input the dimension that is in blocks, or None.
-      outputs: the same of outputs.
-      gathered: values that are made in blocks and read in one piece, those of bodies among them.
+      program: for `vnode.spmd.sharding_flow.follow` over a mesh that has the share's axes. Values with the dimension
+        are stored by `vnode.spmd.uneven_blocks.store`.
+      share: the number of blocks of each device.
+      inputs: for each input the dimension stored in blocks, or None.
+      outputs: the same for outputs.
+      gathered: values computed in blocks and read in one piece, those of bodies included.
     """
 
     program: Program
@@ -108,11 +108,11 @@ class InBlocks:
     gathered: tuple[Var, ...] = ()
 
     def put(self, values: Sequence[Any]) -> list[Any]:
-        """Inputs as the program takes them, of inputs in the user's shapes."""
+        """Converts inputs from the user's shapes to the program's."""
         return [x if d is None else store(x, d, self.share) for x, d in zip(values, self.inputs, strict=True)]
 
     def get(self, values: Sequence[Any]) -> list[Any]:
-        """Outputs in the user's shapes, of outputs as the program makes them."""
+        """Converts outputs from the program's shapes to the user's."""
         return [x if d is None else restore(x, d, self.share) for x, d in zip(values, self.outputs, strict=True)]
 
 
@@ -124,23 +124,23 @@ def in_blocks(
     whole: Collection[int] = (),
     names: Mapping[int, str] | None = None,
 ) -> InBlocks:
-    """A program in which everything that has a dimension is computed block by block.
+    """Computes everything that has a dimension block by block.
 
     Args:
-      program: with calls inlined, its gradients and updates in it.
-      share: whose blocks are how many.
-      dims: for some inputs, by number, the dimension that is cut into blocks. What is tied to it through the program is
-        found: one weight of a layer says enough.
-      others: whether other inputs that are tied to them are given in blocks as well, or in one piece.
+      program: with calls inlined; a train step includes gradients and updates.
+      share: the number of blocks of each device.
+      dims: for some inputs, by number, the dimension that is cut. Tied dimensions are found: one weight of a layer is
+        enough.
+      others: whether other inputs with tied dimensions are given in blocks as well, or in one piece.
       whole: outputs, by number, that are returned in one piece.
-      names: what errors call inputs, by number.
+      names: names of inputs in errors, by number.
 
     Returns:
       The program, and which of its inputs and outputs are stored in blocks.
 
     Raises:
-      PartitionError: an equation that has the dimension is neither free in it nor a reduction of it; or the blocks do
-        not divide it.
+      PartitionError: an equation with the dimension is neither free in it nor a reduction of it; or the blocks do not
+        divide it.
 
     Example:
       >>> def perceptron(w, v, x):
@@ -167,19 +167,18 @@ def in_blocks(
 
 
 def equations_in_blocks(program: Program, share: Share, factors: Mapping[int, int]) -> InBlocks:
-    """A program in which single equations are computed block by block, and others as they were.
+    """Computes single equations block by block; others stay as they are.
 
-    Values that both have are brought from one form to the other in between; inputs that are read in blocks are
-    stored so.
+    Values that both kinds read or compute are converted in between; inputs read in blocks are stored in blocks.
 
     Args:
       program: with calls inlined.
-      share: whose blocks are how many.
-      factors: for equations, by number, the factor of their description that is cut.
+      share: the number of blocks of each device.
+      factors: for equations, by number, the factor that is cut.
 
     Returns:
-      The program, and which of its inputs and outputs are stored in blocks. Equations that are not cut are the same
-      objects as before.
+      The program, and which of its inputs and outputs are stored in blocks. Other equations are the same objects as
+      before.
 
     Raises:
       PartitionError: as `in_blocks`.
@@ -190,11 +189,11 @@ def equations_in_blocks(program: Program, share: Share, factors: Mapping[int, in
 
 @dataclasses.dataclass(frozen=True)
 class PlannedLoop:
-    """A loop.
+    """A loop over blocks.
 
     Attributes:
-      inside: the equations that it evaluates, by number.
-      makes: what it hands on.
+      equations: numbers of the equations that it evaluates.
+      makes: the variables that it returns.
     """
 
     equations: tuple[int, ...]
@@ -202,16 +201,16 @@ class PlannedLoop:
 
 
 class _Builder:
-    """Makes loops of the equations that are cut, and the program with them.
+    """Builds loops of the equations that are cut, and the program that contains them.
 
-    A value has a form: in one piece, None, or in blocks along a dimension. It is brought into others as they are read.
+    A value's form is None (in one piece), or the dimension in which it is in blocks. Values are converted when read.
 
     Args:
-      program: what is built anew.
-      share: whose blocks are how many.
-      found: what is cut.
+      program: the original program.
+      share: the number of blocks of each device.
+      found: the dimensions and factors that are cut.
       inputs: the form in which each input is given.
-      outputs: the form in which each output is handed on; by default as it is made.
+      outputs: the form of each output; by default the form in which it is computed.
     """
 
     def __init__(
@@ -243,7 +242,7 @@ class _Builder:
         return [atom if isinstance(atom, Var) else None for atom in atoms]
 
     def monoid(self, number: int) -> Monoid | None:
-        """How an equation's blocks combine; None if they stand one beside the other."""
+        """The monoid that combines an equation's blocks; None if its results are blocks."""
         eqn, factor = self.program.equations[number], self.factors[number]
         description = self.described(number)
         monoid = partial(description, factor)
@@ -255,7 +254,7 @@ class _Builder:
         return monoid
 
     def described(self, number: int) -> OperatorDescription:
-        """What an equation that is cut does."""
+        """The description of an equation that is cut."""
         description = self.program.describe(self.program.equations[number])
         assert description is not None
         return description
@@ -263,7 +262,7 @@ class _Builder:
     # Forms
 
     def made_in(self, inputs: Sequence[int | None]) -> dict[Var | None, int | None]:
-        """The form in which each value is given or made."""
+        """The form in which each value is given or computed."""
         made: dict[Var | None, int | None] = dict(zip(self.program.inputs, inputs, strict=True))
         for number, factor in self.factors.items():
             outvars = self.program.equations[number].outvars
@@ -283,14 +282,14 @@ class _Builder:
         return [None] * len(eqn.invars)
 
     def reads(self, number: int) -> list[tuple[Var, int | None]]:
-        """The values that an equation reads, without literals, and in which form."""
+        """The variables that an equation reads, and in which forms."""
         several = zip(self.program.equations[number].invars, self.forms(number), strict=True)
         return [(atom, form) for atom, form in several if isinstance(atom, Var)]
 
     # Which equation is in which loop
 
     def earliest_stage(self) -> dict[int, int]:
-        """For each equation how many loops must have ended before it: those whose sums it depends on."""
+        """For each equation the number of loops that must end before it: those whose sums it depends on."""
         stages: dict[int, int] = {}
         for number in range(len(self.program.equations)):
             sources = [(self.makers[var], var, form) for var, form in self.reads(number) if var in self.makers]
@@ -298,17 +297,17 @@ class _Builder:
         return stages
 
     def ends(self, var: Var, reader: int, form: int | None) -> bool:
-        """Whether a loop must have ended before what it makes is read: all but a block by the same block."""
+        """Whether a loop must end before its result is read: yes, unless block k reads block k."""
         return self.makers.get(var) in self.factors and (reader not in self.factors or not self.is_own(var, form))
 
     def is_own(self, var: Var, form: int | None) -> bool:
-        """Whether what is read of a value by a block is what the same block of a loop makes of it."""
+        """Whether a block reads only what the same block of a loop computes."""
         return self.monoids.get(self.makers.get(var, -1), Monoid.SUM) is None and form == self.made[var]
 
     def planned(self) -> dict[int, PlannedLoop]:
-        """The loops by stage: what each evaluates and hands on, found backward from what others read.
+        """Plans the loops by stage: the equations and results of each, found backward from the readers.
 
-        What a loop needs of an earlier one is handed on, or evaluated again where that holds fewer bytes.
+        Values of an earlier loop are returned from it, or recomputed where that keeps fewer bytes.
         """
         wanted: dict[int, set[Var]] = {}
         for number in range(len(self.program.equations)):
@@ -337,12 +336,13 @@ class _Builder:
         return loops
 
     def order(self, var: Var) -> tuple[int, int]:
-        """Where a value is made."""
+        """The number of the equation that computes a value."""
         maker = self.makers[var]
         return maker, self.program.equations[maker].outvars.index(var)
 
     def needed(self, roots: set[int], stage: int) -> tuple[set[int], set[Var]]:
-        """The equations of a stage that others of it need, and what they need of earlier ones in blocks."""
+        """The equations that given ones of a stage need, and the values that these need from earlier stages in
+        blocks."""
         inside, border, pending = set(roots), set[Var](), list(roots)
         while pending:
             for var, form in self.reads(pending.pop()):
@@ -357,7 +357,8 @@ class _Builder:
         return inside, border
 
     def recomputation(self, var: Var, handed: Container[Var]) -> tuple[set[int], set[Var]]:
-        """The equations that make a value again of what is given or handed on, and what must be handed on for it."""
+        """The equations that recompute a value from returned or given ones, and the further values that must be
+        returned."""
         inside, sources, pending = set[int](), set[Var](), [(var, self.made[var])]
         while pending:
             var, form = pending.pop()
@@ -372,7 +373,7 @@ class _Builder:
         return inside, sources
 
     def is_cheap(self, var: Var) -> bool:
-        """Whether a value is made element by element, or of nothing."""
+        """Whether a value is computed element by element, or from nothing."""
         return self.described(self.makers[var]).by_element
 
     # The program
@@ -382,7 +383,7 @@ class _Builder:
         there: set[tuple[Var, int | None]] = {(var, self.made[var]) for var in self.program.inputs}
 
         def ensure_form(var: Var, form: int | None) -> Var:
-            """A value in a form, brought into it if it was not yet."""
+            """A value in a form, converted if necessary."""
             made = self.made.get(var)
             if form != made and (var, form) not in there:
                 change, start, dim = (gather_blocks, made, made) if form is None else (store, None, form)
@@ -431,7 +432,7 @@ class _Builder:
         return self.names[var, form]
 
     def region(self, number: int) -> JaxprEqn:
-        """A loop or branch whose bodies are in blocks."""
+        """Rebuilds a loop or branch with bodies in blocks."""
         eqn = self.program.equations[number]
         region = region_of(eqn)
         assert region is not None
@@ -450,7 +451,7 @@ class _Builder:
         )
 
     def loop(self, planned: PlannedLoop) -> tuple[JaxprEqn, list[tuple[Var, int | None]]]:
-        """The equation that stands for a loop, and what it reads."""
+        """The equation of a planned loop, and its operands."""
         inside, makes = planned.equations, planned.makes
         made = {var for n in inside for var in self.program.equations[n].outvars}
         every = dict.fromkeys(read for n in inside for read in self.reads(n))
@@ -481,7 +482,7 @@ class _Builder:
     def block(
         self, inside: Sequence[int], reads: Sequence[tuple[Var, int | None]], makes: Sequence[Var], k: Any, *values: Any
     ) -> Any:
-        """Evaluates equations on block `k` of all."""
+        """Evaluates equations on block `k`."""
         held = dict(zip(reads, values, strict=True))
         for number in inside:
             eqn = self.program.equations[number]
@@ -493,7 +494,7 @@ class _Builder:
         return [held[var, self.made[var]] for var in makes]
 
     def copy(self, number: int, eqn: JaxprEqn, operands: list[Any], k: Any) -> list[Any]:
-        """An equation on block `k` of its factor."""
+        """Evaluates an equation on block `k` of its factor."""
         factor, monoid, description = self.factors[number], self.monoids[number], self.described(number)
         if description.layout is not None:
             asked = [
@@ -514,7 +515,7 @@ class _Builder:
 
 
 def gather_blocks(value: Any, dim: int, share: Share) -> jax.Array:
-    """A value in one piece, of one that is stored in blocks: all rooms at once, and then what is in them."""
+    """Gathers a value stored in blocks: first all devices' rooms, then the blocks in them."""
     everywhere = constraint_equation(tuple(() if d == dim else None for d in range(value.ndim)))
     return restore(bind(everywhere, [value])[0], dim, share)
 
@@ -522,7 +523,7 @@ def gather_blocks(value: Any, dim: int, share: Share) -> jax.Array:
 def conversion_equations(
     change: Callable[..., Any], start: Var, end: Var, dim: int | None, share: Share
 ) -> list[JaxprEqn]:
-    """Equations that bring a value from one form to another."""
+    """Equations that convert a value from one form to another."""
     traced = jax.make_jaxpr(lambda value: change(value, dim, share))(
         jax.ShapeDtypeStruct(start.aval.shape, start.aval.dtype)
     )

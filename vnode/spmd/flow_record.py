@@ -1,9 +1,9 @@
-"""A flow written down: how each equation of a program is cut and each value lies, for an equal program in any process.
+"""Flow -> plain data -> the flow through an equal program in another process.
 
 Knows flows and plain data. Must not know how layouts were found, files, nor virtual nodes.
 
-Equations are known by their place. So a record is good for one program only, which its digest tells: the fingerprint of
-what is computed (`vnode.analysis.fingerprint`), shapes and constants included.
+Equations are identified by their position. So a record fits one program only, identified by its digest: the fingerprint
+of the computation (`vnode.analysis.fingerprint`), with shapes and constants.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from vnode.spmd.sharding_flow import Flow, Step, branch_result_layouts, present_
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RecordedStep:
-    """How one equation is carried out.
+    """The sharding of one equation.
 
     Attributes:
-      operands: how each operand has to lie.
-      made: how each result lies where it is made.
-      results: how each result lies for who reads it.
-      ways: the factors that are cut, by their numbers, and over which axes; None for what is evaluated whole.
-      anyhow: it is evaluated wherever its result is needed.
-      asks: it asks for a layout, and computes nothing.
-      bodies: of a loop or branch.
+      operands: required layouts of operands.
+      made: layouts in which results are computed.
+      results: layouts in which results are read.
+      ways: the sharded factors, by number, each with its axes; None for an equation evaluated whole.
+      materializable: evaluated wherever its result is needed.
+      asks: a sharding constraint, which computes nothing.
+      bodies: bodies of a loop or branch.
     """
 
     operands: tuple[Layout, ...]
@@ -54,13 +54,13 @@ class RecordedFlow:
     """Layouts through a program, without the program.
 
     Attributes:
-      digest: of the program; empty for the body of a loop or branch, which is part of one.
-      axes: of the mesh, those longer than one, each with its size; empty for a body.
-      inputs: how each input lies.
+      digest: the program's digest; empty for the body of a loop or branch.
+      axes: the mesh axes longer than one, each with its size; empty for a body.
+      inputs: layouts of inputs.
       steps: one per equation, in order.
-      outputs: how each output is handed on.
-      ends: how each output lies where it is made.
-      groups: which equations are evaluated side by side; steps are those of the program with these.
+      outputs: layouts in which outputs are returned.
+      ends: layouts in which outputs are computed.
+      groups: equations evaluated side by side; `steps` are those of the program with these groups.
     """
 
     digest: str
@@ -73,7 +73,7 @@ class RecordedFlow:
 
     @staticmethod
     def from_flow(flow: Flow, axes: Axes | None = None) -> RecordedFlow:
-        """Writes a flow down; without axes, as part of another."""
+        """Records a flow; without axes, a body's flow."""
         digest = "" if axes is None else digest_of(flow.program)
         return RecordedFlow(
             digest,
@@ -88,11 +88,11 @@ class RecordedFlow:
         """The flow through an equal program.
 
         Args:
-          program: with calls inlined; that of which the digest speaks.
-          axes: of the mesh, those longer than one, as they were.
+          program: with calls inlined; its digest is `digest`.
+          axes: the mesh axes longer than one, the same as recorded.
 
         Raises:
-          PartitionError: the mesh is another, or the program is another after all.
+          PartitionError: the mesh or the program is another one.
         """
         if self.axes and dict(self.axes) != dict(axes):
             raise PartitionError(
@@ -118,7 +118,7 @@ class RecordedFlow:
         return Flow(program, self.inputs, steps, self.outputs, self.ends)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data; layouts are written once each, and referred to by number."""
+        """Converts to plain data; each layout is written once, and referred to by number."""
         known: dict[Layout, int] = {}
 
         def numbers(layouts: Iterable[Layout]) -> list[int]:
@@ -153,10 +153,10 @@ class RecordedFlow:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> RecordedFlow:
-        """What `to_json` gave.
+        """Restores the result of `to_json`.
 
         Raises:
-          KeyError, IndexError, TypeError or ValueError: it did not.
+          KeyError, IndexError, TypeError or ValueError: `content` is no such result.
         """
         layouts = [layout_from_json(each) for each in content["layouts"]]
 
@@ -188,29 +188,29 @@ class RecordedFlow:
 
 
 def digest_of(program: Program) -> str:
-    """What tells programs apart."""
+    """A digest that identifies a program."""
     return Writer().write(program).digest
 
 
 def record_step(step: Step) -> RecordedStep:
-    """One step, written down."""
+    """Records one step."""
     ways = None if step.choice is None else tuple((tuple(way.lead), way.axes) for way in step.choice.ways)
     bodies = tuple(RecordedFlow.from_flow(body) for body in step.bodies)
     return RecordedStep(step.operands, step.made, step.results, ways, step.materializable, step.is_constraint, bodies)
 
 
 def restore_step(program: Program, eqn: Any, step: RecordedStep, axes: Axes, at: Mapping[Var, tuple[str, int]]) -> Step:
-    """One step, from what was written down.
+    """Restores one step.
 
     Args:
-      program: with the equation.
+      program: the program of the equation.
       eqn: the equation.
-      step: what was written down.
-      axes: of the mesh.
-      at: for what branches compute: the axis along which, and the index at which, devices have it.
+      step: the record.
+      axes: the mesh axes.
+      at: for each value computed in a branch, the axis and the index along it whose devices have the value.
 
     Raises:
-      PartitionError: the equation cannot be carried out so, hence is another.
+      PartitionError: the equation cannot be sharded so, hence is another one.
     """
     other = functools.partial(
         PartitionError,
@@ -250,7 +250,7 @@ def restore_step(program: Program, eqn: Any, step: RecordedStep, axes: Axes, at:
 def restore_branches(
     branches: Branches, eqn: Any, step: RecordedStep, axes: Axes, at: Mapping[Var, tuple[str, int]]
 ) -> tuple[tuple[Flow, ...], tuple[Layout, ...]] | None:
-    """The flows through branches, and how their results lie; None if what was written down is of others."""
+    """The flows through branches, and layouts of their results; None if the record is of other branches."""
     inner = {name: size for name, size in axes.items() if name != branches.axis}
     given = [tuple(present_at_one(step.operands[i], branches.axis) for i in reads) for reads in branches.operands]
     pairs = list(zip(step.bodies, branches.programs, strict=False))
@@ -268,13 +268,13 @@ def restore_branches(
 
 
 def layout_to_json(layout: Layout) -> list[Any]:
-    """A layout as plain data."""
+    """Converts a layout to plain data."""
     dims = [None if cut is None else [list(cut.axes), cut.outer, cut.size] for cut in layout.dims]
     return [dims, [[name, monoid.value] for name, monoid in layout.partial]]
 
 
 def layout_from_json(content: Sequence[Any]) -> Layout:
-    """What `layout_to_json` gave."""
+    """Restores the result of `layout_to_json`."""
     dims, partial = content
     cuts = (None if cut is None else Cut(tuple(map(str, cut[0])), int(cut[1]), int(cut[2])) for cut in dims)
     return Layout(tuple(cuts), tuple((str(name), Monoid(monoid)) for name, monoid in partial))

@@ -1,10 +1,10 @@
-"""How a value lies on a mesh: which dimensions are cut over which axes, and over which axes it is partial.
+"""The layout of a value on a mesh: which axes cut which dimensions, and over which axes the value is partial.
 
-Knows shapes and the sizes of mesh axes. Must not know equations, nor how a value gets from one layout to another.
+Knows shapes and the sizes of mesh axes. Must not know equations, nor how a value is resharded.
 
-A dimension is ``outer x size x inner``, and the part between is cut into equal blocks of consecutive indices, one for
-each device along the axes; `outer` is one unless a dimension was made of several by a reshape. Where the axes do not
-divide `size`, the last blocks reach beyond the end, and hold anything there.
+A dimension is ``outer x size x inner``, and `size` is cut into equal blocks of consecutive indices, one for each device
+along the axes. `outer` is one, unless a reshape merged dimensions. If the axes do not divide `size`, the last blocks
+are padded with undefined values.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from vnode.operators import Monoid
 from vnode.operators.description import Dim, Sizes
 
 Axes = Mapping[str, int]
-"""The mesh axes that there are, each with its size, in the mesh's order."""
+"""The mesh axes, each with its size, in the mesh's order."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How a dimension is divided.
+    """How a dimension is cut.
 
     Attributes:
       axes: the mesh axes, major to minor.
-      outer: how often the part that is cut repeats.
-      size: how many indices it has.
+      outer: how often the cut part repeats.
+      size: number of indices of the cut part.
     """
 
     axes: tuple[str, ...]
@@ -44,12 +44,12 @@ class Cut:
         return self._hash
 
     def block(self, axes: Axes) -> int:
-        """Indices of one device's block."""
+        """The number of indices in one device's block."""
         return -(-self.size // count(self.axes, axes))
 
 
 def count(names: Sequence[str], axes: Axes) -> int:
-    """Into how many parts some axes divide something."""
+    """The number of parts into which axes divide something."""
     return math.prod(axes[name] for name in names)
 
 
@@ -58,8 +58,8 @@ class Layout:
     """How a value lies on a mesh.
 
     Attributes:
-      dims: for each dimension how it is cut; None where every device has all of it.
-      partial: axes over which devices hold pieces of the value, with the monoid that combines them.
+      dims: for each dimension its cut; None where every device has all of it.
+      partial: axes over which the value is partial, each with the monoid that combines the partial values.
     """
 
     dims: tuple[Cut | None, ...]
@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def cut_axes(self) -> dict[str, int]:
-        """For each axis that cuts a dimension, which one."""
+        """For each axis that cuts a dimension, that dimension."""
         return {name: d for d, cut in enumerate(self.dims) if cut is not None for name in cut.axes}
 
     @property
@@ -84,7 +84,7 @@ class Layout:
 
     @property
     def without_partial(self) -> Layout:
-        """The layout with pieces combined."""
+        """The layout after partial values are combined."""
         return Layout(self.dims) if self.partial else self
 
     def local_shape(self, shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
@@ -100,12 +100,12 @@ class Layout:
 
 
 def replicated(ndim: int) -> Layout:
-    """Every device has the whole value."""
+    """The layout in which every device has the whole value."""
     return Layout((None,) * ndim)
 
 
 def cut_of(names: tuple[str, ...], outer: int, size: int, n: int, axes: Axes) -> Cut:
-    """A cut of a dimension of `n`, in the one form that equal cuts have: by the smallest pieces that give its blocks.
+    """The canonical cut of a dimension of size `n`: by the smallest `size` that gives the same blocks.
 
     >>> cut_of(("x",), 1, 8, 24, {"x": 4})  # blocks of 2 threes are blocks of 6
     Cut(axes=('x',), outer=1, size=24)
@@ -122,13 +122,13 @@ def cut_of(names: tuple[str, ...], outer: int, size: int, n: int, axes: Axes) ->
 
 
 def cut_along(names: tuple[str, ...], factor: int, dim: Dim, sizes: Sizes, axes: Axes) -> Cut:
-    """The cut of a dimension that divides one of its factors."""
+    """The cut of a dimension along one of its factors."""
     outer = math.prod(sizes[f] for f in dim[: dim.index(factor)])
     return cut_of(names, outer, sizes[factor], math.prod(sizes[f] for f in dim), axes)
 
 
 def from_spec(spec: Any, shape: Sequence[int], axes: Axes) -> Layout:
-    """The layout that a `PartitionSpec` means, over those of its axes that there are and that are longer than one.
+    """The layout of a `PartitionSpec`, over those of its axes that exist and are longer than one.
 
     >>> from jax.sharding import PartitionSpec
     >>> str(from_spec(PartitionSpec(None, ("data", "model")), (4, 8), {"model": 2}))
@@ -144,7 +144,7 @@ def from_spec(spec: Any, shape: Sequence[int], axes: Axes) -> Layout:
 
 
 def restrict_to_axes(axes: Axes, layout: Layout, shape: Sequence[int]) -> Layout:
-    """A layout as far as it is over some axes.
+    """The part of a layout that is over some axes.
 
     >>> from jax.sharding import PartitionSpec
     >>> both = from_spec(PartitionSpec("data", "model"), (4, 8), {"data": 2, "model": 2})

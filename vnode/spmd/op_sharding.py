@@ -1,11 +1,11 @@
-"""How one equation is cut over the axes of a mesh, given how its operands lie.
+"""Layouts of operands -> the sharding of one equation over the axes of a mesh.
 
-Knows descriptions and layouts, and what moves between layouts cost in bytes. Must not know programs, nor how a copy is
+Knows descriptions and layouts, and the bytes that resharding moves. Must not know programs, nor how a copy is
 evaluated.
 
-An axis is given to one of the ways in which the equation can be cut (`OperatorDescription.leads`), or to none: then
-every device along it computes the same. The choice follows the operands: only ways that divide what some operand is
-already divided by are looked at, and of them the one is taken that moves the fewest bytes.
+An axis is assigned to one of the factors that the equation can be cut along (`OperatorDescription.leads`), or to none:
+then all devices along it compute the same. The choice follows the operands. Only factors that some operand is already
+divided along are considered; the one that moves the fewest bytes is chosen.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from vnode.spmd.layout import Axes, Cut, Layout, count, cut_along
 from vnode.spmd.resharding import plan_resharding, total_elements_sent
 
 OPERATIONS_PER_BYTE = 50
-"""How many scalar operations take as long as to send a byte: weighs work that is repeated against exchange."""
+"""Scalar operations that take as long as sending one byte; weighs repeated computation against communication."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FactorSharding:
-    """An equation's split over axes.
+    """Factors of an equation, and the axes that divide them.
 
     Attributes:
       lead: the factors that are cut together.
-      split: how they split.
+      split: their split.
       axes: the axes that divide them, major to minor.
     """
 
@@ -48,15 +48,15 @@ class FactorSharding:
 
 @dataclasses.dataclass(frozen=True)
 class OpSharding:
-    """How one equation is carried out.
+    """The sharding of one equation.
 
     Attributes:
-      description: of the equation, with moving dimensions by elements where they are cut so.
-      ways: the axes that divide it.
-      operands: how each operand has to lie.
-      results: how each result lies then.
-      parts: for each factor that is concerned, the indices of each part, and the axes that number the parts.
-      passed: axes over which operands are partial and results stay so.
+      description: the equation's description; shifted dimensions count elements where they are cut so.
+      ways: the sharded factors and their axes.
+      operands: required layouts of operands.
+      results: the resulting layouts of results.
+      parts: for each factor concerned, the indices of each part, and the axes that number the parts.
+      passed: axes over which operands are partial, and results stay so.
     """
 
     description: OperatorDescription
@@ -74,14 +74,14 @@ class OpSharding:
 
 @dataclasses.dataclass(frozen=True)
 class OperandSharding:
-    """What is known of an operand.
+    """The sharding of an operand.
 
     Attributes:
-      layout: how it lies.
-      anyhow: it can be made in any layout where it is needed, so that nothing is moved.
-      zero: all of its elements are zero, so that it may be added once or any number of times.
-      settled: its pieces are combined for some equation anyhow, so that nothing is gained by passing them through
-        another.
+      layout: its layout.
+      materializable: it can be made in any layout where it is needed, so that nothing is moved.
+      zero: all of its elements are zero, so that adding it several times is harmless.
+      settled: another equation combines its partial values anyway, so that nothing is gained by passing them through
+        this one.
     """
 
     layout: Layout
@@ -94,10 +94,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def memoized(fun: F) -> F:
-    """A function of an equation, its description and more, that reads nothing of the equation but types.
+    """Memoizes a function of an equation and its description that depends on the equation's types only.
 
-    What it found for an equation of the same kind, with the same arguments, it does not look for again: repeated layers
-    are many equations of few kinds, and a search asks for each of them in plan after plan.
+    Repeated layers are many equations of few kinds, and a search asks for each of them in plan after plan.
     """
 
     @functools.wraps(fun)
@@ -116,17 +115,17 @@ def choose(
     axes: Axes,
     wishes: Sequence[Layout | None],
 ) -> OpSharding:
-    """How an equation is cut.
+    """Chooses the sharding of an equation.
 
     Args:
       eqn: the equation.
-      description: of it.
-      given: what is known of each operand.
-      axes: of the mesh.
-      wishes: for each result the layout that it should have, if somebody says so.
+      description: its description.
+      given: the shardings of its operands.
+      axes: the mesh axes.
+      wishes: for each result its wanted layout, if there is one.
 
     Returns:
-      The choice.
+      The sharding.
     """
     passed = stays_partial(eqn, description, given)
     less = [tuple(each for each in passed if each != combined) for combined in passed]
@@ -141,7 +140,7 @@ def choose(
 
 
 def axis_orders(axes: Axes, layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
-    """Orders in which axes may come to divide an equation: the mesh's, and those of cuts that have another."""
+    """Orders in which axes may divide an equation: the mesh's, and those of cuts with another order."""
     found = dict.fromkeys([tuple(axes)])
     for layout in layouts:
         for cut in layout.dims:
@@ -160,7 +159,7 @@ def choose_in_order(
     passed: tuple[tuple[str, Monoid], ...],
     order: Sequence[str],
 ) -> tuple[float, OpSharding]:
-    """How an equation is cut if pieces over some axes are passed through it, and others come one after another."""
+    """Chooses a sharding, given the axes over which partial values pass through, and the order of the other axes."""
     layouts = [Layout(each.layout.dims, tuple(p for p in each.layout.partial if p in passed)) for each in given]
     ways: tuple[FactorSharding, ...] = ()
     for axis in order:
@@ -171,7 +170,7 @@ def choose_in_order(
             cost = total_cost(eqn, description, more, given, axes, passed, wishes)
             if cost is not None and (best is None or cost < best):
                 best, ways = cost, more
-    for i, wish in enumerate(wishes):  # as a whole, which no single axis may lead to
+    for i, wish in enumerate(wishes):  # a whole wish, which no single axis may lead to
         full = None if wish is None or passed else shardings_for_result(description, i, wish, axes)
         if full:
             cost = total_cost(eqn, description, full, given, axes, passed, wishes)
@@ -191,14 +190,15 @@ def apply_shardings(
     axes: Axes,
     ways: tuple[FactorSharding, ...],
 ) -> OpSharding | None:
-    """An equation cut in given ways: pieces of sums pass through it over other axes only. None if it cannot be cut so.
+    """Shards an equation in given ways; partial sums pass through over the other axes only. None if that cannot be
+    done.
 
     Args:
       eqn: the equation.
-      description: of it.
-      given: what is known of each operand.
-      axes: of the mesh.
-      ways: the axes that divide it, of the description's `leads`.
+      description: its description.
+      given: the shardings of its operands.
+      axes: the mesh axes.
+      ways: the sharded factors, of the description's `leads`, and their axes.
     """
     taken = {name for way in ways for name in way.axes}
     passed = tuple(p for p in stays_partial(eqn, description, given) if p[0] not in taken)
@@ -206,7 +206,7 @@ def apply_shardings(
 
 
 def reached_layouts(eqn: JaxprEqn, choice: OpSharding) -> tuple[Layout, ...]:
-    """How the results of an evaluated equation lie: pieces of narrow sums have been combined."""
+    """The layouts of an evaluated equation's results: partial sums of narrow types have been combined."""
     return tuple(
         layout.without_partial if is_narrow(var.aval.dtype) and not choice.passed else layout
         for var, layout in zip(eqn.outvars, choice.results, strict=True)
@@ -222,7 +222,7 @@ def candidates(
     axis: str,
     axes: Axes,
 ) -> Iterator[tuple[FactorSharding, ...]]:
-    """Ways in which an axis can divide the equation as well, as some operand (or a wish) has it."""
+    """Shardings with one more axis, as it divides some operand or wish."""
     places = [(description.operands[i], layout) for i, layout in enumerate(layouts) if not given[i].materializable] + [
         (description.results[i], wish) for i, wish in enumerate(wishes) if wish is not None
     ]
@@ -237,7 +237,7 @@ def candidates(
 
 
 def with_axis(ways: tuple[FactorSharding, ...], lead: Lead, split: Split, axis: str) -> tuple[FactorSharding, ...]:
-    """The ways with one more axis for one of them."""
+    """The shardings with one more axis for one of them."""
     for k, way in enumerate(ways):
         if way.lead == lead and way.split == split:
             return (*ways[:k], FactorSharding(lead, split, (*way.axes, axis)), *ways[k + 1 :])
@@ -247,7 +247,7 @@ def with_axis(ways: tuple[FactorSharding, ...], lead: Lead, split: Split, axis: 
 def stays_partial(
     eqn: JaxprEqn, description: OperatorDescription, given: Sequence[OperandSharding]
 ) -> tuple[tuple[str, Monoid], ...]:
-    """The axes over which results are partial because operands are: pieces of a sum pass through what is linear."""
+    """The axes over which results are partial because operands are: partial sums pass through linear equations."""
     passed = []
     size = sum(math.prod(var.aval.shape) for var in eqn.outvars)
     for axis, monoid in dict.fromkeys(p for each in given for p in each.layout.partial):
@@ -257,11 +257,11 @@ def stays_partial(
         if any(dict(each.layout.partial).get(axis, monoid) is not monoid for each in given):
             continue
         if size > sum(math.prod(eqn.invars[i].aval.shape) for i in having):
-            continue  # rather combine what is smaller
+            continue  # combine the smaller value instead
         if any(
             is_narrow(var.aval.dtype) and not is_narrow(eqn.invars[i].aval.dtype) for var in eqn.outvars for i in having
         ):
-            continue  # rather combine before it is rounded
+            continue  # combine before rounding
         groups = [group for group in passing_groups(description, monoid) if having <= group]
         if any(all(i in having or (given[i].zero and monoid is Monoid.SUM) for i in group) for group in groups):
             passed.append((axis, monoid))
@@ -269,14 +269,14 @@ def stays_partial(
 
 
 def passing_groups(description: OperatorDescription, monoid: Monoid) -> Sequence[frozenset[int]]:
-    """Groups of operands that may be in pieces, all of a group at once: the results are so, then."""
+    """Groups of operands that may be partial together, so that the results are partial."""
     if len(description.operands) == 1 and set(description.reduced.values()) == {monoid}:
         return [frozenset({0})]
     return description.linear if monoid is Monoid.SUM or description.has(Algebra.MOVES) else ()
 
 
 def is_narrow(dtype: object) -> bool:
-    """Whether a sum in pieces of this type would be rounded more than the sum itself."""
+    """Whether partial sums of this dtype would be rounded more than the sum."""
     return bool(jnp.issubdtype(dtype, np.floating)) and jnp.finfo(dtype).bits < 32  # type: ignore[arg-type]
 
 
@@ -289,7 +289,7 @@ def build_sharding(
     axes: Axes,
     passed: tuple[tuple[str, Monoid], ...],
 ) -> OpSharding | None:
-    """What it takes to divide an equation so; None if it cannot be."""
+    """The `OpSharding` for given sharded factors; None if the equation cannot be sharded so."""
     finer = description
     for way in ways:
         if isinstance(way.split, Shifted):
@@ -330,9 +330,9 @@ def wanted_layout(
     have: Layout | None,
     axes: Axes,
 ) -> Layout | None:
-    """How a value has to lie so that each part has its indices, or can fetch them; None if it cannot.
+    """The layout of a value in which each part has its indices, or can fetch them; None if there is none.
 
-    What follows a factor that is cut is fetched: from blocks, or from a value that every device has.
+    Indices that follow a sharded factor are fetched from other blocks, or from a replicated value.
     """
     found: list[Cut | None] = []
     for dim in dims:
@@ -359,7 +359,7 @@ def total_cost(
     passed: tuple[tuple[str, Monoid], ...],
     wishes: Sequence[Layout | None] = (),
 ) -> float | None:
-    """What it costs to divide an equation so, in bytes that each device sends; None if it cannot be."""
+    """The cost of a sharding in bytes that each device sends; None if the equation cannot be sharded so."""
     choice = build_sharding(eqn, description, ways, given, axes, passed)
     if choice is None:
         return None
@@ -373,7 +373,7 @@ def total_cost(
         if wish is not None:
             total += total_elements_sent(plan_resharding(layout, wish, shape, axes, dtype), axes) * size
             continue
-        for piece in layout.partial:  # what combines them later, along each axis for itself
+        for piece in layout.partial:  # later all-reduces, one along each axis
             moves = plan_resharding(Layout(layout.dims, (piece,)), Layout(layout.dims), shape, axes, dtype)
             total += total_elements_sent(moves, axes) * size
     parts = count([name for way in choice.ways for name in way.axes], axes)
@@ -387,7 +387,7 @@ def itemsize(dtype: object) -> int:
 def shardings_for_result(
     description: OperatorDescription, result: int, layout: Layout, axes: Axes
 ) -> tuple[FactorSharding, ...] | None:
-    """Ways in which an equation gives a result in a layout; None if there are none."""
+    """Shardings in which an equation gives a result in a layout; None if there are none."""
     ways = []
     for dim, cut in zip(description.results[result], layout.dims, strict=True):
         if cut is None:

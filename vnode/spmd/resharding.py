@@ -1,14 +1,14 @@
-"""From one layout to another: which collectives that takes, and how many bytes they move.
+"""Two layouts of a value -> the collectives that reshard it, and the bytes that they move.
 
-Knows layouts. Must not know equations, nor how collectives are carried out, nor machines.
+Knows layouts. Must not know equations, nor how collectives are implemented, nor machines.
 
-A route is a shortest path over layouts: of all sequences of the moves below one by which the busiest device sends
-fewest bytes, and of these one with fewest collectives. Pieces are combined, whole (all-reduce) or into blocks
-(reduce-scatter); the minor axes of a dimension are given up (all-gather) or divide another (all-to-all); blocks go to
-other devices as they are (permute), each in one piece: once, where they are small. Cutting what every device has costs
-nothing, and makes what follows smaller: it comes first, but after pieces are combined. How these are does not depend
-on what is cheapest: the order in which a collective adds may depend on its kind and on how long arrays are, and another
-axis may be one whose size must not show in the bits.
+A resharding is a shortest path over layouts: the sequence of the moves below by which the busiest device sends fewest
+bytes, and among these one with fewest collectives. Partial values are combined, whole (all-reduce) or into blocks
+(reduce-scatter). The minor axes of a dimension are dropped (all-gather) or divide another dimension (all-to-all).
+Blocks go to other devices unchanged (permute), once, where they are smallest. Slicing a replicated dimension is free,
+and makes later moves smaller; so it comes first, but after reductions. Reductions do not follow the cheapest path: the
+order in which a collective adds may depend on its kind and on array sizes, and an axis may be one whose size must not
+change bits.
 """
 
 from __future__ import annotations
@@ -42,26 +42,28 @@ ORDERED = {
     np.dtype(kind): np.dtype(bits)
     for kind, bits in ((jnp.bfloat16, "int16"), ("float16", "int16"), ("float32", "int32"), ("float64", "int64"))
 }
-"""Floating-point types whose bits are ordered as their values once those of negative numbers are turned around."""
+"""Floating-point types whose bits are ordered like their values once the bits of negative numbers are inverted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """One step from a layout to the next.
+    """One step of a resharding.
 
     Attributes:
       kind: ``"all-reduce"``, ``"reduce-scatter"``, ``"all-gather"``, ``"all-to-all"``, ``"permute"``; ``"cut"`` is
         local.
-      axes: along which devices exchange; of a permute in the order of the mesh. Those of a cut may be parts of axes.
-      dim: the dimension that gets or loses axes.
-      other: for an all-to-all, the dimension that the axes go to.
-      monoid: of a reduction; of an all-gather, by which every device then combines pieces, None where blocks are put
-        together.
-      after: the layout that is reached, perhaps along parts of axes (`vnode.spmd.axis_parts`).
-      elements: of one device's array before it; of a permute, after it: it may send a part of what is there.
-      pairs: of a permute, who sends to whom, by number along the axes; some to themselves.
-      parts: of a permute, for each dimension which of its blocks of the new size each device sends, by number along the
-        axes; None where blocks stay as long as they are.
+      axes: the axes along which devices exchange; for a permute in the mesh's order. Those of a cut may be parts of
+        axes.
+      dim: the dimension that gains or loses axes.
+      other: for an all-to-all, the dimension that gains the axes.
+      monoid: for a reduction, its monoid; for an all-gather, the monoid by which every device then combines partial
+        values, None where blocks are concatenated.
+      after: the resulting layout, perhaps along parts of axes (`vnode.spmd.axis_parts`).
+      elements: of one device's array before the move; for a permute after it, since a device may send a part of its
+        block.
+      pairs: for a permute, sources and destinations by number along the axes; some devices send to themselves.
+      parts: for a permute, per dimension the number of the block of the new size that each device sends, by number
+        along the axes; None where blocks keep their size.
       among: the groups, by number along the axes, if not all devices along them exchange with each other.
     """
 
@@ -77,7 +79,7 @@ class Move:
     among: tuple[tuple[int, ...], ...] = ()
 
     def elements_sent(self, axes: Axes) -> float:
-        """Elements that each device sends, by the algorithms that move least.
+        """Elements that each device sends, by the algorithms that send least.
 
         Source: Chan, Heimlich, Purkayastha, van de Geijn, "Collective communication: theory, practice, and experience"
         (2007), section 4: the lower bounds, which rings reach.
@@ -102,7 +104,7 @@ def nests(cut: Cut, minor: tuple[str, ...], axes: Axes) -> bool:
 
 
 def extends(cut: Cut | None, finer: Cut | None, axes: Axes) -> tuple[str, ...] | None:
-    """The further axes over which `finer` divides the blocks of `cut`; None if it does something else."""
+    """The further axes by which `finer` divides the blocks of `cut`; None if it does not."""
     if finer is None:
         return () if cut is None else None
     if cut is None:
@@ -113,12 +115,13 @@ def extends(cut: Cut | None, finer: Cut | None, axes: Axes) -> tuple[str, ...] |
 
 
 def is_even(cut: Cut | None, axes: Axes) -> bool:
-    """Whether a dimension is cut into equal blocks of neighbours, none of which is padded."""
+    """Whether a dimension is cut into equal, contiguous blocks without padding."""
     return cut is None or (cut.outer == 1 and cut.size % count(cut.axes, axes) == 0)
 
 
 def combines_in_transit(monoid: Monoid, dtype: Any) -> bool:
-    """Whether a collective combines pieces of a type on the way; if not, every device is given all, and combines them.
+    """Whether a collective reduces a dtype in transit; otherwise every device gathers all partial values and combines
+    them.
 
     >>> [combines_in_transit(*each) for each in ((Monoid.MAX, "bfloat16"), (Monoid.PROD, "float32"))]
     [True, False]
@@ -137,18 +140,18 @@ def combines_in_transit(monoid: Monoid, dtype: Any) -> bool:
 def plan_resharding(
     start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any, in_pairs: bool = True
 ) -> tuple[Move, ...]:
-    """The moves from one layout of a value to another.
+    """Plans the moves from one layout of a value to another.
 
     Args:
-      start: how it lies.
-      end: how it shall lie; partial over no axis over which it is not.
-      shape: of the whole value.
-      axes: of the mesh.
-      dtype: of its elements.
-      in_pairs: whether devices may send to single others: permutes.
+      start: the layout of the value.
+      end: the wanted layout; partial over no axis over which `start` is not.
+      shape: shape of the whole value.
+      axes: the mesh axes.
+      dtype: dtype of its elements.
+      in_pairs: whether permutes are allowed.
 
     Returns:
-      The moves in order; their `after` shows each layout on the way.
+      The moves in order; their `after` has the intermediate layouts.
 
     Example:
       >>> from jax.sharding import PartitionSpec as P
@@ -166,26 +169,26 @@ def plan_resharding(
 
 
 def is_local(start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any) -> bool:
-    """Whether every device has in one layout all that it has in another, so that nothing is sent on that way.
+    """Whether a resharding sends nothing: every device has all elements that it needs.
 
     Args:
-      start: how a value lies.
-      end: how it shall lie.
-      shape: of the whole value.
-      axes: of the mesh.
-      dtype: of its elements.
+      start: the layout of the value.
+      end: the wanted layout.
+      shape: shape of the whole value.
+      axes: the mesh axes.
+      dtype: dtype of its elements.
     """
     return not end.partial and all(move.kind == "cut" for move in plan_resharding(start, end, shape, axes, dtype))
 
 
 def finest_layout(layouts: Collection[Layout], shape: Sequence[int], axes: Axes, dtype: Any) -> Layout | None:
-    """Of some layouts of a value the one to which all others are only cut; None if there is none.
+    """The layout from which all others are reached by slicing alone; None if there is none.
 
     Args:
-      layouts: how it may lie, without pieces.
-      shape: of the whole value.
-      axes: of the mesh.
-      dtype: of its elements.
+      layouts: layouts of the value, none of them partial.
+      shape: shape of the whole value.
+      axes: the mesh axes.
+      dtype: dtype of its elements.
     """
     return next(
         (end for end in layouts if all(is_local(start, end, shape, axes, dtype) for start in layouts)),
@@ -193,7 +196,7 @@ def finest_layout(layouts: Collection[Layout], shape: Sequence[int], axes: Axes,
     )
 
 
-@functools.lru_cache(maxsize=1 << 16)  # searches ask for the same routes very often
+@functools.lru_cache(maxsize=1 << 16)  # searches ask for the same reshardings very often
 def _route_by_shape(
     start: Layout,
     end: Layout,
@@ -202,7 +205,7 @@ def _route_by_shape(
     together: tuple[bool, ...],
     in_pairs: bool,
 ) -> tuple[Move, ...]:
-    """A route, from that of an array with only the dimensions that are cut, as short as they may be."""
+    """Plans a resharding, by that of an array with only the cut dimensions, at their smallest sizes."""
     devices = math.prod(size for _, size in axes)
     several = list(zip(start.dims, end.dims, shape, strict=True))
     kept = [d for d, (before, after, _) in enumerate(several) if before is not None or after is not None]
@@ -237,7 +240,7 @@ def _route_by_shape(
 
 
 def is_plain(cut: Cut | None, n: int) -> bool:
-    """Whether a cut of a dimension of `n` divides all of it, if it is cut."""
+    """Whether a cut, if any, divides all of a dimension of size `n`."""
     return cut is None or (cut.outer, cut.size) == (1, n)
 
 
@@ -264,12 +267,12 @@ def _find_route(
 
 
 def total_elements_sent(moves: Sequence[Move], axes: Axes) -> float:
-    """Elements that each device sends by several moves."""
+    """Elements that each device sends in several moves."""
     return sum(move.elements_sent(axes) for move in moves)
 
 
 def over_whole_axes(move: Move, before: Layout, axes: Axes) -> Move:
-    """A move along axes and parts of them as one along axes, with who sends what to whom."""
+    """Replaces parts of axes in a move by whole axes, with explicit pairs or groups."""
     after, names = join_layout(move.after, axes), join_names(move.axes, axes)
     if move.kind == "permute":
         return complete_permute(dataclasses.replace(move, after=after), join_layout(before, axes), axes)
@@ -280,14 +283,14 @@ def over_whole_axes(move: Move, before: Layout, axes: Axes) -> Move:
 
 @dataclasses.dataclass(frozen=True)
 class _Paths:
-    """What leads from layouts of a value towards one.
+    """Search for paths of layouts towards one.
 
     Attributes:
-      end: that one.
-      shape: of the whole value.
-      axes: of the mesh.
-      in_one: for each monoid by which the value is partial whether a collective combines pieces on the way.
-      in_pairs: whether there are permutes.
+      end: the target layout.
+      shape: shape of the whole value.
+      axes: the mesh axes.
+      in_one: for each monoid of a partial value whether a collective reduces it in transit.
+      in_pairs: whether permutes are allowed.
     """
 
     end: Layout
@@ -297,11 +300,11 @@ class _Paths:
     in_pairs: bool
 
     def cheapest(self, start: Layout) -> tuple[Move, ...]:
-        """The path by which least is sent, with at most one permute: two are another one.
+        """The path that sends least, with at most one permute: two are equal to one.
 
-        At least what a device lacks is sent (A*: Hart, Nilsson, Raphael, "A formal basis for the heuristic
-        determination of minimum cost paths", 1968). Of several the one with fewest collectives, then that
-        by which a device holds least, then that without a permute, then the first that is found.
+        The lower bound is the number of elements that a device lacks (A*: Hart, Nilsson, Raphael, "A formal basis for
+        the heuristic determination of minimum cost paths", 1968). Ties are broken by fewest collectives, then least
+        memory, then no permute, then the first found.
         """
         devices, numbers = math.prod(self.axes.values()), itertools.count()
         waiting: list[tuple[int, int, int, bool, int, int, Layout, tuple[Move, ...]]] = [
@@ -326,13 +329,13 @@ class _Paths:
                 heapq.heappush(waiting, (*key, next(numbers), more, move.after, (*path, move)))
 
     def lacks(self, at: Layout) -> int:
-        """Elements that a device has too few of."""
+        """The number of elements that a device lacks."""
         return max(
             0, math.prod(self.end.local_shape(self.shape, self.axes)) - math.prod(at.local_shape(self.shape, self.axes))
         )
 
     def moves(self, at: Layout, permutes: bool) -> Iterator[Move]:
-        """The moves from a layout that may be on a way; `permutes`: whether a permute may be one, now or later."""
+        """The moves from a layout on a path; `permutes`: whether a permute may be one, now or later."""
         pieces = [(name, monoid) for name, monoid in at.partial if (name, monoid) not in self.end.partial]
         if pieces:
             yield self.combination(at, pieces)
@@ -353,7 +356,8 @@ class _Paths:
                 yield Move("permute", (), after, math.prod(after.local_shape(self.shape, self.axes)))
 
     def move(self, kind: str, names: tuple[str, ...], at: Layout, dims: Mapping[int, Cut | None], **more: Any) -> Move:
-        """A move after which some dimensions are cut otherwise, and what it combines is combined."""
+        """A move after which some dimensions are cut otherwise; reductions are applied to the partial axes in
+        `names`."""
         combined = names if more.get("monoid") is not None else ()
         after = Layout(
             tuple(dims.get(d, cut) for d, cut in enumerate(at.dims)),
@@ -362,7 +366,7 @@ class _Paths:
         return Move(kind, names, after, math.prod(at.local_shape(self.shape, self.axes)), **more)
 
     def cut(self, at: Layout, d: int) -> Cut | None:
-        """A dimension cut further on its way, along axes that divide nothing yet; None if it cannot be."""
+        """A dimension cut further towards the target, along unused axes; None if it cannot be."""
         cut, target = at.dims[d], self.end.dims[d]
         more = extends(cut, target, self.axes)
         if not more:
@@ -375,14 +379,14 @@ class _Paths:
         return next((each for each in cuts if nests(each, target.axes[len(each.axes) :], self.axes)), None)
 
     def leaving_dims(self, at: Layout) -> list[int]:
-        """The dimensions that are not cut on the way to how they shall be."""
+        """The dimensions whose cut is not on the way to their target."""
         several = enumerate(zip(at.dims, self.end.dims, strict=True))
         return [d for d, (cut, target) in several if cut is not None and extends(cut, target, self.axes) is None]
 
     def needs_gathers_only(self, at: Layout) -> bool:
-        """Whether nothing is left but to put together what is cut too far: in any order the same is sent.
+        """Whether only all-gathers are left: any order sends the same.
 
-        The last dimension is the first, as with XLA's partitioner, by which some results of programs become whole.
+        The last dimension is gathered first, as by XLA's partitioner, which gathers some results of programs.
         """
         firsts = [(next(self.shorten(at, d)), self.end.dims[d]) for d in self.leaving_dims(at)]
         wanted = self.end.cut_axes.keys()
@@ -394,7 +398,7 @@ class _Paths:
         return shared_axes(cut, self.end.dims[d], self.axes)
 
     def shorten(self, at: Layout, d: int) -> Iterator[tuple[tuple[str, ...], Cut | None]]:
-        """Minor axes of a dimension that may leave it, with what is left: all that it need not keep, first."""
+        """Minor axes that a dimension may drop, each with its remaining cut; most axes first."""
         cut = at.dims[d]
         assert cut is not None
         for length in range(len(self.kept_axes(at, d)), len(cut.axes)):
@@ -405,7 +409,7 @@ class _Paths:
     def lengthen(self, at: Layout, d: int, names: tuple[str, ...], anyhow: bool = False) -> Cut | None:
         """A dimension cut further along axes.
 
-        None if other axes must come next, or, without `anyhow`, no path does so.
+        None if other axes come next, or if no path does so, unless `anyhow`.
         """
         cut, target = at.dims[d], self.end.dims[d]
         if target is None or not are_alike(cut, target):
@@ -415,10 +419,10 @@ class _Paths:
         return more if fits and is_even(cut, self.axes) and is_even(more, self.axes) else None
 
     def combination(self, at: Layout, pieces: Sequence[tuple[str, Monoid]]) -> Move:
-        """Of pieces that are to be combined the first, with those behind them of the same monoid.
+        """The reduction of the first partial axis, with those after it of the same monoid.
 
-        Into blocks where their axis shall cut a dimension, else whole, whatever is cheapest: how collectives add may
-        differ, and must not depend on how many devices there are along other axes.
+        It reduces into blocks where the axis cuts a dimension of the target, else whole, whatever is cheapest. How
+        collectives add may differ, and must not depend on the sizes of other axes.
         """
         monoid = pieces[0][1]
         names = tuple(name for name, _ in itertools.takewhile(lambda piece: piece[1] is monoid, pieces))
@@ -435,7 +439,7 @@ class _Paths:
                 yield self.move("all-gather", names, at, {d: rest}, dim=d)
 
     def exchanges(self, at: Layout, d: int) -> Iterator[Move]:
-        """Minor axes of a dimension go to another, which needs them next."""
+        """All-to-alls: minor axes of a dimension go to another, which needs them next."""
         for names, rest in self.shorten(at, d):
             if is_even(at.dims[d], self.axes) and is_even(rest, self.axes):
                 for other in range(len(at.dims)):
@@ -444,10 +448,10 @@ class _Paths:
                         yield self.move("all-to-all", names, at, {d: rest, other: cut}, dim=d, other=other)
 
     def arrangements(self, at: Layout) -> Iterator[Layout]:
-        """Layouts of blocks that lie in those of another, cut by the axes that shall cut them as far as these go.
+        """Layouts whose blocks lie in those of another layout, cut by the target's axes as far as these go.
 
-        Where there are more blocks than there shall be, minor axes follow, which then leave: one after the other that
-        no dimension needs that cannot do without it.
+        If there are more blocks than in the target, minor axes that no dimension needs follow, one by one; they are
+        dropped later.
         """
         needs = [names_of(cut) for cut in self.end.dims]
         parts = [count(names_of(cut), self.axes) for cut in at.dims]
@@ -488,22 +492,22 @@ class _Paths:
                     yield after
 
     def is_between(self, cut: Cut | None, target: Cut | None) -> bool:
-        """Whether the blocks of one cut make up those of another, or the other way round."""
+        """Whether the blocks of one cut make up those of another, or the reverse."""
         return is_finer(cut, target, self.axes) or is_finer(target, cut, self.axes)
 
 
 def names_of(cut: Cut | None) -> tuple[str, ...]:
-    """The axes along which a dimension is cut."""
+    """The axes that cut a dimension."""
     return cut.axes if cut is not None else ()
 
 
 def leading_names(names: Sequence[str], used: Collection[str]) -> tuple[str, ...]:
-    """The names before the first that is used."""
+    """The names before the first one that is used."""
     return tuple(itertools.takewhile(lambda name: name not in used, names))
 
 
 def minor_axes(parts: int, free: Sequence[str], axes: Axes) -> Iterator[tuple[str, ...]]:
-    """Axes in every order, no more than it takes that their parts are a multiple of some number.
+    """Axes in every order, no more than needed for their sizes to be a multiple of some number.
 
     >>> list(minor_axes(4, ("x", "y", "z"), {"x": 2, "y": 4, "z": 2}))
     [('x', 'y'), ('x', 'z'), ('y',), ('z', 'x'), ('z', 'y')]
@@ -519,7 +523,7 @@ def minor_axes(parts: int, free: Sequence[str], axes: Axes) -> Iterator[tuple[st
 
 
 def are_alike(cut: Cut | None, other: Cut | None) -> bool:
-    """Whether two cuts divide the same part of a dimension, if both do any."""
+    """Whether two cuts divide the same part of a dimension, if both divide any."""
     return cut is None or other is None or (cut.outer, cut.size) == (other.outer, other.size)
 
 
@@ -534,10 +538,10 @@ def is_finer(cut: Cut | None, finer: Cut | None, axes: Axes) -> bool:
 
 
 def complete_permute(move: Move, before: Layout, axes: Axes) -> Move:
-    """A permute with who sends what to whom: each device is sent its block by one that has it, itself if it can be.
+    """Adds pairs to a permute: each device receives its block from one that has it, itself if possible.
 
-    As many devices have a block as are to have some of it: each sends one. Of those left in a group the first is sent
-    its block by the one with most coordinates in common, and so on.
+    As many devices have a block as need a part of it; each sends one. In a group, the first remaining device receives
+    its block from the one with most coordinates in common, and so on.
     """
     sizes, changed = with_parts(axes), [d for d, cut in enumerate(before.dims) if cut != move.after.dims[d]]
     olds, news = ([names_of(layout.dims[d]) for d in changed] for layout in (before, move.after))
@@ -570,7 +574,7 @@ def complete_permute(move: Move, before: Layout, axes: Axes) -> Move:
 
 
 def shared_axes(cut: Cut, target: Cut | None, axes: Axes) -> tuple[str, ...]:
-    """The leading axes that a cut need not give up on the way to another."""
+    """The leading axes that a cut may keep on the way to another."""
     if target is None or (cut.outer, cut.size) != (target.outer, target.size):
         return ()
     most = 0

@@ -1,4 +1,4 @@
-"""Carrying out moves between layouts, on one device's arrays, inside a program that is manual over all axes.
+"""Moves of a resharding -> collectives on one device's arrays, in a program that is manual over all axes.
 
 Knows layouts and jax's collectives. Must not know equations, nor why values move.
 """
@@ -27,26 +27,27 @@ from vnode.spmd.op_sharding import itemsize
 from vnode.spmd.resharding import ORDERED, Move, combines_in_transit, plan_resharding
 
 MUCH = 64 << 10
-"""Bytes from which it is worth an operation on a device's part that something is gathered later."""
+"""Bytes from which a late gather is worth an operation on a device's shard."""
 
 SLICED = frozenset({"cpu"})
-"""Platforms for which XLA slices what an all-to-all sends, takes the slices for equal ones of the program, gives these
-another order of dimensions than the others have, and fails."""
+"""Platforms for which XLA slices the operand of an all-to-all, merges the slices with equal ones of the program,
+gives these another layout than the others, and fails."""
 
 APART: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
-"""Whether devices may be at different places of the program, unless a collective of what is divided joins them."""
+"""Whether devices may be at different points of the program, unless a collective over all of them synchronizes
+these."""
 
 BRANCHES: contextvars.ContextVar[bool] = contextvars.ContextVar("branches", default=False)
-"""Whether they may take different branches, and different numbers of turns of a loop."""
+"""Whether devices may take different branches, and different numbers of iterations."""
 
 
 @contextlib.contextmanager
 def devices_in_step(*, everywhere: bool, in_branches: bool) -> Iterator[None]:
-    """Says in what follows which devices of the mesh are at the same place of the program.
+    """Declares for the context which devices of the mesh are at the same point of the program.
 
     Args:
-      everywhere: all of them, outside of branches and of loops whose number of turns is computed.
-      in_branches: also inside of these.
+      everywhere: all of them, outside branches and loops with computed trip counts.
+      in_branches: also inside these.
     """
     before = APART.set(APART.get() or not everywhere), BRANCHES.set(BRANCHES.get() or not in_branches)
     try:
@@ -57,12 +58,12 @@ def devices_in_step(*, everywhere: bool, in_branches: bool) -> Iterator[None]:
 
 
 BY_GLOO: contextvars.ContextVar[bool] = contextvars.ContextVar("by_gloo", default=False)
-"""Whether gloo carries out the collectives of the program that is traced."""
+"""Whether gloo runs the collectives of the traced program."""
 
 
 @contextlib.contextmanager
 def use_gloo_rules(by_gloo: bool) -> Iterator[None]:
-    """Says by what the collectives of a program that is traced are carried out."""
+    """Declares for the context whether gloo runs the collectives of the traced program."""
     token = BY_GLOO.set(by_gloo)
     try:
         yield
@@ -71,15 +72,15 @@ def use_gloo_rules(by_gloo: bool) -> Iterator[None]:
 
 
 PLACES: contextvars.ContextVar[Mapping[str, jax.Array]] = contextvars.ContextVar("places", default=MappingProxyType({}))
-"""This device's index along axes, where a program has asked for it outside of its loops."""
+"""This device's index along axes, if computed outside the program's loops."""
 
 
 @contextlib.contextmanager
 def with_axis_indices(axes: Axes) -> Iterator[None]:
-    """Asks for this device's index along axes here, for what follows, loops within it too.
+    """Computes this device's index along axes here, for the context, including its loops.
 
-    XLA takes what does not change from turn to turn out of several loops, one within the other, but not where it
-    depends on which device it is and the inner one has asked for that (0.10).
+    XLA hoists loop-invariant values out of nested loops, but not if they depend on the device's index and the inner
+    loop computes that (0.10).
     """
     known = PLACES.get()
     before = PLACES.set({name: known[name] if name in known else lax.axis_index(name) for name in axes})
@@ -90,7 +91,8 @@ def with_axis_indices(axes: Axes) -> Iterator[None]:
 
 
 def index_along(names: Sequence[str], axes: Axes | None = None) -> jax.Array:
-    """Which part this device has of something that axes divide, int32; `axes`: of the mesh, if some are parts."""
+    """The number of this device's part of something that axes divide, int32; `axes`: the mesh axes, if some are
+    parts."""
     places, parts = PLACES.get(), parts_of(axes) if axes is not None else {}
     if axes is None or not parts.keys() & {*names}:
         if not places.keys() >= {*names}:
@@ -101,14 +103,14 @@ def index_along(names: Sequence[str], axes: Axes | None = None) -> jax.Array:
 
 
 def convert(value: Any, start: Layout, end: Layout, shape: Sequence[int], axes: Axes) -> Any:
-    """One device's array of a value, from one layout to another.
+    """Reshards one device's array of a value.
 
     Args:
       value: array of the shape that `start` has on one device.
-      start: how the value lies.
-      end: how it shall lie.
-      shape: of the whole value.
-      axes: of the mesh.
+      start: the layout of the value.
+      end: the wanted layout.
+      shape: shape of the whole value.
+      axes: the mesh axes.
     """
     before = start
     for move in moves(start, end, shape, axes, jnp.result_type(value)):
@@ -120,10 +122,10 @@ def convert(value: Any, start: Layout, end: Layout, shape: Sequence[int], axes: 
 def convert_after(
     value: Any, start: Layout, end: Layout, shape: Sequence[int], axes: Axes, latest: Sequence[Any]
 ) -> Any:
-    """The same, but where a device then has much more of it that is only so when others are there.
+    """As `convert`; if the device's array becomes much larger, it is gathered only once other values are ready.
 
-    Compilers gather first what can be gathered first, and hold it until it is read. What several read at different
-    times is gathered for each of them, as ZeRO's third stage does (Rajbhandari et al., SC 2020, section 7.2.2).
+    Compilers gather as early as possible, and keep the result until its use. A value that is used several times is
+    gathered for each use, as in ZeRO's third stage (Rajbhandari et al., SC 2020, section 7.2.2).
 
     `latest`: arrays of floating-point numbers, none of them empty.
     """
@@ -133,18 +135,18 @@ def convert_after(
 
 
 def grows(start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any) -> bool:
-    """Whether a device has much more of a value in one layout than in another."""
+    """Whether a device has much more of a value in layout `end` than in `start`."""
     here, there = (math.prod(layout.local_shape(shape, axes)) for layout in (start, end))
     return there > here and there * itemsize(dtype) >= MUCH
 
 
 def moves(start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any) -> tuple[Move, ...]:
-    """The route between two layouts here: without permutes where devices may not send to single others."""
+    """The moves between two layouts; without permutes where single devices may not send to each other."""
     return plan_resharding(start, end, shape, axes, dtype, in_pairs=not APART.get())
 
 
 def carry_out(value: Any, before: Layout, move: Move, shape: Sequence[int], axes: Axes) -> Any:
-    """One move."""
+    """Performs one move."""
     axes, mesh = with_parts(axes), axes
     among = [list(group) for group in move.among] or None
     match move.kind:
@@ -155,7 +157,7 @@ def carry_out(value: Any, before: Layout, move: Move, shape: Sequence[int], axes
         case "all-to-all":
             pieces = lax.optimization_barrier(value) if platform() in SLICED else value
             pieces = lax.all_to_all(pieces, move.axes, move.other, move.dim, axis_index_groups=among, tiled=True)
-            return lax.optimization_barrier(pieces)  # or XLA reorders it in each reader, and keeps each order
+            return lax.optimization_barrier(pieces)  # or XLA transposes it for each reader, and keeps all transposes
         case "all-gather":
             cut = before.dims[move.dim]
             assert cut is not None
@@ -170,17 +172,17 @@ def carry_out(value: Any, before: Layout, move: Move, shape: Sequence[int], axes
 
 
 def reduce_scatter(value: Any, axes: Any, dim: int, groups: Sequence[Sequence[int]] | None = None) -> Any:
-    """The sum of a value over devices, in any order, of which each device has its part along a dimension.
+    """Reduce-scatters a value, adding in any order.
 
-    By gloo, by which CPUs of several processes exchange, this is an all-to-all and additions: gloo's reduce-scatter
-    overwrites what it has not sent yet. From some megabytes on, parts of sums were wrong now and then, without an error
+    With gloo (CPUs of several processes) this is an all-to-all and additions: gloo's reduce-scatter overwrites data not
+    sent yet. From some megabytes on, parts of sums were occasionally wrong, without an error
     (https://github.com/jax-ml/jax/issues/40830, jaxlib 0.10 to 0.12).
 
     Args:
       value: ``[..., n, ...]`` on each device.
       axes: the mesh axis, or several, along which devices differ.
-      dim: the dimension of `n`, a multiple of the devices that add.
-      groups: of devices that add among themselves; None for all of them together.
+      dim: the dimension of size `n`, a multiple of the number of devices that add.
+      groups: groups of devices that add among themselves; None for one group.
 
     Returns:
       ``[..., n / devices, ...]``
@@ -189,20 +191,20 @@ def reduce_scatter(value: Any, axes: Any, dim: int, groups: Sequence[Sequence[in
     if not BY_GLOO.get():
         return lax.psum_scatter(value, axes, scatter_dimension=dim, axis_index_groups=named, tiled=True)
     size = lax.axis_size(axes) if named is None else len(named[0])
-    # A dimension of their own for the parts, or compilers bring the whole into another layout first.
+    # the parts have a dimension of their own, or compilers first change the layout of the whole value
     parts = value.reshape(*value.shape[:dim], size, value.shape[dim] // size, *value.shape[dim + 1 :])
     parts = lax.all_to_all(parts, axes, dim, dim, axis_index_groups=named, tiled=True)
     return functools.reduce(lax.add, [lax.index_in_dim(parts, part, dim, keepdims=False) for part in range(size)])
 
 
 def platform() -> str:
-    """What the program is compiled for, if its mesh says so."""
+    """The platform that the program is compiled for, if its mesh has one."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return getattr(device, "platform", None) or ""
 
 
 def part_to_send(value: Any, before: Layout, move: Move, shape: Sequence[int], axes: Axes) -> Any:
-    """What this device sends by a permute: the part of its block that another is to have."""
+    """The part of this device's block that it sends in a permute."""
     for d, (parts, after) in enumerate(zip(move.parts, move.after.dims, strict=True)):
         if parts is not None:
             assert after is not None
@@ -212,7 +214,7 @@ def part_to_send(value: Any, before: Layout, move: Move, shape: Sequence[int], a
 
 
 def combine(value: Any, names: tuple[str, ...], monoid: Monoid) -> Any:
-    """The pieces of a value on all devices along axes, combined. A sum of minus zeros may be zero."""
+    """All-reduces partial values along axes. A sum of minus zeros may be zero."""
     if not combines_in_transit(monoid, value.dtype):
         pieces = lax.all_gather(value, names)
         result = pieces[0]
@@ -221,14 +223,14 @@ def combine(value: Any, names: tuple[str, ...], monoid: Monoid) -> Any:
         return result.astype(value.dtype)
     if monoid is Monoid.SUM:
         return lax.psum(value, names)
-    if value.dtype in ORDERED:  # among floats, some collectives lose NaN
+    if value.dtype in ORDERED:  # among floats, some all-reduces lose NaN
         return from_ordered_bits(combine(to_ordered_bits(value, monoid), names, monoid), value.dtype)
     most = lax.pmin if monoid in (Monoid.AND, Monoid.MIN) else lax.pmax
     return most(value.astype(jnp.int8), names).astype(np.bool_) if value.dtype == np.bool_ else most(value, names)
 
 
 def to_ordered_bits(value: Any, monoid: Monoid) -> Any:
-    """Integers in the order of numbers; NaN is the one that a monoid (the greatest, or the least) takes."""
+    """Maps floats to integers in the same order; NaN becomes the value that the monoid (maximum or minimum) selects."""
     bits = lax.bitcast_convert_type(value, ORDERED[value.dtype])
     least, greatest = (jnp.iinfo(bits.dtype).min, jnp.iinfo(bits.dtype).max)
     nan = greatest if monoid is Monoid.MAX else least
@@ -236,12 +238,12 @@ def to_ordered_bits(value: Any, monoid: Monoid) -> Any:
 
 
 def from_ordered_bits(bits: Any, dtype: Any) -> Any:
-    """Undoes `to_ordered_bits`: the greatest integer, and the least, are bits of NaN."""
+    """Undoes `to_ordered_bits`: the extreme integers become NaN."""
     return lax.bitcast_convert_type(jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits), dtype)
 
 
 def open_dim(value: Any, dim: int, cut: Cut | None, n: int, axes: Axes) -> Any:
-    """A dimension as three: ``outer``, one device's block, ``inner``."""
+    """Reshapes a dimension to ``outer``, one device's block, ``inner``."""
     assert cut is not None
     shape, inner = value.shape, n // (cut.outer * cut.size)
     return value.reshape(*shape[:dim], cut.outer, cut.block(axes), inner, *shape[dim + 1 :])
@@ -256,7 +258,7 @@ def close_dim(value: Any, dim: int) -> Any:
 def gather(
     value: Any, dim: int, cut: Cut, rest: Cut | None, n: int, axes: Axes, put_together: Callable[..., Any]
 ) -> Any:
-    """Puts the blocks of a dimension together, all of them or those over the minor axes."""
+    """All-gathers the blocks of a dimension, all of them or those over the minor axes."""
     size = cut.size if rest is None else rest.block(axes)
     if cut.outer == 1 and n == cut.size:
         together = put_together(value, axis=dim)
@@ -266,7 +268,7 @@ def gather(
 
 
 def take_block(value: Any, dim: int, before: Cut | None, after: Cut, n: int, axes: Axes, part: jax.Array) -> Any:
-    """One of the blocks of what a device has more of."""
+    """Slices one block out of a larger one."""
     block = after.block(axes)
     parts = count(after.axes, axes) // (count(before.axes, axes) if before is not None else 1)
     have, inner = after.size if before is None else before.block(axes), n // (after.outer * after.size)
@@ -279,7 +281,7 @@ def take_block(value: Any, dim: int, before: Cut | None, after: Cut, n: int, axe
 
 
 def extend_dim(value: Any, dim: int, before: int, behind: int) -> Any:
-    """An array with something more along a dimension, whatever."""
+    """Pads a dimension with undefined values."""
     if not before and not behind:
         return value
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
@@ -300,20 +302,20 @@ def fetch(
     fill: Any,
     axes: Axes,
 ) -> Any:
-    """The indices of a dimension that each device needs, wherever they lie.
+    """Fetches the indices of a dimension that each device needs from wherever they are.
 
     Args:
       value: one device's array.
       dim: the dimension.
-      cut: along which axes parts are counted; how the dimension is cut, if it is.
-      lies_cut: whether it is; else every device has all of it.
-      n: its whole size.
-      intervals: which indices each part needs, one interval behind the other.
-      fill: what stands where there is no such index, a scalar; None for anything.
-      axes: of the mesh.
+      cut: the axes that number the parts, and the cut of the dimension, if it is cut.
+      lies_cut: whether the dimension is cut; otherwise every device has all of it.
+      n: size of the whole dimension.
+      intervals: the indices that each part needs, as consecutive intervals.
+      fill: a scalar for indices that do not exist; None for any value.
+      axes: the mesh axes.
 
     Returns:
-      The device's array with what it needs along the dimension.
+      The device's array with the indices that it needs along the dimension.
     """
     block = cut.block(axes) if lies_cut else cut.size
     shape = value.shape
@@ -346,9 +348,9 @@ def _fetch_one(value: Any, dim: int, cut: Cut, block: int | None, interval: Inte
 def _neighbourhood(
     value: Any, dim: int, names: tuple[str, ...], block: int, index: np.ndarray, axes: Axes
 ) -> tuple[Any, np.ndarray]:
-    """A run of indices around a device's own block that has all that it needs, and where each part's run begins.
+    """A range of indices around a device's block that has all that it needs, and where each part's range begins.
 
-    What is needed of a block at some distance is sent by one permutation, cut to what any device needs of it.
+    One permute per distance sends what any device needs of the blocks there.
     """
     parts = len(index)
     needed, pairs = needed_neighbours(index, block)
@@ -362,7 +364,7 @@ def _neighbourhood(
         if distance == first:
             begin = low
         piece = lax.slice_in_dim(value, low, high + 1, axis=dim)
-        if distance and distance in pairs:  # others only lie between, and may be anything
+        if distance and distance in pairs:  # other blocks only lie between, and may be undefined
             piece = permute(piece, names, pairs[distance], axes)
         pieces.append(piece)
     near = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=dim)
@@ -372,11 +374,11 @@ def _neighbourhood(
 def needed_neighbours(
     index: np.ndarray, block: int
 ) -> tuple[dict[int, tuple[int, int]], dict[int, set[tuple[int, int]]]]:
-    """Of blocks at each distance the first and last element that anyone needs, and who needs some of whose.
+    """Per distance of blocks, the first and last element that any part needs, and the pairs of devices that exchange.
 
     Args:
-      index: what each part needs, int ``[part, element]``; -1 for nothing.
-      block: indices of a block.
+      index: the indices that each part needs, int ``[part, element]``; -1 for none.
+      block: number of indices of a block.
     """
     needed: dict[int, tuple[int, int]] = {}
     pairs: dict[int, set[tuple[int, int]]] = {}
@@ -392,19 +394,19 @@ def needed_neighbours(
 
 
 def permute(value: Any, names: tuple[str, ...], pairs: Set[tuple[int, int]], axes: Axes) -> Any:
-    """Sends values from parts to parts, ``(source, destination)``; to each part from one.
+    """Permutes values between parts, ``(source, destination)``; each part receives one value.
 
-    Where devices are at different places of the program (`APART`) all parts are given all there, and take what is
-    theirs: XLA's CPU runtime waits for all devices of the program when single ones send to single others (0.10).
+    Where devices are at different points of the program (`APART`), all parts gather all values, and select their own.
+    XLA's CPU runtime waits for all devices of the program in a permute (0.10).
 
-    Unlike other collectives, a permutation along several axes numbers devices in the order of the mesh's axes, whatever
-    the order in which these are given.
+    Unlike other collectives, a permute along several axes numbers devices in the order of the mesh's axes, whatever
+    order is given.
 
     Args:
       value: one device's array.
       names: the axes that number the parts.
-      pairs: who sends to whom; other parts may be given anything.
-      axes: of the mesh.
+      pairs: sources and destinations; other parts receive undefined values.
+      axes: the mesh axes.
     """
     if APART.get():
         sources = np.zeros(count(names, axes), np.int32)
@@ -419,10 +421,10 @@ def permute(value: Any, names: tuple[str, ...], pairs: Set[tuple[int, int]], axe
 
 
 def _select(value: Any, dim: int, own: np.ndarray, there: np.ndarray, me: jax.Array) -> Any:
-    """Elements ``own[part]`` along a dimension; anything where none is there."""
+    """Elements ``own[part]`` along a dimension; undefined where `there` is false."""
     length = own.shape[1]
     steps = [row[ok] - np.flatnonzero(ok) for row, ok in zip(own, there, strict=True)]
-    if all((s == s[0]).all() for s in steps if len(s)):  # neighbours stay neighbours
+    if all((s == s[0]).all() for s in steps if len(s)):  # contiguous elements stay contiguous
         starts = np.array([s[0] if len(s) else 0 for s in steps])
         before = max(0, -int(starts.min()))
         behind = max(0, int(starts.max()) + length - value.shape[dim])

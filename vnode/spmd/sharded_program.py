@@ -1,4 +1,4 @@
-"""A whole program over a mesh: from arrays to arrays, by `jax.shard_map` that is manual over all axes.
+"""Flow -> program over a mesh, from arrays to arrays, by a `jax.shard_map` that is manual over all axes.
 
 Knows meshes, flows and how they are run. Must not know how layouts are chosen, nor virtual nodes.
 """
@@ -26,7 +26,7 @@ def long_axes(mesh: Mesh) -> dict[str, int]:
 
 
 def as_spec_layout(layout: Layout, axes: Axes) -> Layout:
-    """A layout that a `PartitionSpec` can say: what axes do not divide evenly is whole."""
+    """A layout that a `PartitionSpec` can express: dimensions that axes do not divide evenly are whole."""
     return Layout(tuple(cut if is_even(cut, axes) else None for cut in layout.dims))
 
 
@@ -36,7 +36,7 @@ def spec_of(layout: Layout) -> PartitionSpec:
 
 
 def flow_over_mesh(flow: Flow, mesh: Mesh) -> Any:
-    """A function of a program's inputs that gives its outputs, each a list of arrays on `mesh`.
+    """A function from a program's inputs to its outputs, both lists of arrays on `mesh`.
 
     Args:
       flow: layouts through the program.
@@ -63,16 +63,16 @@ def flow_over_mesh(flow: Flow, mesh: Mesh) -> Any:
 
 
 def program_over_mesh(program: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """A program of each device as one over a mesh, all of whose axes are manual.
+    """Runs a per-device program over a mesh, all of whose axes are manual.
 
-    XLA takes arrays without elements for constants before it reads how operands lie, and does not know a program of
-    which it then finds no operand. Where there is nothing in any, they are made on each device.
+    XLA treats empty arrays as constants before it reads the shardings of operands, and fails if a program then has no
+    operand. If all operands are empty, they are made on each device.
 
     Args:
-      program: from the device's parts to its parts of results.
+      program: maps a device's shards of arguments to its shards of results.
       mesh: the devices.
-      in_specs: of the arguments, as for `jax.shard_map`.
-      out_specs: of the results.
+      in_specs: specs of the arguments, as for `jax.shard_map`.
+      out_specs: specs of the results.
     """
 
     def run(*args: Any) -> Any:
@@ -92,7 +92,7 @@ def program_over_mesh(program: Callable[..., Any], mesh: Mesh, in_specs: Any, ou
 
 
 def empty_part(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
-    """A device's part of an array without elements."""
+    """A device's shard of an empty array."""
     shape = NamedSharding(mesh, spec).shard_shape(leaf.shape)
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jnp.zeros(shape, leaf.dtype)

@@ -1,9 +1,9 @@
-"""Which values are needed in parts only, so that they are computed in parts: layouts, followed backward once.
+"""Flow -> wanted layouts of replicated values that are read in shards, found by one backward pass.
 
-Knows flows. Must not know how layouts flow forward, nor how a program is carried out.
+Knows flows. Must not know how layouts flow forward, nor how programs are run.
 
-Layouts flow forward, so what depends on nothing that is divided is computed whole on every device, and cut where it
-meets something that is. Where all who read it cut it alike, it is computed so, and so is what it is made of. Loops and
+Layouts flow forward, so values that depend on no sharded input are computed whole on every device, and sliced where
+they meet a sharded one. If all readers shard a value alike, it is computed sharded, and so are its operands. Loops and
 branches read as their bodies do.
 """
 
@@ -21,17 +21,17 @@ from vnode.spmd.sharding_flow import Flow, Step
 
 
 def computes_parts_locally(description: OperatorDescription) -> bool:
-    """Whether parts of a result are computed of whole operands without any exchange."""
+    """Whether shards of a result are computed from whole operands without communication."""
     return not any(isinstance(factor.split, Prefix) for factor in description.factors)
 
 
 def find_wishes(flow: Flow, axes: Axes, exact: Set[str] = frozenset()) -> dict[Var, Layout]:
-    """How values shall lie that every device has whole, and that are read in parts only, also in loops and branches.
+    """Wanted layouts of replicated values that are read in shards only, also in loops and branches.
 
     Args:
       flow: layouts through a program, followed forward.
-      axes: of the mesh.
-      exact: axes along which only what is computed element by element is computed in parts.
+      axes: the mesh axes.
+      exact: axes over which only elementwise results are computed sharded.
 
     Returns:
       For some variables the layout in which they are read.
@@ -42,7 +42,7 @@ def find_wishes(flow: Flow, axes: Axes, exact: Set[str] = frozenset()) -> dict[V
 
 
 def follow_back(flow: Flow, axes: Axes, exact: Set[str], wishes: dict[Var, Layout]) -> dict[Var, set[Layout]]:
-    """Adds wishes of one program, and says in which layouts its variables are read then."""
+    """Adds the wishes of one program; returns the layouts in which its variables are then read."""
     reads: dict[Var, set[Layout]] = {}
 
     def read(atom: object, layouts: Iterable[Layout]) -> None:
@@ -81,11 +81,11 @@ def follow_back(flow: Flow, axes: Axes, exact: Set[str], wishes: dict[Var, Layou
 
 
 def read_layouts(flow: Flow, returned: bool = False) -> dict[Var, list[Layout]]:
-    """In which layouts each variable of a program is read, each time; in loops and branches as their bodies read it.
+    """The layouts in which each variable of a program is read, one per use; loops and branches read as their bodies.
 
     Args:
-      flow: layouts through it.
-      returned: whether the program's outputs are among what is read.
+      flow: layouts through the program.
+      returned: whether outputs count as uses.
     """
     found: dict[Var, list[Layout]] = {}
 
@@ -103,13 +103,13 @@ def read_layouts(flow: Flow, returned: bool = False) -> dict[Var, list[Layout]]:
 
 
 def body_read_layouts(step: Step, reads: Callable[[Flow], Mapping[Var, Iterable[Layout]]]) -> dict[int, list[Layout]]:
-    """In which layouts bodies of a loop or branch read its operands, by their numbers.
+    """The layouts in which the bodies of a loop or branch read its operands, by operand number.
 
-    Not what is carried, which lies as it is carried, nor what chooses.
+    Carries and the branch index are left out: a carry has a layout of its own.
 
     Args:
-      step: the loop or branch, or any other step, which has none.
-      reads: says for a body in which layouts its variables are read.
+      step: the loop or branch; any other step has no bodies.
+      reads: returns the layouts in which a body's variables are read.
     """
     found: dict[int, list[Layout]] = {}
     region = step.region

@@ -1,11 +1,11 @@
-"""Layouts through a program: how every value lies, and how every equation is cut.
+"""Program and layouts of its inputs -> the layout of every value, and the sharding of every equation.
 
-Knows programs, loops and branches, and the choice for one equation. Must not know devices, virtual nodes, nor how
-anything is carried out.
+Knows programs, loops and branches, and shardings of one equation. Must not know devices, virtual nodes, nor how
+programs are run.
 
-Layouts flow forward from the inputs; each equation follows its operands. Inside loops they run to a fixpoint over what
-is carried. What is made from nothing (constants, iotas, broadcasts of scalars, random bits of a key) has no layout: it
-is made in whatever layout it is needed in.
+Layouts flow forward from the inputs; each equation follows its operands. In loops, layouts of the carry are iterated to
+a fixpoint. Values made from nothing (constants, iotas, broadcasts of scalars, random bits of a key) have no layout:
+they are made in whatever layout is needed.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ from vnode.spmd.op_sharding import (
 from vnode.spmd.resharding import finest_layout
 
 Path = tuple[int, ...]
-"""Which equation of a program: its number; in a loop or branch that equation's, the body's, and the number there."""
+"""The position of an equation: its number; inside a loop or branch that equation's, the body's, and the number
+there."""
 
 TURNS = 4
-"""How often a loop's body is followed until what it carries keeps its layout; then layouts stay what they are."""
+"""Iterations after which the layouts of a loop's carry are fixed."""
 
 CHEAP = 30
-"""Operations per element up to which a value from nothing is made where it is needed, rather than once."""
+"""Operations per element up to which a value from nothing is made at each use, rather than once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestedSharding:
-    """How an equation shall be cut.
+    """A requested sharding of an equation.
 
     Attributes:
-      ways: the axes that divide it.
-      given: how each operand lies when it is read; what the equation lacks of it is fetched from there.
-      passed: axes over which operands are in pieces, and so are the results.
+      ways: the sharded factors and their axes.
+      given: layouts in which operands are read; indices that the equation lacks are fetched from there.
+      passed: axes over which operands are partial, and results stay so.
     """
 
     ways: tuple[FactorSharding, ...]
@@ -67,22 +68,22 @@ class RequestedSharding:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """How one equation is carried out.
+    """The sharding of one equation in a program.
 
     Attributes:
       eqn: the equation.
-      operands: how each operand has to lie; None for one that is not read.
-      made: how each result lies where it is made.
-      results: how each result lies for who reads it.
-      choice: how the equation is cut; None for a loop or branch, and for what every device evaluates whole.
-      region: the loop or branch that it is.
+      operands: required layouts of operands; None for one that is not read.
+      made: layouts in which results are computed.
+      results: layouts in which results are read.
+      choice: the equation's sharding; None for a loop or branch, and for an equation that every device evaluates whole.
+      region: the loop or branch that the equation is.
       bodies: layouts through each body.
-      branches: the branches that it is, if each of the bodies is evaluated by devices of its own.
-      loop: the loop over blocks that it is, if each device has a number of them of its own.
-      anyhow: it is evaluated wherever its result is needed, in that layout.
-      asks: it asks for a layout, and computes nothing.
-      leaves: its results leave a program: only what is handed on is there afterwards.
-      after: of a loop what has to be there before its operands are gathered, for this loop alone.
+      branches: its branches, if devices of their own evaluate each body.
+      loop: its loop over blocks, if devices have different numbers of blocks.
+      materializable: evaluated wherever its result is needed, in that layout.
+      is_constraint: a sharding constraint, which computes nothing.
+      leaves: its results leave a program: only the layouts handed on exist afterwards.
+      gather_after: for a loop, values that must be ready before its operands are gathered, for this loop alone.
     """
 
     eqn: JaxprEqn
@@ -105,11 +106,11 @@ class Flow:
     """Layouts through a program.
 
     Attributes:
-      program: what was followed.
-      inputs: how each input lies.
+      program: the program.
+      inputs: layouts of inputs.
       steps: one per equation, in order.
-      outputs: how each output lies where it is handed on.
-      ends: how each output lies where it is made.
+      outputs: layouts in which outputs are returned.
+      ends: layouts in which outputs are computed.
     """
 
     program: Program
@@ -128,23 +129,23 @@ def follow(
     wishes: Mapping[Var, Layout] | None = None,
     asked: Mapping[Path, RequestedSharding] | None = None,
 ) -> Flow:
-    """Finds how every value of a program lies.
+    """Finds the layout of every value of a program.
 
     Args:
       program: the program.
-      inputs: how each of its inputs lies.
-      axes: of the mesh, those longer than one.
-      outputs: for each output how it shall be handed on; None where that is left open, or for all of them.
-      wishes: how single variables shall lie, those of loops' and branches' bodies (`Program.bodies`) among them. What
-        begins as zero, and is carried by a loop, may be wished in pieces of a sum.
-      asked: how single equations shall be cut.
+      inputs: layouts of its inputs.
+      axes: the mesh axes longer than one.
+      outputs: for each output its required layout; None where any will do, or for all of them.
+      wishes: wanted layouts of single variables, including those of loops' and branches' bodies (`Program.bodies`). A
+        carry that begins as zero may be wished partial.
+      asked: requested shardings of single equations.
 
     Returns:
       The flow.
 
     Raises:
-      PartitionError: an equation cannot be cut as is asked.
-      UnsupportedPrimitiveError: an equation has an effect, which every device would have.
+      PartitionError: an equation cannot be sharded as requested.
+      UnsupportedPrimitiveError: an equation has an effect, which every device would repeat.
     """
     made = _Follower(program, axes, wishes or {}, asked or {}).follow([OperandSharding(layout) for layout in inputs])
     wanted = outputs if outputs is not None else [None] * len(program.outputs)
@@ -166,7 +167,7 @@ class _Follower:
     ) -> None:
         self.program, self.axes, self.wishes, self.asked, self.path = program, axes, wishes, asked, path
         self.states: dict[Var, OperandSharding] = {}
-        self.pieces: dict[Var, Layout] = {}  # how what lies complete was made, if in pieces
+        self.pieces: dict[Var, Layout] = {}  # for combined values, the partial layouts in which they were computed
         self.steps: list[Step] = []
         self.ends: list[OperandSharding] = []
 
@@ -234,7 +235,7 @@ class _Follower:
         results = apply_wishes(made, wishes)
         for atom, each, want in zip(eqn.invars, given, choice.operands, strict=True):
             if isinstance(atom, Var) and each.layout.partial and not want.partial:
-                self.states[atom] = OperandSharding(want)  # from here on it is at hand like this
+                self.states[atom] = OperandSharding(want)  # later equations find it in this layout
         self.states.update(
             (var, OperandSharding(r, settled=bool(r.partial) and self.is_combined(var, r)))
             for var, r in zip(eqn.outvars, results, strict=True)
@@ -242,7 +243,7 @@ class _Follower:
         return Step(eqn, choice.operands, made, results, choice)
 
     def is_combined(self, var: Var, layout: Layout) -> bool:
-        """Whether some equation that reads a variable needs its pieces combined."""
+        """Whether some equation that reads a variable needs its partial values combined."""
         for eqn in self.program.readers.get(var, ()):
             description = None if region_of(eqn) is not None else self.program.describe(eqn)
             having = {i for i, atom in enumerate(eqn.invars) if atom is var}
@@ -254,8 +255,8 @@ class _Follower:
 
     @functools.cached_property
     def requested_layouts(self) -> dict[Var, Layout]:
-        """How variables shall lie that nobody reads but what asks for a layout along all dimensions, perhaps by way of
-        equations that compute element by element."""
+        """Layouts of variables whose only readers, directly or through elementwise equations, are sharding
+        constraints on all dimensions."""
         asked: dict[Var, Layout] = {}
 
         def ask(atom: Atom, layout: Layout) -> None:
@@ -292,7 +293,7 @@ class _Follower:
         given: Sequence[OperandSharding],
         asked: RequestedSharding,
     ) -> Step:
-        """What shall be cut in some ways is cut in these, or refused."""
+        """Shards an equation as requested, or raises an error."""
         choice = build_sharding(
             eqn, description, asked.ways, [OperandSharding(x) for x in asked.given], self.axes, asked.passed
         )
@@ -313,32 +314,33 @@ class _Follower:
         return Step(eqn, choice.operands, made, results, choice)
 
     def has_pieces(self, atom: Atom, given: OperandSharding, want: Layout) -> bool:
-        """Whether what is read in pieces is at hand in these: nothing else may be added more than once."""
+        """Whether a value that is wanted partial is available so; adding any other layout would count it several
+        times."""
         made = self.pieces.get(atom, given.layout) if isinstance(atom, Var) else given.layout
         return given.zero or any(set(want.partial) <= set(layout.partial) for layout in (made, given.layout))
 
     def constraint_step(self, eqn: JaxprEqn, asked: Sequence[tuple[str, ...] | None], given: OperandSharding) -> Step:
-        """What asks for a layout gets it, over the axes that there are."""
+        """Applies a sharding constraint, over the axes that exist."""
         (var,) = eqn.outvars
         layout = self.layout_asked(asked, given.layout, var.aval.shape)
         self.states[var] = OperandSharding(layout)
         return Step(eqn, (layout,), (layout,), (layout,), is_constraint=True)
 
     def layout_asked(self, asked: Sequence[tuple[str, ...] | None], layout: Layout, shape: Sequence[int]) -> Layout:
-        """A layout with what is asked for, over the axes that there are."""
+        """A layout with a constraint applied, over the axes that exist."""
         dims = list(layout.dims)
         for d, (names, n) in enumerate(zip(asked, shape, strict=True)):
             if names is not None:
                 names = tuple(name for name in names if name in self.axes)
                 dims[d] = cut_of(names, 1, n, n, self.axes) if names and n > 1 else None
         taken = [name for names in asked for name in names or ()]
-        for d, cut in enumerate(dims):  # an axis cuts one dimension
+        for d, cut in enumerate(dims):  # an axis cuts one dimension only
             if asked[d] is None and cut is not None and set(cut.axes) & set(taken):
                 dims[d] = None
         return Layout(tuple(dims))
 
     def is_materializable(self, eqn: JaxprEqn, given: Sequence[OperandSharding]) -> bool:
-        """Whether a value is made of so little, by so few operations, that it is made where it is needed."""
+        """Whether a value has so few inputs and operations that it is made at each use."""
         description = self.program.describe(eqn)
         assert description is not None
         if description.has(Algebra.CONTRACTS) or description.reduced or len(eqn.outvars) != 1:
@@ -354,7 +356,8 @@ class _Follower:
     def side_by_side_step(
         self, eqn: JaxprEqn, branches: Branches, given: Sequence[OperandSharding], path: Path
     ) -> Step:
-        """Branches, each evaluated by the devices of one index along an axis, and divided over the other axes."""
+        """Shards branches side by side: devices of one index along an axis evaluate each, sharded over the other
+        axes."""
         axis, count = branches.axis, len(branches.programs)
         if self.axes.get(axis, 1) < count:
             raise PartitionError(
@@ -389,7 +392,8 @@ class _Follower:
         return Step(eqn, tuple(operands), made, results, bodies=tuple(flows), branches=branches)
 
     def at_branches(self, branches: Branches, i: int, atom: Atom, layout: Layout) -> Layout:
-        """How branches read an operand: as is wished, and where it is, if it is read there only."""
+        """The layouts in which branches read an operand: the wished one; at one index only, if it is read there
+        only."""
         inside = (
             program.inputs[reads.index(i)]
             for program, reads in zip(branches.programs, branches.operands, strict=True)
@@ -405,12 +409,12 @@ class _Follower:
 
     @functools.cached_property
     def branch_locations(self) -> dict[Var, tuple[str, int]]:
-        """The axis and the index of the devices that alone have what a branch computes."""
+        """The axis and index of the devices that alone have a branch's values."""
         return branch_locations(self.program)
 
     @staticmethod
     def pieces_at_one(eqn: JaxprEqn, atom: Atom, end: OperandSharding) -> Layout:
-        """How a branch hands on a result: pieces over other axes may remain, if they are of the same monoid."""
+        """The layout in which a branch returns a result: it may stay partial over other axes with the same monoid."""
         dtype = atom.aval.dtype
         if jnp.issubdtype(dtype, jax.dtypes.extended):
             raise PartitionError(
@@ -426,7 +430,7 @@ class _Follower:
     # Blocks in different numbers
 
     def blocks_step(self, eqn: JaxprEqn, loop: Loop, given: Sequence[OperandSharding], path: Path) -> Step:
-        """A loop over blocks, each device's own along some axes, and each block divided over the other axes."""
+        """Shards a loop over blocks: some axes divide the blocks among devices, the other axes divide each block."""
         share = loop.share
         share.check(self.axes)
         inner = {name: size for name, size in self.axes.items() if name not in share.axes}
@@ -472,7 +476,7 @@ class _Follower:
         held = self.operand_layouts(region, programs, given)
         for i, layout in held.items():
             layouts[i] = layout
-        # Where elements of the carry stop for themselves, the loop must turn equally often on all devices.
+        # if elements of the carry stop by themselves, all devices must run the same number of iterations
         stopping = max((len(a.aval.shape) for program in programs[: region.tests] for a in program.outputs), default=0)
         for i in carried:
             layouts[i] = whole_along(stopping, layouts[i])
@@ -496,7 +500,7 @@ class _Follower:
         wishes = [self.wishes.get(var) for var in eqn.outvars]
         for j in range(len(carried), len(made)):
             wish = wishes[j]
-            if wish is not None:  # bodies hand it on so; of a stack, each turn its piece
+            if wish is not None:  # bodies return it so; of a stack, one iteration's element
                 made[j] = Layout((None, *wish.dims[1:])) if region.stacks else wish
         results = apply_wishes(made, wishes)
         bodies = []
@@ -515,7 +519,7 @@ class _Follower:
     def operand_layouts(
         self, region: Region, programs: Sequence[Program], given: Sequence[OperandSharding]
     ) -> dict[int, Layout]:
-        """How operands shall lie, by what is wished of the bodies' inputs."""
+        """Layouts of operands, by the wishes for the bodies' inputs."""
         found = dict[int, Layout]()
         for program, inputs in zip(programs, region.inputs, strict=True):
             for i, var in zip(inputs, program.inputs, strict=False):
@@ -527,7 +531,7 @@ class _Follower:
 
     @staticmethod
     def may_be_partial(layout: Layout, given: OperandSharding) -> bool:
-        """Whether what begins as given may become pieces of a sum: nothing is added more than once."""
+        """Whether an initial carry may become a partial sum: it must be zero or partial itself."""
         return given.zero and all(monoid is Monoid.SUM for _, monoid in layout.partial)
 
     def follow_bodies(
@@ -547,9 +551,9 @@ class _Follower:
     def results_of(
         self, eqn: JaxprEqn, region: Region, ends: Sequence[Sequence[OperandSharding]], carried: Sequence[Layout]
     ) -> list[Layout]:
-        """How a region's results lie: what is carried as it is carried, others as the bodies agree.
+        """The layouts of a region's results: carries keep theirs; others follow the bodies.
 
-        Where branches do not, a result lies as that to which all others are only cut, if there is one.
+        Where branches differ, the result has the layout that all others are slices of, if there is one.
         """
         results = list(carried)
         for var, several in list(zip(eqn.outvars, zip(*ends, strict=True), strict=True))[len(carried) :]:
@@ -565,12 +569,12 @@ class _Follower:
 
 
 def apply_wishes(made: Sequence[Layout], wishes: Sequence[Layout | None]) -> tuple[Layout, ...]:
-    """Layouts, with what is wished in their places."""
+    """Replaces layouts by the wished ones."""
     return tuple(layout if wish is None else wish for layout, wish in zip(made, wishes, strict=True))
 
 
 def below_axis(axis: str, layout: Layout, shape: Sequence[int], axes: Axes) -> Layout:
-    """A layout with pieces combined, and dimensions cut no further than over the axes before `axis`."""
+    """Combines partial values, and keeps cuts only up to the axes before `axis`."""
     dims: list[Cut | None] = []
     for cut, n in zip(layout.dims, shape, strict=True):
         if cut is not None and axis in cut.axes:
@@ -581,12 +585,12 @@ def below_axis(axis: str, layout: Layout, shape: Sequence[int], axes: Axes) -> L
 
 
 def present_at_one(layout: Layout, axis: str) -> Layout:
-    """How a value lies among devices of one index along an axis, which alone have it."""
+    """The layout of a value that only devices of one index along an axis have."""
     return Layout(layout.dims, tuple(each for each in layout.partial if each[0] != axis))
 
 
 def branch_result_layouts(branches: Branches, flows: Sequence[Flow], axes: Axes) -> tuple[Layout, ...]:
-    """How the results of branches lie: those of devices along their axis are pieces, of which one has something."""
+    """The layouts of branches' results: partial along their axis, since one device has each value."""
     order = list(axes)
     found: dict[int, Layout] = {}
     for flow, makes in zip(flows, branches.results, strict=True):
@@ -602,10 +606,10 @@ def with_cut(dim: int, cut: Cut | None, layout: Layout) -> Layout:
 
 
 def monoid_of_one(dtype: object) -> Monoid:
-    """By what a value combines that one device has, and of which others have nothing."""
+    """The monoid that broadcasts one device's value."""
     return Monoid.OR if dtype == np.bool_ else Monoid.SUM
 
 
 def whole_along(dims: int, layout: Layout) -> Layout:
-    """A layout of which the first dimensions are not cut."""
+    """A layout whose first dimensions are not cut."""
     return Layout((*(None,) * dims, *layout.dims[dims:]), layout.partial)

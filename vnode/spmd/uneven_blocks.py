@@ -1,10 +1,10 @@
-"""Blocks of a dimension, of which devices hold different numbers: 5 here and 3 there.
+"""Array -> array stored in blocks of a dimension, of which devices hold different numbers, such as 5 and 3.
 
-Knows arrays, and how many blocks each device has. Must not know equations or programs, nor who reads the blocks.
+Knows arrays, and the number of blocks of each device. Must not know equations or programs, nor who reads the blocks.
 
 A dimension of B equal blocks is stored as ``devices x most x block``: each device has room for as many blocks as the
-one that has most, its own first. What lies behind them is zero, and nobody computes with it. So an array is divided
-evenly, as all that jax stores, and work is not.
+fullest one, its own first. The rest is zero, and nobody computes with it. So the array is sharded evenly, as jax
+requires, and the work is not.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from vnode.spmd.layout import Axes, Cut, count, cut_of
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """How many blocks of a dimension each device has.
+    """The number of blocks of a dimension that each device has.
 
     Attributes:
-      axes: of the mesh, major to minor; their indices number the devices.
-      counts: blocks of each device, 0 or more. Block 0 is the first one of the first device.
+      axes: the mesh axes, major to minor; their indices number the devices.
+      counts: blocks of each device, 0 or more. Block 0 is the first device's first block.
 
     Raises:
       PartitionError: there are fewer than two blocks, or a count is negative.
@@ -57,36 +57,36 @@ class Share:
 
     @property
     def blocks(self) -> int:
-        """All of them."""
+        """The number of blocks of all devices."""
         return sum(self.counts)
 
     @property
     def max_blocks(self) -> int:
-        """Those of the device that has most."""
+        """The number of blocks of the fullest device."""
         return max(self.counts)
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The first block of each device."""
+        """The number of each device's first block."""
         return tuple(itertools.accumulate(self.counts, initial=0))[:-1]
 
     def stored_size(self, n: int) -> int:
-        """How long a dimension of `n` is as it is stored."""
+        """The stored size of a dimension of size `n`."""
         return n // self.blocks * self.max_blocks * len(self.counts)
 
     def cut(self, room: int, axes: Axes) -> Cut:
-        """How a dimension lies that is stored with `room` elements."""
+        """The cut of a stored dimension of size `room`."""
         return cut_of(self.axes, 1, room, room, axes)
 
     def check(self, axes: Axes, given: Sequence[int] | None = None) -> None:
         """Checks that a mesh has the axes.
 
         Args:
-          axes: those of the mesh.
-          given: the counts as the user writes them, of indices; those of blocks by default.
+          axes: the mesh's axes.
+          given: the counts as the user gave them, in indices; by default counts of blocks.
 
         Raises:
-          PartitionError: it has not, or they number another number of devices.
+          PartitionError: the mesh lacks an axis, or has another number of devices along them.
         """
         strangers = [name for name in self.axes if name not in axes]
         if strangers or count(self.axes, axes) != len(self.counts):
@@ -100,32 +100,32 @@ class Share:
             )
 
     def from_rates(self, rates: Sequence[float], blocks: int) -> Share:
-        """Blocks by speed: the counts with which the slowest device has least to do.
+        """Shares out blocks by speed, so that the slowest device has least to do.
 
         Args:
-          rates: how fast each device is, in any unit; all of them above 0.
-          blocks: how many to share out.
+          rates: each device's speed, in any unit, above 0.
+          blocks: the number of blocks.
 
         Example:
           >>> Share(("x",), (1, 1)).from_rates([197, 459], 16).counts
           (5, 11)
         """
         counts = [0] * len(rates)
-        for _ in range(blocks):  # to whom would be done first with one more
+        for _ in range(blocks):  # to the device that would finish first with one more
             counts[min(range(len(rates)), key=lambda d: ((counts[d] + 1) / rates[d], d))] += 1
         return Share(self.axes, tuple(counts))
 
 
 def store(value: Any, dim: int, share: Share) -> jax.Array:
-    """An array with a dimension as it is stored in blocks.
+    """Stores an array in blocks along a dimension.
 
     Args:
       value: array of shape ``[..., n, ...]``; the blocks divide n.
       dim: the dimension.
-      share: the blocks.
+      share: the number of blocks of each device.
 
     Returns:
-      Array of shape ``[..., share.room(n), ...]``, of the same dtype.
+      Array of shape ``[..., share.stored_size(n), ...]``, of the same dtype.
 
     Example:
       >>> store(jnp.array([1, 2, 3]), 0, Share(("x",), (2, 1))).tolist()
@@ -157,10 +157,10 @@ def restore(value: Any, dim: int, share: Share) -> jax.Array:
 def restore_program(
     dims: tuple[int | None, ...], share: Share, sharding: NamedSharding
 ) -> Callable[[Sequence[Any]], list[Any]]:
-    """A program that undoes `store` for several arrays, each along its dimension, or along none.
+    """A program that undoes `store` for several arrays, each along its dimension in `dims`, if that is not None.
 
-    It is one for all of them: compilers give the exchanges of a program an order, and those of several programs that
-    run at a time none, so that devices may wait for each other in different ones.
+    One program restores all arrays: compilers order the collectives of one program. Those of several programs that run
+    concurrently have no order, so that devices could wait for each other.
     """
 
     def run(values: Sequence[Any]) -> list[Any]:
@@ -170,10 +170,10 @@ def restore_program(
 
 
 def check_divides(share: Share, shape: Sequence[int], dim: int, what: str) -> None:
-    """Checks that blocks divide a dimension.
+    """Checks that blocks divide a dimension evenly.
 
     Raises:
-      PartitionError: they do not, or there is no such dimension.
+      PartitionError: they do not, or the dimension does not exist.
     """
     if not 0 <= dim < len(shape) or shape[dim] % share.blocks:
         possible = [b for b in range(2, 65) if 0 <= dim < len(shape) and shape[dim] % b == 0]

@@ -134,7 +134,7 @@ class ArgumentPlacer:
         Args:
           tree: the argument, or all keyword arguments.
           whole: whether nothing of it is split.
-          led: as for `stays_in_place`.
+          led: `mesh_known` of `stays_in_place`.
           place: where it is in ``(args, kwargs)``; for messages.
         """
         wrapped = wrap(tree, *place, names=self.spec.positional)
@@ -155,7 +155,7 @@ class ArgumentPlacer:
     def _transfer_leaf(self, leaf: Any, whole: bool, led: bool) -> Any:
         """An array that is committed to devices, where the program wants it; any other one as it is."""
         if isinstance(leaf, jax.Array | ShardedBatch) and getattr(leaf, "committed", True):
-            return transfer(leaf, self.placement, batch=not whole, led=led)
+            return transfer(leaf, self.placement, batch=not whole, mesh_known=led)
         return leaf
 
     def _replicate(self, leaves: Sequence[Any]) -> list[Any]:
@@ -184,7 +184,7 @@ class ArgumentPlacer:
             if not there or typed_sharding(leaf):
                 away.append(i)
             else:
-                placed[i] = transfer(leaf, self.placement, batch=not whole, led=led)
+                placed[i] = transfer(leaf, self.placement, batch=not whole, mesh_known=led)
         if away:
             paths = [path for path, _ in jax.tree.leaves_with_path(tree, is_leaf=is_sharded_batch)]
             names = [jax.tree_util.keystr(paths[i]) or "an argument" for i in away]
