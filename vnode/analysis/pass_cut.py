@@ -100,7 +100,7 @@ class PassCut:
         if not others:
             return set()
         here = evaluated_steps(base)
-        behind = self.ancestry.behind
+        behind = self.ancestry.ancestors
         before = self.ancestry.union((var for var, _ in base.leaves), behind)
         little = steps_flops(here) // 20
         late: set[Var] = set()
@@ -154,7 +154,7 @@ class PassCut:
         if self.level > 0:
             makes, reads = self.mandatory_ancestry()
             alone = self.ancestry.union(values, makes)
-            again = alone & (self.ancestry.union(values, reads) | self.ancestry.union(earlier, self.ancestry.behind))
+            again = alone & (self.ancestry.union(values, reads) | self.ancestry.union(earlier, self.ancestry.ancestors))
             if self.ancestry.per_node_flops(again):
                 kept = {var: self.flow.states[var].level for var in self.kept if var in pending}
                 waiting = {var for var, level in kept.items() if level < self.level}

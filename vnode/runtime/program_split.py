@@ -128,9 +128,9 @@ def put_off(pieces: Sequence[Piece], program: Program) -> list[Piece]:
             if not stays or (cheap(action, program) and not wanted.isdisjoint(action.step.eqn.outvars)):
                 there.append(action)
                 wanted.update(operands_of(action))
-        later[number] = dataclasses.replace(later[number], once_actions=tuple(reversed(here)))
+        later[number] = dataclasses.replace(later[number], once=tuple(reversed(here)))
         later[following] = dataclasses.replace(
-            later[following], once_actions=(*reversed(there), *later[following].once)
+            later[following], once_actions=(*reversed(there), *later[following].once_actions)
         )
     return later
 
