@@ -129,9 +129,7 @@ def put_off(pieces: Sequence[Piece], program: Program) -> list[Piece]:
                 there.append(action)
                 wanted.update(operands_of(action))
         later[number] = dataclasses.replace(later[number], once=tuple(reversed(here)))
-        later[following] = dataclasses.replace(
-            later[following], once_actions=(*reversed(there), *later[following].once_actions)
-        )
+        later[following] = dataclasses.replace(later[following], once=(*reversed(there), *later[following].once))
     return later
 
 

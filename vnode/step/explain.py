@@ -67,7 +67,8 @@ def reports(
         emitted = emitted_schedule(made.schedule, spec.options, place.together)
         parts = {} if local is None else local(emitted)
         reduction = Reduction(spec.options.reduction, spec.options.lane, divided_by_xla, parts)
-        return describe_schedule(emitted, place, spec.name, made.couplings, reduction, names).found_by(here.search_lines)
+        found = describe_schedule(emitted, place, spec.name, made.couplings, reduction, names)
+        return found.found_by(here.search_lines)
 
     return [dataclasses.replace(of_place(place), **several) for place in places]
 
