@@ -84,7 +84,7 @@ class Follower:
       nodes: the number of nodes; decides which grains are acceptable.
       mode: the coupling mode (``"exact"``, ``"local"``, ``"error"``) of a reducing or materializing equation.
       couplings: found so far.
-      grains: for each batch the number of its examples that a node must hold a multiple of, so far.
+      grains: for each batch, the number of its examples that a node must hold a multiple of, so far.
       sums: values that a loop over the examples adds up in a carry.
       picked: sums that no node can estimate, because examples pick their place in them.
     """
