@@ -118,7 +118,7 @@ class Schedule:
     def recomputed_flops(self) -> int:
         """Flops of equations that more than one pass evaluates, beyond the first time, also in loops around passes."""
         inner = sum(
-            action.trip_count * inner.recomputed
+            action.trip_count * inner.recomputed_flops
             for stage in self.stages
             for action in stage.once_actions
             for inner in action.schedules

@@ -96,7 +96,7 @@ def apart(action: Evaluation) -> bool:
     """Whether a loop or branch has passes of its own, or batched values, of which a group has a part only."""
     if not action.schedules:
         return False
-    inner = [one for made in action.schedules for stage in made.stages for one in stage.once]
+    inner = [one for made in action.schedules for stage in made.stages for one in stage.once_actions]
     return (
         any(made.passes for made in action.schedules)
         or any(isinstance(form, Slice) for form in (*action.operands, *action.results))

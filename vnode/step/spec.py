@@ -2,7 +2,7 @@
 
     StepSpec(fun, options, in_axes=(None, 0), ...)
     spec.call((state, batch), {}).axes     ->  [None, None, 0]: which arrays carry examples, and along which dimension
-    spec.flat(call, output)                ->  the function of arrays that the pipeline traces
+    spec.flatten(call, output)             ->  the function of arrays that the pipeline traces
 
 Knows the user's function, its signature and `in_axes`. Must not know devices, programs, or who runs them.
 """

@@ -170,13 +170,13 @@ def subject_of(step: Any, args: Sequence[Any]) -> Subject:
     spec = step.spec
     shapes, _ = shapes_of((tuple(args), {}), sharding="drop")
     call, output = spec.call(shapes, {}), OutputTree()
-    made = analyse(spec.flat(call, output))
+    made = analyse(spec.flatten(call, output))
     program = made.program
     given, _ = spec.with_static(shapes, {})
     placed = jax.tree.map(
         lambda leaf: shape_of(leaf) if is_number(leaf) else leaf, tuple(wrap(arg, 0, i) for i, arg in enumerate(given))
     )
-    wholes = set(spec.wholes(len(placed)))
+    wholes = set(spec.unsplit_positions(len(placed)))
     leaves = [(path[0].idx, path[1:]) for path, _ in jax.tree.leaves_with_path(placed)]
     named = [name_of(path) if i in wholes else None for i, path in leaves]
     kept = loop_residuals(program)
