@@ -31,8 +31,8 @@ class Subgraph:
 
     Attributes:
       actions: in order of evaluation.
-      begins: what these alone read of the batch: keys of leaves.
-      ends: which requests they make, in the order in which they are made.
+      batched_leaves: keys of the batched leaves that only these actions read.
+      requests: keys of the recipe's requests that these actions make, in order of evaluation.
     """
 
     actions: tuple[Action, ...]
