@@ -41,7 +41,7 @@ def partials_to_round_first(flow: Flow) -> set[Var]:
 
 
 def partial_descendants(flow: Flow, rounded: Iterable[Var], late: Callable[[Step], bool]) -> set[Var]:
-    """`rounded`, the partial results of equations for which `late` holds, and all partial results computed from them."""
+    """`rounded`, partial results of equations for which `late` holds, and partial results computed from them."""
     found = set(rounded)
     for step in flow.steps:
         if step.region is not None or step.location is not None:

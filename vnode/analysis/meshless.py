@@ -42,13 +42,13 @@ class PmapFound(Exception):
 
 
 def remove_mesh(jaxpr: Jaxpr) -> Jaxpr:
-    """The same program for no mesh.
+    """Removes the mesh from a jaxpr.
 
     Args:
       jaxpr: an open jaxpr, traced in any mesh context.
 
     Returns:
-      An open jaxpr with new variables, or `jaxpr` if no mesh shows in it.
+      An open jaxpr with new variables, or `jaxpr` if it mentions no mesh.
 
     Raises:
       NoMeaning: a program per shard cannot be followed.

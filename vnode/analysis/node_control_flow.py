@@ -25,7 +25,7 @@ SUM = Partial(Monoid.SUM)
 
 
 def region_step(follower: BatchFollower, view: EquationView, region: Region) -> Step:
-    """Decides about a loop or branch that batched values reach.
+    """The step of a loop or branch that batched values reach.
 
     Raises:
       Coupled: examples meet inside it.
