@@ -5,6 +5,10 @@ beyond what a grain needs, or how anything is evaluated. For ``w: whole`` and ``
 
     h = x @ w           h: batched (dim 0)           evaluated by every node
     g = h.T @ x         g: partial (sum)             evaluated by every node
+    u = w - g           u: whole, one level later    evaluated once For ``w: whole`` and ``x: batched``::
+
+    h = x @ w           h: batched (dim 0)           evaluated by every node
+    g = h.T @ x         g: partial (sum)             evaluated by every node
     u = w - g           u: whole, one level later    evaluated once
 """
 
@@ -86,7 +90,7 @@ class Follower:
       couplings: found so far.
       grains: for each batch, the number of its examples that a node must hold a multiple of, so far.
       sums: values that a loop over the examples adds up in a carry.
-      picked: sums that no node can estimate, because examples pick their place in them.
+      dispatch_sums: sums that no node can estimate, because examples pick their place in them.
     """
 
     batch: Batch
@@ -259,6 +263,7 @@ class Follower:
         return view.evaluate_once()
 
     def described_step(self, view: EquationView, description: OperatorDescription) -> Step:
+        """The step of an equation with a description."""
         """The step of an equation with a description."""
         partial = [i for i, form in enumerate(view.forms) if isinstance(form, Partial)]
         if partial:
@@ -445,6 +450,7 @@ class Follower:
         return view.evaluate_per_node((), None)
 
     def region_step(self, view: EquationView, region: Region) -> Step:
+        """The step of a loop or branch: evaluated by every node, else once with passes of its own."""
         """The step of a loop or branch: evaluated by every node, else once with passes of its own."""
         kept = list(view.forms), view.level
         try:

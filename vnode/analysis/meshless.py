@@ -51,8 +51,8 @@ def remove_mesh(jaxpr: Jaxpr) -> Jaxpr:
       An open jaxpr with new variables, or `jaxpr` if it mentions no mesh.
 
     Raises:
-      NoMeaning: a program per shard cannot be followed.
-      Replicated: the step holds a `jax.pmap`.
+      UnsupportedShardMap: a program per shard cannot be followed.
+      PmapFound: the step holds a `jax.pmap`.
     """
     if not shows_mesh(jaxpr):
         return jaxpr

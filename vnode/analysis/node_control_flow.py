@@ -28,7 +28,7 @@ def region_step(follower: BatchFollower, view: EquationView, region: Region) -> 
     """The step of a loop or branch that batched values reach.
 
     Raises:
-      Coupled: examples meet inside it.
+      CoupledInBody: examples meet inside it.
     """
     partial = {i: atom for i, atom in enumerate(view.eqn.invars) if isinstance(view.forms[i], Partial)}
     late = partials_to_round_first(view.flow) if partial else set()

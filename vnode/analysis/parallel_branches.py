@@ -132,7 +132,7 @@ class _Graph:
         several = self.connected_components(to_bits(joined) & inside)
         for node in bit_positions(to_bits(heavy) & ~to_bits(joined) & inside):
             found = self.overlapping(several, 1 << node | self.before[node] | self.after[node])
-            for light in bit_positions(self.before[node] & inside & ~to_bits(heavy)):  # a sibling, unless related by a fork
+            for light in bit_positions(self.before[node] & inside & ~to_bits(heavy)):  # a sibling
                 near = self.overlapping(several, self.before[light] | self.after[light])
                 found |= near if len(near) == 1 else set()
             if not found:

@@ -50,18 +50,18 @@ convolutional network, and at last values that are cheap for their size, as narr
 
 
 class PassCut:
-    """What passes make and what they are given, decided from the last one to the first.
+    """The values that passes compute and those they are given, decided from the last pass to the first.
 
     Args:
       flow: batch flow of the program.
-      keeping: what may be kept for a later pass.
+      keeping: which values may be kept for a later pass.
       decided: values that must be kept, each with the first pass that is given it.
-      known: whole values that nodes make for themselves.
+      known: whole values that nodes compute where they use them.
 
     Attributes:
-      level: of the pass that was decided about last.
-      given_kept: values that it is given, because an earlier pass computes them anyway.
-      kept: all such values, of the passes that were decided about so far.
+      level: of the current pass.
+      kept_inputs: values that the current pass is given, because an earlier pass computes them anyway.
+      kept: the kept inputs of all passes so far.
     """
 
     def __init__(self, flow: Flow, keeping: KeepPolicy, decided: Mapping[Var, int], known: Container[Var]) -> None:
@@ -117,7 +117,7 @@ class PassCut:
         return late
 
     def is_leaf(self, var: Var, form: Form) -> bool:
-        """Whether a value is an input of the current pass: a whole value, an argument, or one kept by earlier passes."""
+        """Whether a value is an input of the current pass: a whole value, an argument, or a kept value."""
         if isinstance(form, Whole):
             return var not in self.known and not self.only_layout(var)
         state = self.flow.states[var]
@@ -177,7 +177,7 @@ class PassCut:
         return given
 
     def mandatory_ancestry(self) -> tuple[dict[Var, Steps], dict[Var, Steps]]:
-        """For every value, the steps that the pass evaluates and those behind its inputs, if it is given `decided` only."""
+        """`Ancestry.pass_ancestry` of the current pass, if it is given no kept values besides `decided`."""
         must = frozenset(var for var, level in self.decided.items() if self.is_leaf(var, self.flow.states[var].form))
         if self.mandatory_sets is None or self.mandatory_sets[0] != must:
             self.mandatory_sets = must, *self.ancestry.pass_ancestry(self.is_leaf)

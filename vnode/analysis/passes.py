@@ -31,8 +31,8 @@ class Accumulator:
       var: the value.
       monoid: how pieces combine.
       dtype: of the accumulator.
-      rounded: what the total is rounded to before it gets the type of the value; None if that is all.
-      whole: the value of which this is a part; None if it is no part.
+      rounded: a dtype to which the total is rounded before it is cast to the value's dtype; None if there is none.
+      divided_value: the value of which this is a part; None if it is no part.
     """
 
     var: Var
@@ -55,8 +55,8 @@ class Pass:
       level: of the whole values it reads.
       recipe: what every node evaluates.
       accumulators: partial values that are completed over all nodes.
-      collected: batched values that are kept for all nodes: to be returned, gathered, or read by a later pass.
-      follows: whether there is no memory for its sums before those of the pass before are complete.
+      collected: batched values that are kept of all nodes: to be returned, gathered, or read by a later pass.
+      waits_for_previous: whether its accumulators reuse the memory of the pass before, and wait for its sums.
     """
 
     level: int
@@ -78,11 +78,11 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
-    """What happens at one level: some equations once, then a pass.
+    """Equations that are evaluated once, then a pass.
 
     Attributes:
-      once: evaluated once, on whole values, in order.
-      nodes: the pass that follows, if one is needed.
+      once_actions: evaluated once, on whole values, in order.
+      node_pass: the pass that follows, if one is needed.
     """
 
     once_actions: tuple[Evaluation, ...]
@@ -184,6 +184,7 @@ class Schedule:
     @property
     def passes(self) -> list[Pass]:
         """The passes, in order."""
+        """The passes, in order."""
         return [stage.node_pass for stage in self.stages if stage.node_pass is not None]
 
     def first_pass_number(self, level: int) -> int:
@@ -210,6 +211,7 @@ def accumulator_dtype(dtype: Any, monoid: Monoid, wanted: Any) -> Any:
 
 
 def nbytes(var: Var) -> int:
+    """Bytes of a value."""
     """Bytes of a value."""
     return math.prod(getattr(var.aval, "shape", ())) * itemsize(var)
 

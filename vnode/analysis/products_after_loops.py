@@ -100,10 +100,10 @@ class SplitLoop:
         self.products += made
 
     def sum_chain(self, output: Any) -> tuple[list[Step], list[Var]]:
-        """The steps of the body that make a sum of batched values, in order, and these values.
+        """The steps of the body that compute a sum from batched values, in order, and these values.
 
         Raises:
-          NotAfter: it is made otherwise, or read in the body.
+          CannotMoveProduct: it is computed otherwise, or read in the body.
         """
         chain: dict[Step, None] = {}
         leaves: dict[Var, None] = {}
@@ -149,10 +149,16 @@ class SplitLoop:
     def product_steps(
         self, var: Var, chain: Sequence[Step], leaves: Sequence[Var], operands: Sequence[Var]
     ) -> list[Step]:
-        """The steps that make a sum of all turns.
+        """The steps that compute a stacked sum after the loop: the chain under `jax.vmap`.
+
+        Args:
+          var: the stacked sum.
+          chain: the body's steps that compute it.
+          leaves: the batched values that the chain reads.
+          operands: the stacked variables of the leaves.
 
         Raises:
-          NotAfter: it is not known how the batch goes through one of them.
+          CannotMoveProduct: batch flow cannot follow one of these steps.
         """
 
         def one(*values: Any) -> Any:

@@ -37,12 +37,12 @@ class Evaluation:
     Attributes:
       step: the equation, as batch flow decided about it.
       operands: the form in which each operand is read.
-      results: the forms produced, None for a result that nobody wants.
+      results: the form of each result; None for a result without a reader.
       description: for an equation that is neither loop nor branch, unless it is evaluated whole.
       location: the factor that is split, if one is.
-      bodies: for a loop or branch evaluated by nodes: the recipe of each body.
-      returned: the results that those of the bodies return that do not merely say how others are run.
-      schedules: for a loop or branch around passes of its own: the schedule of each body.
+      bodies: for a loop or branch evaluated by nodes, the recipe of each body.
+      returned_results: the numbers of the results that the bodies return (conditions return their own).
+      schedules: for a loop or branch with passes of its own, the schedule of each body.
     """
 
     step: Step

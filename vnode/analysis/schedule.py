@@ -105,7 +105,7 @@ def divide_into_passes(flow: Flow, accumulate_dtype: Any, keeping: KeepPolicy, m
     """Divides a step into passes.
 
     Raises:
-      TooMuch: they compute more than `most` times the step again.
+      TooMuchRecomputation: they compute more than `most` times the step again.
     """
     earliest: dict[Var, int] = {}
     decided: dict[Var, int] = {}
@@ -135,8 +135,8 @@ class Sweep:
     the latest: a loss is summed where the gradients are, not in the pass that only counts tokens.
 
     Attributes:
-      needed: for every whole value the first level at which it is needed.
-      made: the level at which it is there. A value that was put too late (its first user was met last) calls for
+      first_needed: for every whole value the first level at which it is needed.
+      available_from: the level at which it is there. A value that was put too late (its first user was met last) calls for
         another sweep, which is told so by `earliest`.
     """
 
@@ -244,7 +244,7 @@ class Sweep:
         """Counts what a pass and later ones both evaluate.
 
         Raises:
-          TooMuch: it is more than the sweep is worth.
+          TooMuchRecomputation: it is more than the sweep is worth.
         """
         steps = {step for step in evaluated_steps(nodes.recipe) if step.per_node}
         self.recomputed_flops += sum(step.flops for step in steps & self.in_passes)

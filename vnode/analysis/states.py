@@ -33,19 +33,19 @@ class State:
     Attributes:
       form: how nodes hold it.
       level: the round after which a whole value is available; the earliest pass that can compute any other.
-      local: the round after which nodes can have the whole value, or one made of their own examples alone.
+      local_level: the round after which nodes can have the whole value, or one made of their own examples alone.
       ghost: made of a sum over the batch that depends on the model, where ``coupling="local"`` applies: examples read
         what their node makes of its own.
       zero: known to be all zeros.
       model: depends on an argument that is not batched.
       estimates: of a value that nodes hold in pieces: computed from a node's own estimates.
-      given: a batched value that exists for all nodes at once (an argument, what a loop around passes returns), so that
+      materialized: a batched value that exists for all nodes at once (an argument, what a loop around passes returns), so that
         reading it whole takes no pass.
       examples: of a whole value, dimensions that descend from the batch; nodes may divide them again.
       places: of an input of a body with passes of its own, dimensions along which examples pick places.
-      handed_on: made of sums that examples in a loop or branch with passes of its own read their nodes' estimates of,
+      estimated_inside: made of sums that examples in a loop or branch with passes of its own read their nodes' estimates of,
         while outside there are only the sums themselves.
-      counted: in a body with passes of its own, made of sums of the batch alone that are formed outside of it.
+      counted_outside: in a body with passes of its own, made of sums of the batch alone that are formed outside of it.
     """
 
     form: Form

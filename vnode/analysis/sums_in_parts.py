@@ -129,7 +129,7 @@ class StepCopies:
         """The variable that holds indices ``[start, stop)`` of a dimension of a value that nodes have in a form.
 
         Raises:
-          NotDivided: there is no such copy.
+          CannotDivide: there is no such copy.
         """
         if not isinstance(atom, Var):
             raise CannotDivide
@@ -194,7 +194,7 @@ def factor_of(description: OperatorDescription, dim: int) -> int:
     """The factor of a dimension of an equation's one result, of which a copy may have a range of indices.
 
     Raises:
-      NotDivided: there is none.
+      CannotDivide: there is none.
     """
     factors = description.results[0][dim]
     if len(factors) != 1:

@@ -29,9 +29,9 @@ class Residual:
       readers: the later loops, by number, and which of their operands it is.
       bytes: of all turns.
       flops: that it takes to compute it again from what a turn begins with.
-      turns: of the loop.
-      begins: of what a turn begins with what that needs, by number among what is carried.
-      is_begin: whether it is itself what a turn begins with, the only one of `begins`.
+      trip_count: of the loop.
+      carries: of what a turn begins with what that needs, by number among what is carried.
+      is_carry: whether it is itself what a turn begins with, the only one of `begins`.
     """
 
     readers: tuple[tuple[int, int], ...]
@@ -122,9 +122,9 @@ class ForwardLoop:
       eqn: the loop.
       loop: what it is.
       body: of it.
-      gone: the results that are not kept, by number.
+      dropped: the results that are not kept, by number.
       needed: the equations of the body that these need, in order.
-      begins: the inputs of the body that change from turn to turn, by number among what is carried, that these need.
+      carries: the inputs of the body that change from turn to turn, by number among what is carried, that these need.
     """
 
     eqn: JaxprEqn

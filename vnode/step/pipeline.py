@@ -100,8 +100,8 @@ class FlatStep:
       size: examples of the global batch; of batches of several sizes, into how many parts the largest is divided.
       options: what the user asked for.
       specs: how leaves are laid out over the placement's mesh, as far as anybody says; perhaps of the first only.
-      rooms: which leaves are stored in blocks, of which devices have different numbers; None if none are.
-      specs_after: given their types, how what the function returns will be laid out; None if nobody says.
+      uneven_state: which leaves are stored in blocks, of which devices have different numbers; None if none are.
+      result_specs: given their types, how what the function returns will be laid out; None if nobody says.
       parts: into how many parts the examples of each argument are divided; `size` where nothing is said.
     """
 

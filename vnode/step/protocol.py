@@ -32,7 +32,7 @@ class Resolved:
       step: the step.
       args: positional arguments.
       kwargs: keyword arguments.
-      found: how the number of nodes was found, in lines; nothing if it was given.
+      search_lines: how the number of nodes was found, in lines; nothing if it was given.
       chosen: whether the number of nodes is the step's own; otherwise it is the smallest there may be.
     """
 
