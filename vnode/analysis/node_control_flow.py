@@ -136,9 +136,7 @@ def loop_over_batch(
             raise CoupledInBody(view.eqn, CouplingReason.CARRIES)
         follower.sums |= added
         if is_narrow(carry, SUM):
-            raise CoupledInBody(
-                view.eqn, CouplingReason.CARRIES
-            )  # it may overflow between two examples
+            raise CoupledInBody(view.eqn, CouplingReason.CARRIES)  # it may overflow between two examples
         states[first + i] = State(SUM, model=view.states[first + i].model)
         view.forms[first + i] = SUM
     flow = follower.follow(body, states, body=True)

@@ -190,7 +190,7 @@ def to_bits(nodes: Collection[int]) -> int:
 def bit_positions(several: int) -> Iterator[int]:
     """The numbers of the bits that are set.
 
-    >>> [*members(0b1010)]
+    >>> [*bit_positions(0b1010)]
     [1, 3]
     """
     while several:

@@ -142,7 +142,7 @@ def coupling_facts(made: Schedule, couplings: Sequence[Coupling]) -> list[str]:
 def shorten_repeated_paths(lines: Iterable[str]) -> Iterator[str]:
     """Shortens lines that name source lines: the directory of each file is shown once.
 
-    >>> list(paths_once(["mul at /home/me/net.py:3 (f)", "add at /home/me/net.py:5 (f)"]))
+    >>> list(shorten_repeated_paths(["mul at /home/me/net.py:3 (f)", "add at /home/me/net.py:5 (f)"]))
     ['mul at /home/me/net.py:3 (f)', 'add at net.py:5 (f)']
     """
     named: set[str] = set()
