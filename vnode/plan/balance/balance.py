@@ -34,7 +34,7 @@ from vnode.show.units import several
 from vnode.tracebacks import api_boundary
 
 Counts = dict[str, tuple[int, ...]]
-"""Of each kind in use, the nodes of each of its devices that has some."""
+"""For each kind in use, the nodes of each of its devices that has some."""
 
 
 @dataclasses.dataclass(frozen=True)
