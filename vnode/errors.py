@@ -15,7 +15,7 @@ class VnodeError(Exception):
 
 
 class VnodeWarning(UserWarning):
-    """What works, and is probably not what was meant: devices without nodes, padding for examples."""
+    """A call that works, and is probably not as intended: devices without nodes, padding for examples."""
 
 
 class CouplingError(VnodeError):
@@ -35,8 +35,8 @@ class ProcessError(VnodeError):
 
     Args:
       message: what happened.
-      process: the one that is to blame, if that is known.
-      told: whether the other processes know of it too.
+      process: the process at fault, if it is known.
+      told: whether the other processes know of the error too.
     """
 
     def __init__(self, message: str = "", *, process: int | None = None, told: bool = False) -> None:
@@ -131,7 +131,7 @@ class TaskGraphError(VnodeError):
 
 
 class Bound:
-    """What holds functions or devices of a process: a copy of it is itself, as of a function; it is not pickled."""
+    """An object with functions or devices of this process: a copy is the object itself, and it cannot be pickled."""
 
     def __copy__(self) -> Self:
         return self
@@ -149,7 +149,7 @@ class Bound:
         )
 
     def pickle_remedy(self) -> str:
-        """What to do in place of pickling it."""
+        """The remedy that replaces pickling."""
         return "make it where it is needed, as it was made here"
 
 

@@ -1,4 +1,4 @@
-"""Files that a user names, of plans, machines, times, traces: written whole or not at all; errors say which it was.
+"""Text -> a file, written whole or not at all; a file -> its text; errors name the file and the reason.
 
 Knows paths, and why they cannot be read or written. Must not know what the files hold.
 """
@@ -15,21 +15,21 @@ from vnode.errors import VnodeError, layout_message
 
 
 def write_text(path: str | os.PathLike[str], text: str, error: type[VnodeError]) -> None:
-    """Writes a file; what was there before stays until the whole is written.
+    """Writes a file; the previous content stays until the whole is written.
 
     Args:
-      path: of the file, in a folder that is there.
-      text: what it shall hold.
-      error: to be raised.
+      path: of the file, in an existing folder.
+      text: the content.
+      error: the type of error to raise.
 
     Raises:
       VnodeError: of the type `error`: it cannot be written.
     """
     target = Path(os.path.expanduser(path))
     try:
-        target = Path(os.path.realpath(target))  # of a link, what it leads to
+        target = Path(os.path.realpath(target))  # the target of a link
         whole = not target.exists() or target.is_file()  # else a pipe, say
-        # Its own for each write: threads, and processes of several hosts, may write the same file at once.
+        # A new name for each write: threads, and processes of several hosts, may write the same file at once.
         beside = target.with_name(f".{target.name[:40]}.{uuid.uuid4().hex}") if whole else target
         try:
             beside.write_text(text, encoding="utf-8")
@@ -55,8 +55,8 @@ def read_text(path: str | os.PathLike[str], error: type[VnodeError], remedies: S
 
     Args:
       path: of the file.
-      error: to be raised.
-      remedies: what to do where there is no such file.
+      error: the type of error to raise.
+      remedies: of the error.
 
     Raises:
       VnodeError: of the type `error`: it cannot be read.
@@ -69,7 +69,7 @@ def read_text(path: str | os.PathLike[str], error: type[VnodeError], remedies: S
 
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO}
-"""Errors of a system that has no room now, and may have some later."""
+"""Errors of a system that has no free space or handles now, and may have some later."""
 
 
 def is_no_room(error: BaseException | None) -> bool:
@@ -86,7 +86,7 @@ def is_no_room(error: BaseException | None) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process has a file by `flock`, as the kernel says.
+    """Whether another process holds a lock (`flock`) on a file.
 
     Raises:
       OSError: there is no such file, or it cannot be opened.
@@ -106,7 +106,7 @@ def is_locked(path: Path) -> bool:
 def failure_reason(why: OSError | ValueError) -> str:
     """Why a file cannot be read or written, without its name.
 
-    >>> reason(FileNotFoundError(2, "No such file or directory", "plan.json"))
+    >>> failure_reason(FileNotFoundError(2, "No such file or directory", "plan.json"))
     'No such file or directory'
     """
     if isinstance(why, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Tracebacks of errors without vnode's own frames, as jax shows them without jax's.
+"""An error -> the same error with vnode's own frames removed from its traceback, as jax removes its own.
 
 Knows frames and where this package lies. Must not know who raises what.
 
@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 CONTEXTLIB_FILE = contextlib.__file__
-"""A file whose frames are between vnode's: those of context managers that are decorators."""
+"""The file of `contextlib`, whose frames are between vnode's where context managers are decorators."""
 
 NOTE = (
     "--------------------\n"
@@ -44,7 +44,7 @@ NOTE = (
 
 
 def api_boundary(fun: Callable[P, R]) -> Callable[P, R]:
-    """A function of users, below which vnode's frames are taken out of the tracebacks of errors."""
+    """Wraps a public function; errors raised in it lose vnode's frames."""
 
     @functools.wraps(fun)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -58,10 +58,10 @@ def api_boundary(fun: Callable[P, R]) -> Callable[P, R]:
 
 
 def remove_frames(error: BaseException) -> None:
-    """Takes vnode's frames out of an error's traceback, and of those of its causes.
+    """Removes vnode's frames from the tracebacks of an error and of its causes.
 
     Args:
-      error: that is being handled, and is raised again.
+      error: an error that is being handled, and is raised again.
     """
     mode = filtering_mode()
     for each in (error, *error_causes(error)) if mode else ():
@@ -85,7 +85,7 @@ def remove_frames(error: BaseException) -> None:
 
 
 def filtering_mode() -> str:
-    """What jax does to tracebacks: ``"tracebackhide"``, ``"remove"`` or nothing."""
+    """The mode of jax's traceback filtering: ``"tracebackhide"``, ``"remove"``, or empty for none."""
     mode = jax.config.jax_traceback_filtering
     if mode == "auto" or mode is None:
         return "tracebackhide" if hasattr(builtins, "get_ipython") else "remove"
@@ -93,7 +93,7 @@ def filtering_mode() -> str:
 
 
 def error_causes(error: BaseException) -> Iterator[BaseException]:
-    """What an error was raised from, and while handling what."""
+    """The causes and contexts of an error, at any depth."""
     seen, left = {id(error)}, [error.__cause__, error.__context__]
     while left:
         found = left.pop()

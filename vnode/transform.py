@@ -246,7 +246,7 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 def parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a function; any, if it does not tell."""
+    """The parameters of a function; ``*args, **kwargs`` if it has no signature."""
     try:
         return list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
@@ -255,10 +255,10 @@ def parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def check_axes_named(in_axes: Any, fun: Callable[..., Any]) -> None:
-    """Refuses `in_axes` that name an argument which the step does not have.
+    """Checks the argument names in `in_axes`.
 
     Raises:
-      ValueError: there is one.
+      ValueError: the step has no argument of a name.
     """
     parameters = parameters_of(fun)
     if not isinstance(in_axes, Mapping) or any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -1,9 +1,10 @@
-"""Which steps nodes evaluate for a value, whatever pass does it: sets of steps as bits, for all values at once.
+"""Batch flow -> for every value, the set of per-node steps that it is computed from.
 
 Knows batch flow. Must not know passes, nor what any of them is given.
 
-A pass of a deep network would otherwise walk the whole network to learn what it has in common with others, and there
-are as many passes as layers.
+Sets are bits of an integer: with steps ``a = f(x)``, ``b = g(y)``, ``c = a + b`` the ancestors of c are ``0b111``.
+They are computed for all values in one sweep. Otherwise every pass of a deep network would walk the whole network, and
+a network may have as many passes as layers.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ Steps = int
 
 
 class Ancestry:
-    """Sets of steps behind values.
+    """Sets of the steps that values are computed from.
 
     Args:
       flow: batch flow of the program.
-      is_whole: says of which values no pass has to make anything.
+      is_whole: whether a value exists without any pass.
     """
 
     def __init__(self, flow: Flow, is_whole: Callable[[Var], bool]) -> None:
@@ -36,9 +37,9 @@ class Ancestry:
 
     @functools.cached_property
     def ancestors(self) -> dict[Var, Steps]:
-        """For every value that nodes hold, the steps that they evaluate for it, in whichever passes.
+        """The per-node steps behind every value, in whichever passes they run.
 
-        For every whole one, those that they evaluate for all that it is made of.
+        For a whole value, the per-node steps behind its operands.
         """
         found: dict[Var, Steps] = {}
         for i, step in enumerate(self.flow.steps):
@@ -52,14 +53,17 @@ class Ancestry:
         return found
 
     def pass_ancestry(self, is_leaf: Callable[[Var, Form], bool]) -> tuple[dict[Var, Steps], dict[Var, Steps]]:
-        """For a pass that is given the values of which `is_leaf` says so.
+        """The steps of a pass, for every value.
+
+        Args:
+          is_leaf: whether a value, in a form, is an input of the pass.
 
         Returns:
-          For every value the steps that the pass evaluates for it, and the steps behind all that it is given for that.
+          Two sets for every value: the steps that the pass evaluates for it, and the steps behind the inputs it reads.
         """
         states, position = self.flow.states, self.flow.position
         found: dict[Var, tuple[Steps, Steps]] = {}
-        own: dict[Var, tuple[Steps, Steps]] = {}  # of what nodes make of their own examples
+        own: dict[Var, tuple[Steps, Steps]] = {}  # of nodes' own estimates
 
         def read(atom: Atom, form: Form) -> tuple[Steps, Steps]:
             if not isinstance(atom, Var) or atom not in position:
@@ -88,11 +92,11 @@ class Ancestry:
 
     @functools.cached_property
     def flops(self) -> np.ndarray:
-        """Scalar operations of nodes for every step, float64 ``[steps]``."""
+        """Per-node scalar operations of every step, float64 ``[steps]``; 0 for steps that run once."""
         return np.array([step.flops if step.per_node else 0 for step in self.flow.steps], np.float64)
 
     def per_node_flops(self, steps: Steps) -> float:
-        """Scalar operations of nodes for a set of steps."""
+        """Per-node scalar operations of a set of steps."""
         if not steps:
             return 0.0
         size = (steps.bit_length() + 7) // 8
@@ -100,18 +104,25 @@ class Ancestry:
         return float(self.flops[: bits.size] @ bits[: self.flops.size])
 
     def union(self, values: Iterable[Var], sets: dict[Var, Steps]) -> Steps:
+        """The union of the sets of some values; a value without a set adds nothing."""
+        """The union of the sets of some values; a value without a set adds nothing."""
         found = 0
         for var in values:
             found |= sets.get(var, 0)
         return found
 
     def contains(self, steps: Steps, step: Step) -> bool:
-        """Whether a step with a result is in a set."""
+        """Whether a set contains a step. The step must have a result."""
         return bool(steps >> self.flow.position[step.eqn.outvars[0]] & 1)
 
 
 def merge_operand_sets(position: int, read: Iterable[tuple[Steps, Steps]]) -> tuple[Steps, Steps]:
-    """The sets of a step from those of its operands."""
+    """The union of the operands' sets, with the step itself added to the evaluated ones.
+
+    Args:
+      position: of the step in the flow.
+      read: for each operand, the steps evaluated for it and the steps behind the inputs read for it.
+    """
     makes, reads = 1 << position, 0
     for evaluated, behind in read:
         makes |= evaluated

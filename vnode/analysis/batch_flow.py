@@ -1,7 +1,15 @@
-"""Batch flow: follows the examples through a program and finds, for every value, the form in which nodes hold it.
+"""A program and its batched inputs -> batch flow: the form of every value, and how every equation is evaluated.
 
 Knows operator descriptions and what they say about the batch's factor. Must not know devices, how many nodes there are
-beyond what a grain needs, or how anything is evaluated.
+beyond what a grain needs, or how anything is evaluated. For ``w: whole`` and ``x: batched``::
+
+    h = x @ w           h: batched (dim 0)           evaluated by every node
+    g = h.T @ x         g: partial (sum)             evaluated by every node
+    u = w - g           u: whole, one level later    evaluated once For ``w: whole`` and ``x: batched``::
+
+    h = x @ w           h: batched (dim 0)           evaluated by every node
+    g = h.T @ x         g: partial (sum)             evaluated by every node
+    u = w - g           u: whole, one level later    evaluated once
 """
 
 from __future__ import annotations
@@ -46,12 +54,12 @@ IDEMPOTENT = {Monoid.MAX, Monoid.MIN, Monoid.AND, Monoid.OR}
 
 @dataclasses.dataclass(eq=False)
 class Precedent:
-    """A decision that holds for every equation of the same description whose operands have the same states.
+    """A decision that is reused for every equation of the same description whose operands have the same states.
 
-    Only what splits the batch and keeps it is one: what is completed, gathered or reduced has a history of its own.
+    Only steps with batched results are reused. Reductions and gathers depend on more than the operands' states.
 
     Attributes:
-      step: what was decided.
+      step: the decision.
       operands: states of the operands.
       results: states of the results.
     """
@@ -62,27 +70,27 @@ class Precedent:
 
     @staticmethod
     def is_precedent(step: Step) -> bool:
-        """Whether a step that met no coupling is a precedent."""
+        """Whether a step that met no coupling can be reused."""
         return step.description is not None and all(isinstance(form, Slice) for form in step.results)
 
     @property
     def key(self) -> Hashable:
-        """What tells equations that it holds for; a flow holds equal states once."""
+        """Identifies the equations that reuse the decision. States are compared by identity: a flow interns them."""
         return (id(self.step.description), *map(id, self.operands))
 
 
 @dataclasses.dataclass(eq=False)
 class Follower:
-    """Follows batches through programs; holds what is common to a program and its bodies.
+    """Follows batches through a program and its bodies.
 
     Attributes:
-      batch: the examples; of several batches, those of the largest.
-      nodes: how many nodes there will be; decides which grains are acceptable.
+      batch: the batch; the largest one if there are several.
+      nodes: the number of nodes; decides which grains are acceptable.
       mode: the coupling mode (``"exact"``, ``"local"``, ``"error"``) of a reducing or materializing equation.
       couplings: found so far.
-      grains: for each batch the number of its examples that a node must hold a multiple of, so far.
+      grains: for each batch, the number of its examples that a node must hold a multiple of, so far.
       sums: values that a loop over the examples adds up in a carry.
-      picked: sums that no node can estimate, because examples pick their place in them.
+      dispatch_sums: sums that no node can estimate, because examples pick their place in them.
     """
 
     batch: Batch
@@ -94,14 +102,14 @@ class Follower:
     dispatch_sums: set[Var] = dataclasses.field(default_factory=set)
 
     def for_nested_program(self, batch: Batch | None) -> Follower:
-        """Another follower, for a program with passes of its own; with `batch` if that has examples of its own."""
+        """A follower for a program with passes of its own; for `batch` if the program has its own batch."""
         if batch is not None:
             return Follower(batch, self.nodes, self.mode, self.couplings)
         return dataclasses.replace(self, couplings=self.couplings, grains=dict(self.grains))
 
     @property
     def batches(self) -> set[Batch]:
-        """All that are divided: where there are several, nodes have a share of each."""
+        """The batches that are divided. A node has a share of each."""
         return {self.batch, *self.grains}
 
     def accept(self, form: Slice | Location) -> bool:
@@ -114,10 +122,10 @@ class Follower:
         return True
 
     def follow(self, program: Program, inputs: Sequence[State], *, body: bool = False) -> Flow:
-        """Runs batch flow over `program`.
+        """Runs batch flow over `program`, again where it finds sums that cannot be estimated.
 
         Args:
-          program: what to follow.
+          program: the program.
           inputs: states of its inputs.
           body: the program is a loop's body or a branch: nothing can be completed or materialized inside it.
 
@@ -125,7 +133,7 @@ class Follower:
           The flow.
 
         Raises:
-          Coupled: in a body, where something would have to be.
+          CoupledInBody: a value in a body would have to be completed or materialized.
           UnsupportedPrimitiveError: a batched value meets a primitive that has an effect and no description.
         """
         met = len(self.couplings)
@@ -140,7 +148,7 @@ class Follower:
             del self.couplings[met:]
 
     def follow_once(self, program: Program, inputs: Sequence[State], body: bool) -> Flow:
-        """One run over `program`."""
+        """Runs batch flow over `program` once."""
         flow = Flow(program, {}, [])
         flow.states.update(zip(program.inputs, map(flow.interned, inputs), strict=True))
         flow.states.update((var, NONZERO) for var in program.constants)
@@ -175,7 +183,7 @@ class Follower:
 
     @staticmethod
     def whole_value_step(flow: Flow, eqn: JaxprEqn, reducers: dict[Var, JaxprEqn]) -> Step | None:
-        """The quick way for what most equations of an optimizer are: whole values that nodes have no part in."""
+        """The step of an equation of whole values only, as most of an optimizer's are; None for any other."""
         level = local = 0
         ghost = model = False
         source = None
@@ -196,7 +204,7 @@ class Follower:
 
     @staticmethod
     def step_from_precedent(flow: Flow, eqn: JaxprEqn, precedents: Mapping[Any, Precedent]) -> Step | None:
-        """The quick way for what most equations of a deep model are: as in an earlier layer."""
+        """The step of an equation for which an earlier layer set a precedent; None if there is none."""
         description = flow.program.describe(eqn)
         precedent = precedents.get((id(description), *[id(flow.state(atom)) for atom in eqn.invars]))
         if precedent is None:
@@ -227,17 +235,17 @@ class Follower:
         return self.undescribed_step(view) if description is None else self.described_step(view, description)
 
     def undescribed_step(self, view: EquationView) -> Step:
-        """An equation of which no description says how it splits: evaluated once, on the whole batch.
+        """The step of an equation without a description: evaluated once, on the whole batch.
 
         Raises:
-          UnsupportedPrimitiveError: it has an effect, of which nothing says how often the user wants it.
+          UnsupportedPrimitiveError: the equation has an effect, and a batched operand.
         """
         eqn, forms = view.eqn, view.forms
         whole = all(isinstance(form, Whole | Partial) for form in forms)
         if not whole and not is_ordered(eqn) and not any(isinstance(form, Slice | Partial) for form in forms):
             return view.evaluate_per_node(
                 (VARYING,) * len(eqn.outvars), None
-            )  # of a single example, or a node's estimate
+            )  # a single example's, or a node's estimate
         if eqn.effects and not whole:
             raise UnsupportedPrimitiveError(
                 message_about(
@@ -255,6 +263,8 @@ class Follower:
         return view.evaluate_once()
 
     def described_step(self, view: EquationView, description: OperatorDescription) -> Step:
+        """The step of an equation with a description."""
+        """The step of an equation with a description."""
         partial = [i for i, form in enumerate(view.forms) if isinstance(form, Partial)]
         if partial:
             monoid = self.stays_partial(view, description, partial)
@@ -277,12 +287,18 @@ class Follower:
             elif location.factor in description.reduced:
                 results.append(Partial(description.reduced[location.factor]))
             else:
-                results.append(SUM if k in description.summed else VARYING)  # which nobody reads
+                results.append(SUM if k in description.summed else VARYING)  # without a reader
         return view.evaluate_per_node(tuple(results), description, location)
 
     @staticmethod
     def stays_partial(view: EquationView, description: OperatorDescription, partial: Sequence[int]) -> Monoid | None:
-        """The monoid under which an equation of partial operands gives a partial result, or None."""
+        """The monoid of an equation's partial results; None if its partial operands must be completed first.
+
+        Args:
+          view: the equation.
+          description: of the equation.
+          partial: positions of the partial operands.
+        """
         monoids = {form.monoid for form in view.forms if isinstance(form, Partial)}
         if len(monoids) != 1:
             return None
@@ -292,16 +308,16 @@ class Follower:
         made = max(view.states[i].level for i in partial)
         wholes = [state for state, form in zip(view.states, view.forms, strict=True) if isinstance(form, Whole)]
         if any(state.ready_level > made for state in wholes):
-            return None  # it would be computed in a later pass for the sake of one whole operand (gradient clipping)
+            return None  # one whole operand would move the equation to a later pass (gradient clipping)
         if any(view.states[i].ghost for i in partial) and (
             any(state.estimable and not state.ghost for state in wholes)
             or not all(view.states[i].estimable for i in partial)
         ):
-            return None  # an estimate is made of estimates of both, or of one that is and one that is not
+            return None  # an estimate needs estimates of both, or of neither
         if not all(view.states[i].estimates for i in partial) and any(
             state.estimated and isinstance(form, Whole) for state, form in zip(view.states, view.forms, strict=True)
         ):
-            return None  # an exact sum that leaves the step must not take up estimates
+            return None  # a sum that leaves the step exactly must not include estimates
         if len(view.forms) == 1 and description.reduced and set(description.reduced.values()) == {monoid}:
             return monoid
         if monoid is not Monoid.SUM and not description.has(Algebra.MOVES):
@@ -317,7 +333,7 @@ class Follower:
         return None
 
     def find_batch_factor(self, view: EquationView, description: OperatorDescription) -> Location | None:
-        """Finds the one factor that holds the batch, materializing operands that stand in the way."""
+        """The one factor that holds the batch; materializes the operands that do not agree with it."""
         locations: dict[int, Location] = {}
         for i, form in enumerate(view.forms):
             if not isinstance(form, Slice):
@@ -358,7 +374,7 @@ class Follower:
 
     @staticmethod
     def keeps_batch_in_results(view: EquationView, description: OperatorDescription, factor: int) -> bool:
-        """Whether nodes' copies on parts of a free factor give all results that somebody reads, or terms of them."""
+        """Whether copies on parts of a free factor give every result that is read, or a term of it."""
         program = view.flow.program
         for k, var in enumerate(view.eqn.outvars):
             if k in description.summed and not is_narrow(var, SUM):
@@ -372,10 +388,9 @@ class Follower:
     def contracts_gathered(
         view: EquationView, description: OperatorDescription, locations: Iterable[int], location: Location
     ) -> bool:
-        """Whether gathered values meet, over the batch, a whole value that was made from gathered values.
+        """Whether gathered values are contracted over the batch with a whole value made from gathered values.
 
-        The backward pass of an all-pairs loss does this. The sum is then formed once, rather than over nodes in another
-        pass.
+        The backward pass of an all-pairs loss does this. The sum is then formed once, not over nodes in another pass.
         """
         if location.factor not in description.reduced or view.body:
             return False
@@ -388,9 +403,9 @@ class Follower:
         )
 
     def resplit_whole_value(self, view: EquationView, description: OperatorDescription) -> Location | None:
-        """Divides the examples of a whole value among the nodes again, where the model is applied to them.
+        """Splits the examples of a whole value over the nodes again, at a contraction; None if there are none.
 
-        After a shuffle of the batch, say: the shuffle needs the whole batch, the network behind it does not.
+        Example: a shuffle of the batch needs the whole batch, but the network after it does not.
         """
         if (
             not description.has(Algebra.CONTRACTS)
@@ -404,7 +419,7 @@ class Follower:
         (i,) = having
         shape = view.eqn.invars[i].aval.shape
         for dim in sorted(view.states[i].examples, key=lambda d: -shape[d]):
-            # Batches that were concatenated without a common number of parts are a batch of their own from here on.
+            # Concatenated batches without a common number of parts become a batch of their own.
             own = [Batch(shape[dim])] if len(self.batches) > 1 else []
             for batch in (self.batch, *own):
                 form = Slice(batch, dim, 1, Fraction(shape[dim], batch.size))
@@ -416,7 +431,11 @@ class Follower:
         return None
 
     def effect_step(self, view: EquationView) -> Step:
-        """An equation that is run for its effect: once per node if a node's examples reach it, else once."""
+        """The step of an equation without results: evaluated by every node if a batched value reaches it, else once.
+
+        Raises:
+          CouplingError: the effect is ordered, and nodes would run it.
+        """
         view.complete([i for i, form in enumerate(view.forms) if isinstance(form, Partial)])
         if all(isinstance(form, Whole) for form in view.forms):
             return view.evaluate_once()
@@ -431,6 +450,8 @@ class Follower:
         return view.evaluate_per_node((), None)
 
     def region_step(self, view: EquationView, region: Region) -> Step:
+        """The step of a loop or branch: evaluated by every node, else once with passes of its own."""
+        """The step of a loop or branch: evaluated by every node, else once with passes of its own."""
         kept = list(view.forms), view.level
         try:
             return region_step(self, view, region)
@@ -443,7 +464,7 @@ class Follower:
 
 
 def is_ordered(eqn: JaxprEqn) -> bool:
-    """Whether an equation's effect must come in order."""
+    """Whether an equation has an ordered effect."""
     return any("Ordered" in type(effect).__name__ for effect in eqn.effects)
 
 
@@ -453,10 +474,10 @@ def whole_forms(count: int) -> tuple[Whole, ...]:
 
 
 def keep_order(flow: Flow, step: Step) -> None:
-    """After an equation that reads or writes an array in place (`jax.new_ref`), others do so at its level or later.
+    """Raises the level of the references that a step accesses, so that later accesses stay after it.
 
     Raises:
-      UnsupportedPrimitiveError: nodes would do so.
+      UnsupportedPrimitiveError: nodes would read or write the reference (`jax.new_ref`).
     """
     references = [atom for atom in step.eqn.invars if isinstance(atom, Var) and hasattr(atom.aval, "inner_aval")]
     if references and (step.per_node or step.nested):

@@ -1,10 +1,12 @@
-"""A program whose slices begin in bounds: what jax moves into bounds when it slices is moved there before.
+"""A jaxpr -> the same jaxpr with the starts of its dynamic slices clamped by equations of their own.
 
 Knows jaxprs, at every depth. Must not know which primitives slice, nor who slices what.
 
-Of two slices, one cut out of the other, XLA (before jaxlib 0.12) makes one that begins at the sum of both starts, and
-moves only that into bounds: where a start was out of bounds, it reads beyond what the first slice had cut off. vnode
-cuts what a program computes into parts, so a program that slices once may be cut twice.
+    y = dynamic_slice(x, i)   ->   j = clamp(0, i, n - size);  y = dynamic_slice(x, j)
+
+XLA (before jaxlib 0.12) merges a slice of a slice into one slice. It adds the two starts and clamps only their sum.
+If the first start was out of bounds, the merged slice reads beyond the first slice. vnode slices the operands of a
+program's equations, so a program with one slice may become a slice of a slice.
 """
 
 from __future__ import annotations
@@ -18,19 +20,19 @@ from vnode.operators.clamped_slices import with_starts_in_bounds
 
 
 def clamp_slice_starts(jaxpr: Jaxpr) -> Jaxpr:
-    """A program that computes the same, in which every slice begins where it is in bounds.
+    """Clamps the start of every dynamic slice.
 
     Args:
       jaxpr: an open jaxpr.
 
     Returns:
-      An open jaxpr with the same variables; `jaxpr` itself if there is nothing to do.
+      An open jaxpr with the same variables; `jaxpr` itself if it has no such slice.
     """
     return SliceStartClamper().rewrite(jaxpr)
 
 
 class SliceStartClamper(Rewriter):
-    """Puts equations that move starts into bounds before slices."""
+    """Inserts clamps before dynamic slices."""
 
     def rewrite_jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
         equations = [new for eqn in jaxpr.eqns for new in self._equations(eqn)]

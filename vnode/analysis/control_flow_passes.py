@@ -1,7 +1,9 @@
-"""Loops and branches in which examples meet: evaluated once, around passes of their own in their bodies.
+"""A loop or branch whose body reduces over the batch -> one step, whose bodies have passes of their own.
 
-Knows how regions pass values on. Inside such a body levels start again at 0, and a batched value exists for all nodes
-at once. Must not know how passes are scheduled.
+Knows how regions pass values on. Must not know how passes are scheduled. Inside such a body levels start again at 0,
+and a batched value exists for all nodes at once.
+
+    for minibatch:  w = w - grad(w, minibatch)   ->   for minibatch:  pass over nodes: g += grad;  once: w = w - g
 """
 
 from __future__ import annotations
@@ -21,13 +23,19 @@ from vnode.operators.control_flow import Body, Region
 
 
 def nested_step(follower: BatchFollower, view: EquationView, region: Region) -> Step:
-    """A loop or branch in which examples meet: evaluated once, with passes of its own in its bodies."""
+    """The step of a loop or branch whose bodies have passes of their own. It is evaluated once.
+
+    Args:
+      follower: of the program.
+      view: the equation.
+      region: the loop or branch that the equation is.
+    """
     if view.body:
         return view.evaluate_once()
     sums = all(isinstance(form, Whole | Partial) for form in view.forms)
     view.complete([i for i, form in enumerate(view.forms) if isinstance(form, Partial | Varying)])
     if sums and not any(state.examples for state in view.states):
-        return view.evaluate_once()  # no example is inside once these are complete, and so there are no passes
+        return view.evaluate_once()  # no batched value enters the body, so it has no passes
     if region.chooser is not None:
         view.materialize([region.chooser], CouplingReason.BRANCH)
     for i in region.scanned:
@@ -73,9 +81,9 @@ def nested_step(follower: BatchFollower, view: EquationView, region: Region) -> 
 
 
 def example_dims_beside(form: Slice, shape: Sequence[int], nodes: int) -> frozenset[int]:
-    """Dimensions that may hold the examples of each element along the batched one, as of ``[microbatches, size]``.
+    """The dimensions beside the batched one that may hold examples, as in ``[microbatches, size]``.
 
-    None if there are fewer such examples than nodes.
+    Empty if such a dimension has fewer examples than there are nodes.
     """
     return frozenset(d for d, n in enumerate(shape) if d != form.dim and n == form.grain >= max(nodes, 2))
 
@@ -83,7 +91,7 @@ def example_dims_beside(form: Slice, shape: Sequence[int], nodes: int) -> frozen
 def body_flows(
     follower: BatchFollower, view: EquationView, bodies: Sequence[Body], inputs: Sequence[Sequence[State]]
 ) -> list[Flow]:
-    """Batch flow of bodies that have passes of their own; levels start again at 0."""
+    """Batch flow of bodies with passes of their own; levels start again at 0."""
     flows = []
     for body, states in zip(bodies, inputs, strict=True):
         program = inline(body.jaxpr, body.constants, view.eqn)
@@ -92,7 +100,7 @@ def body_flows(
 
 
 def body_follower(follower: BatchFollower, states: Sequence[State], program: Program) -> BatchFollower:
-    """Who follows a body with passes of its own: with a batch of its own if it is not given this one."""
+    """The follower of a body with passes of its own, with a new batch if no input carries the present one."""
     given = {state.form.batch for state in states if isinstance(state.form, Slice)}
     if given <= follower.batches and given:
         return follower.for_nested_program(None)
@@ -118,7 +126,13 @@ def body_input_state(form: Form, state: State) -> State:
 
 
 def body_output_state(flow: Flow, atom: Atom, carried: bool) -> State:
-    """The state in which a body with passes of its own returns a value; what is carried is for the next turn."""
+    """The state in which a body with passes of its own returns a value.
+
+    Args:
+      flow: batch flow of the body.
+      atom: the output.
+      carried: whether the output is a carry.
+    """
     state = flow.state(atom)
     estimated_inside = state.estimated_inside or (state.estimated and not carried)
     return dataclasses.replace(
@@ -127,7 +141,7 @@ def body_output_state(flow: Flow, atom: Atom, carried: bool) -> State:
 
 
 def either_state(a: State, b: State) -> State:
-    """The state of a value around passes that is sometimes `a` and sometimes `b`: batched if either is."""
+    """The join of two states around passes: batched if either is."""
     model, zero = a.model or b.model, a.zero and b.zero
     forms = {state.form for state in (a, b) if isinstance(state.form, Slice)}
     if len(forms) == 1:
@@ -143,7 +157,7 @@ def either_state(a: State, b: State) -> State:
 
 
 def scanned_element_state(state: State) -> State:
-    """The state of a scanned array inside the loop's body."""
+    """The state of one iteration's element of a scanned array."""
     if isinstance(state.form, Slice):
         places = frozenset(d - 1 for d in state.places if d > 0)
         return dataclasses.replace(state, form=state.form.move(state.form.dim - 1), places=places)
@@ -151,7 +165,7 @@ def scanned_element_state(state: State) -> State:
 
 
 def stacked_result_state(state: State) -> State:
-    """The state of a stacked result of a loop whose body returns `state`."""
+    """The state of a loop's stacked result, given the state that its body returns."""
     if isinstance(state.form, Slice):
         return dataclasses.replace(state, form=state.form.move(state.form.dim + 1))
     return dataclasses.replace(state, examples=frozenset(d + 1 for d in state.examples))

@@ -1,4 +1,4 @@
-"""What kind of coupling it is, and what helps against its cost.
+"""A coupling -> its kind (normalization, pairs, ...), and remedies for its cost.
 
 Knows batch flow's verdicts and descriptions: where the value that is read came from, and how. Must not know any
 primitive by name, nor what the couplings of a step cost together.
@@ -19,7 +19,7 @@ from vnode.operators import advice as registry_advice
 
 
 class CouplingKind(enum.Enum):
-    """What an example has of the others, in words that finish "for"."""
+    """The kind of a coupling. The text completes a sentence that begins with "for"."""
 
     COUNT = "a sum of the batch alone"
     NORMALIZATION = "statistics of a normalization over the batch"
@@ -75,20 +75,21 @@ REMEDIES: dict[CouplingKind, tuple[str, ...]] = {
     ),
     CouplingKind.INSIDE: (),
 }
-"""What helps against the cost of a kind, besides paying for it and estimating sums locally; the best first."""
+"""Remedies for each kind, the best first, besides a larger budget and ``coupling="local"``."""
 
 
 def remedies_of(coupling: Coupling, kind: CouplingKind) -> tuple[str, ...]:
-    """What helps against the cost of a coupling of a kind; for a primitive without a description, what gives it one."""
+    """Remedies for a coupling of a kind. A primitive without a description needs one."""
     if kind is not CouplingKind.UNDESCRIBED:
         return REMEDIES[kind]
     return registry_advice(coupling.source or coupling.eqn)
 
 
 def kinds_of(couplings: Sequence[Coupling]) -> list[CouplingKind | None]:
-    """The kind of each coupling; None if it follows from another one, of which it reads the result.
+    """The kind of each coupling; None for a coupling that follows from another one.
 
-    What a reduction is for is seen where it meets what it was made from. Others read it too: the backward pass.
+    The kind of a reduction shows where its result meets its operands. All other readers of the result, as in the
+    backward pass, get the same kind.
     """
     kinds = [kind_of(coupling) for coupling in couplings]
     known = {
@@ -105,7 +106,7 @@ def kinds_of(couplings: Sequence[Coupling]) -> list[CouplingKind | None]:
 
 
 def kind_of(coupling: Coupling) -> CouplingKind | None:
-    """The kind of a coupling, by itself."""
+    """The kind of a single coupling; None if it reads no reduction itself."""
     flow, why = coupling.flow, coupling.why
     step = defining_step(flow, coupling.eqn)
     if why is CouplingReason.UNDESCRIBED:
@@ -145,7 +146,7 @@ SUM = Partial(Monoid.SUM)
 
 
 def condition_is_reduced(step: Step) -> bool:
-    """Whether the condition of a loop around passes depends on a reduction over the examples."""
+    """Whether the condition of a loop with passes of its own depends on a reduction over the batch."""
     region = step.region
     if region is None or not region.tests:
         return False
@@ -159,11 +160,13 @@ def condition_is_reduced(step: Step) -> bool:
 
 
 def defining_step(flow: Flow, eqn: JaxprEqn) -> Step | None:
+    """The step of an equation; None if the equation has no result in the flow."""
+    """The step of an equation; None if the equation has no result in the flow."""
     return flow.steps[flow.position[eqn.outvars[0]]] if eqn.outvars and eqn.outvars[0] in flow.position else None
 
 
 def batched_sources(flow: Flow, step: Step) -> Iterator[Var]:
-    """The batched values that what a step reads of single examples was made from, element by element."""
+    """The batched values that a step's batched operands are computed from without a contraction."""
     seen: set[Var] = set()
     stack = list(step.eqn.invars)
     while stack:
@@ -180,7 +183,10 @@ def batched_sources(flow: Flow, step: Step) -> Iterator[Var]:
 
 
 def reads_parameters(flow: Flow, reader: Step) -> bool:
-    """Whether a later pass reads values in the place of parameters: of the shape of an argument that is not batched."""
+    """Whether a step of a later pass reads a whole value with the shape of an unbatched argument.
+
+    Such a value is most likely a second set of parameters.
+    """
     given = {
         shape
         for var in flow.program.inputs

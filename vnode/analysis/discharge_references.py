@@ -1,10 +1,11 @@
-"""A program without references: arrays mutated in place become values that are passed on.
+"""A jaxpr with references (`jax.new_ref`) -> one without: arrays mutated in place become values that are passed on.
 
 Knows how references get into calls, loops and branches. Must not know batches, nor which primitives read and write.
 
-What jax does to such a program before it compiles it, done before the batch is followed through it: a reference that a
-loop writes is one more carry of the loop. So whatever can be said of values (which node has which part of them, which
-are sums over the nodes) holds of references too.
+    r = new_ref(x);  for i: r[...] += f(i)   ->   for i, carry x: x = x + f(i)
+
+jax does the same before it compiles. vnode does it before batch flow, so that forms and partial sums hold for
+references too.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from vnode.operators.references import access_of, initial_content, is_reference
 
 
 class Reference:
-    """An array that is mutated in place, while a program is evaluated."""
+    """The present value of an array that is mutated in place."""
 
     def __init__(self, held: Any) -> None:
         self.value = held
 
 
 def discharge_references(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A program that does the same with values only.
+    """Rewrites a program without references.
 
     Args:
       closed: any closed jaxpr.
 
     Returns:
-      Itself, if there are no references in it, or some come from outside: whoever holds these is to see what is
-      written. Otherwise constants that jax is tracing are arguments, the last.
+      The rewritten program, whose last arguments are the constants that jax is tracing. `closed` itself if it has no
+      references, or if a reference comes from outside: its owner must see the writes.
 
     Raises:
-      UnsupportedPrimitiveError: a reference is returned, or used as only jax can.
+      UnsupportedPrimitiveError: a reference is returned, or used by a primitive that vnode does not know.
     """
     outside = any(map(is_reference, (*closed.jaxpr.invars, *closed.jaxpr.constvars)))
     if outside or not has_references(closed.jaxpr, {}):
@@ -55,7 +56,12 @@ def discharge_references(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def has_references(jaxpr: Jaxpr, known: dict[int, bool]) -> bool:
-    """Whether a jaxpr or a body in it makes or takes a reference; `known` of those that were looked at."""
+    """Whether a jaxpr, or a body in it, makes or takes a reference.
+
+    Args:
+      jaxpr: the jaxpr.
+      known: the answers so far, by the jaxprs' ids.
+    """
     key = id(jaxpr)
     if key not in known:
         known[key] = any(map(is_reference, (*jaxpr.invars, *jaxpr.constvars))) or any(
@@ -66,6 +72,8 @@ def has_references(jaxpr: Jaxpr, known: dict[int, bool]) -> bool:
 
 
 def bodies_of(eqn: JaxprEqn) -> list[Body]:
+    """The bodies of a call, loop or branch."""
+    """The bodies of a call, loop or branch."""
     call, region = call_of(eqn), region_of(eqn)
     if call is not None:
         return [call.body]
@@ -73,7 +81,7 @@ def bodies_of(eqn: JaxprEqn) -> list[Body]:
 
 
 def evaluate(body: Body, values: Sequence[Any]) -> list[Any]:
-    """Evaluates a body whose operands may be `Reference`s, which it may write."""
+    """Evaluates a body. Operands may be `Reference`s, which it may write."""
     env: dict[Var, Any] = dict(zip(body.jaxpr.constvars, body.constants, strict=True))
     env.update(zip(body.jaxpr.invars, values, strict=True))
     for eqn in body.jaxpr.eqns:
@@ -88,6 +96,8 @@ def evaluate(body: Body, values: Sequence[Any]) -> list[Any]:
 
 
 def evaluate_equation(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Evaluates an equation, whose operands may be `Reference`s."""
+    """Evaluates an equation, whose operands may be `Reference`s."""
     held = initial_content(eqn, operands)
     if held is not None:
         return [Reference(jnp.asarray(held))]
@@ -127,12 +137,14 @@ def reference_error(eqn: JaxprEqn, why: str) -> UnsupportedPrimitiveError:
 
 
 def store_values(passed: Sequence[Reference], values: Sequence[Any]) -> None:
+    """Stores new values in references."""
+    """Stores new values in references."""
     for reference, value in zip(passed, values, strict=True):
         reference.value = value
 
 
 def substitute_references(operands: Sequence[Any], passed: Sequence[Reference], values: Sequence[Any]) -> list[Any]:
-    """Operands with new references, which hold `values`, in place of those of `passed`; the new ones come first."""
+    """New references that hold `values`, followed by the operands, in which they replace those of `passed`."""
     new = {id(old): Reference(value) for old, value in zip(passed, values, strict=True)}
     return [*new.values(), *(new.get(id(value), value) for value in operands)]
 

@@ -1,17 +1,17 @@
-"""Sums over the batch that no node can estimate, because examples pick their place in them and find it again.
+"""Batch flow -> the sums over the batch that no node can estimate: dispatch buffers, as of a mixture of experts.
 
 Knows batch flow's states and descriptions. Must not know any primitive by name, nor what an estimate is used for.
 
-With ``coupling="local"`` a node takes V times the sum over its own examples for the sum over all. That estimates a
-statistic, to which every example contributes alike. It does not estimate what examples *put* somewhere: the buffer of
-an expert (of a mixture of experts) is a sum, too, but each place in it has a single term, all others being zero, and
-each example reads its own term again, which an estimate would multiply by V. Such sums are known by two things:
+With ``coupling="local"`` a node estimates a sum over the batch by V times the sum over its own examples. That is right
+for a statistic, to which every example contributes. It is wrong for a dispatch buffer, ``buffer = one_hot.T @ x``: each
+place in it has a single nonzero term, and each example reads its own term again. The estimate would multiply it by V.
+Two signs tell a dispatch buffer:
 
-- Places. An example picks some along a dimension: by comparing its number with others (``one_hot``), by an index
-  (``x.at[i].add``), or by its position in the batch (a permutation matrix).
-- Readers. What was made of the sum is multiplied by something by which examples pick places, or looked up in.
+- Places. An example picks places along a dimension: by a comparison (``one_hot``), by an index (``x.at[i].add``), or by
+  its position in the batch (a permutation matrix).
+- Readers. A reader multiplies the sum by such a mask, or looks up in it.
 
-What is summed over places but not read by place is a statistic all the same: the load of every expert, say.
+A sum over places that no reader reads by place is a statistic: the load of every expert, for example.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Dimensions = frozenset[int]
 NO_DIMENSIONS: Dimensions = frozenset()
 
 Places = dict[Var, Dimensions]
-"""Dimensions of a batched value along which examples pick places; of a whole value, those along which its elements are
-given one by one (an iota's, an argument's)."""
+"""For a batched value, the dimensions along which examples pick places. For a whole value, the dimensions along which
+its elements enumerate places, as in an iota or an argument."""
 
 
 def find_dispatch_sums(flow: Flow) -> set[Var]:
-    """Of the sums over the batch that nodes would estimate, those that they cannot."""
+    """The sums over the batch that nodes would estimate and cannot."""
     places = places_of(flow)
     made_of: dict[Atom, set[Var]] = {}
     found: set[Var] = set()
@@ -55,14 +55,14 @@ def find_dispatch_sums(flow: Flow) -> set[Var]:
 
 
 def reads_by_place(places: Places, step: Step, operand: int) -> bool:
-    """Whether examples find in a whole operand what they picked: they multiply it by places, or look up in it."""
+    """Whether examples read a whole operand by place: they multiply it by a mask, or look up in it."""
     atoms, description, form = step.eqn.invars, step.description, step.operands[operand]
     if (
         isinstance(form, Slice)
         and isinstance(atom := atoms[operand], Var)
         and form.dim in places.get(atom, NO_DIMENSIONS)
     ):
-        return True  # multiplied by places before, for all examples at once
+        return True  # masked before, for all examples at once
     others = {i for i, form in enumerate(step.operands) if isinstance(form, Slice) and i != operand}
     picking = {i for i in others if isinstance(atom := atoms[i], Var) and places.get(atom)}
     if description is None:
@@ -75,16 +75,18 @@ def reads_by_place(places: Places, step: Step, operand: int) -> bool:
 
 
 def factors(*arrays: Sequence[Dim]) -> set[int]:
+    """The factors in the dimensions of some arrays."""
+    """The factors in the dimensions of some arrays."""
     return {factor for dims in arrays for dim in dims for factor in dim}
 
 
 def places_of(flow: Flow, given: Mapping[Var, Dimensions] | None = None) -> Places:
-    """The places of every value of a program, as far as there are any.
+    """The places of every value of a program that has any.
 
     Args:
       flow: batch flow of the program.
-      given: those of its inputs, where it is a body; by default an argument's elements are given one by one, and
-        examples of whole numbers pick by them.
+      given: places of the inputs of a body. By default a whole argument has places along all dimensions, and so has a
+        batched argument of integers or truth values.
     """
     places: Places = {}
     for var in [*flow.program.inputs, *flow.program.constants]:
@@ -108,7 +110,7 @@ def places_of(flow: Flow, given: Mapping[Var, Dimensions] | None = None) -> Plac
 
 
 def record_places(places: Places, var: Var, dims: Iterable[int], form: Form | None = None) -> None:
-    """Notes the places of a value; there is nothing to pick along the batch, nor in a dimension of size one."""
+    """Records the places of a value. The batched dimension and dimensions of size one have none."""
     shape = getattr(var.aval, "shape", ())
     batch = form.dim if isinstance(form, Slice) else None
     found = frozenset(d for d in dims if shape[d] > 1 and d != batch)
@@ -121,9 +123,9 @@ def all_dimensions(atom: Atom) -> Dimensions:
 
 
 def picked_factors(flow: Flow, places: Places, step: Step, description: OperatorDescription) -> set[int]:
-    """The factors of an equation along which examples pick places, or whose elements are given one by one."""
+    """The factors of an equation along which its results have places."""
     atoms = step.eqn.invars
-    if not any(isinstance(form, Slice) for form in step.operands):  # of whole values only
+    if not any(isinstance(form, Slice) for form in step.operands):  # whole values only
         found = {f for f, factor in enumerate(description.factors) if factor.positional and not atoms}
         for atom, dims in zip(atoms, description.operands, strict=True):
             found |= factors([dims[d] for d in places.get(atom, NO_DIMENSIONS)]) if isinstance(atom, Var) else set()
@@ -139,20 +141,20 @@ def picked_factors(flow: Flow, places: Places, step: Step, description: Operator
         if isinstance(flow.states[atom].form, Slice) or compares or along:
             found |= factors([dims[d] for d in places[atom] if not (along and d == form.dim)])
     indexed = [i for i in description.role(Role.INDEX) if isinstance(step.operands[i], Slice)]
-    if indexed:  # what is written by index stands in the result, and is not gone through
+    if indexed:  # the factor written by index is in the result, and not counted
         found |= {f for f in factors(*description.results) if not description.factors[f].counted}
     return found | relocated_factors(description, found)
 
 
 def relocated_factors(description: OperatorDescription, found: set[int]) -> set[int]:
-    """The factors of the results for those that stand in operands only, but are not reduced (a flip, a window)."""
+    """The result's own factors where an operand's factor is neither kept nor reduced (a flip, a window)."""
     kept = factors(*description.results)
     left = found - kept - set(description.reduced)
     return kept - factors(*description.operands) if left else set()
 
 
 def is_discrete(atom: Atom) -> bool:
-    """Whether an array holds whole numbers or truth values."""
+    """Whether an array holds integers or truth values."""
     dtype = getattr(atom.aval, "dtype", jnp.float32)
     return is_boolean(atom) or jnp.issubdtype(dtype, jnp.integer)
 
@@ -162,7 +164,7 @@ def is_boolean(atom: Atom) -> bool:
 
 
 def record_region_places(places: Places, step: Step, region: Region) -> None:
-    """Notes the places of a loop's or branch's results, from those inside."""
+    """Records the places of a loop's or branch's results, by a fixpoint over its carries."""
     operands = [places.get(atom, NO_DIMENSIONS) if isinstance(atom, Var) else NO_DIMENSIONS for atom in step.eqn.invars]
     first = region.carried.start
     while True:

@@ -1,4 +1,4 @@
-"""One equation while batch flow decides about it: the forms in which it reads its operands so far, and the verdict.
+"""One equation under batch flow's decision -> its step, the states of its results, and the couplings it meets.
 
 Knows states, levels and couplings. Must not know which verdict is right: batch flow does.
 """
@@ -20,7 +20,15 @@ from vnode.operators.control_flow import Region, region_of
 
 @dataclasses.dataclass(eq=False)
 class EquationView:
-    """An equation while batch flow decides about it: the forms in which it reads its operands so far."""
+    """An equation under batch flow's decision, with the forms in which it reads its operands so far.
+
+    Attributes:
+      follower: of the program.
+      flow: batch flow of the equations before it.
+      eqn: the equation.
+      body: whether it is in a body that nodes run, in which nothing can be completed or materialized.
+      reducers: for values computed from a reduction, the reducing equation.
+    """
 
     follower: BatchFollower
     flow: Flow
@@ -36,14 +44,22 @@ class EquationView:
         self.level = 0
 
     def complete(self, positions: Iterable[int]) -> None:
-        """Reads partial operands as completed reductions, one level up."""
+        """Reads partial operands as completed reductions, one level later.
+
+        Raises:
+          CoupledInBody: the equation is in a body that nodes run.
+        """
         for i in positions:
             if self.body:
                 raise CoupledInBody(self.eqn, CouplingReason.SUM)
             self.forms[i] = WHOLE
 
     def materialize(self, positions: Iterable[int], why: CouplingReason) -> None:
-        """Reads batched operands whole, one level up."""
+        """Reads batched operands whole, one level later.
+
+        Raises:
+          CoupledInBody: the equation is in a body that nodes run.
+        """
         for i in positions:
             if self.body:
                 raise CoupledInBody(self.eqn, why)
@@ -55,7 +71,7 @@ class EquationView:
             self.forms[i] = WHOLE
 
     def evaluate_nested(self, region: Region, bodies: tuple[Flow, ...], results: Sequence[State]) -> Step:
-        """The equation is evaluated once, around passes of its own; a batch of their own is not known outside."""
+        """The step of a loop or branch that is evaluated once, with passes of its own in its bodies."""
         level = max((state.whole_level for state in self.states), default=0)
         self.results = [self.state_outside(state) for state in results]
         return Step(
@@ -70,13 +86,14 @@ class EquationView:
         )
 
     def state_outside(self, state: State) -> State:
+        """A result's state outside of the bodies. A batch that only the bodies divide is whole outside."""
         form = state.form
         if not isinstance(form, Slice) or form.batch in self.follower.batches:
             return state
         return State(WHOLE, model=state.model, examples=frozenset({form.dim}))
 
     def evaluate_once(self) -> Step:
-        """The equation is evaluated once, on whole values."""
+        """The step of an equation that is evaluated once, on whole values."""
         level = max((state.whole_level for state in self.states), default=0)
         return Step(self.eqn, False, level, (WHOLE,) * len(self.forms), (WHOLE,) * len(self.eqn.outvars), region=None)
 
@@ -89,7 +106,16 @@ class EquationView:
         bodies: tuple[Flow, ...] = (),
         over_batch: bool = False,
     ) -> Step:
-        """The equation is evaluated by every node."""
+        """The step of an equation that every node evaluates.
+
+        Args:
+          results: forms of the results.
+          description: of the equation, if it has one.
+          location: the factor that is split, if one is.
+          region: the loop or branch that the equation is.
+          bodies: batch flow of the region's bodies.
+          over_batch: whether the region is a loop over the examples.
+        """
         level = 0
         for i, form in enumerate(self.forms):
             state = self.states[i]
@@ -106,7 +132,7 @@ class EquationView:
         )
 
     def record(self, step: Step) -> None:
-        """Writes the states of the results, and the couplings met."""
+        """Records the states of a step's results, and its couplings."""
         model = any(state.model for state in self.states)
         if step.nested:
             for var, state in zip(self.eqn.outvars, self.results, strict=True):
@@ -147,7 +173,7 @@ class EquationView:
                     if descends and not step.per_node:
                         examples = examples_of(self.eqn, k, states, description)
                     local = min(local, max((state.local_level for state in self.states), default=0))
-                    # What needs the whole batch is not made of a node's own estimates: it would be, node by node.
+                    # A gathered value needs the whole batch, so that no node can estimate it.
                     ghost = any(state.estimated for state in self.states) and not self.gathered
                 case Partial():
                     self.reducers[var] = inherited[0] if inherited else self.eqn
@@ -155,7 +181,7 @@ class EquationView:
                         ghost = any(state.ghost for state in adds)
                         local += not all(state.estimable for state in adds)
                     elif form.monoid is not Monoid.SUM or var in self.follower.dispatch_sums:
-                        local += 1  # a node's own maximum estimates nothing
+                        local += 1  # a node's own maximum is no estimate
                     elif model:
                         ghost = self.follower.mode(self.reducers[var]) == "local"
                         local += not ghost
@@ -187,10 +213,10 @@ class EquationView:
                 self.follower.couplings.append(Coupling(self.flow, self.eqn, "reduction", step.level, mode, source))
 
     def check_borders(self, step: Step) -> None:
-        """Refuses estimates on one side of a loop's or branch's border where the other has the sum itself.
+        """Checks that the two sides of a loop's or branch's border do not mix a sum with an estimate of it.
 
         Raises:
-          CouplingError: examples read both.
+          CouplingError: they do.
         """
         for state, form in zip(self.states, step.operands, strict=True):
             if state.estimated_inside:
@@ -211,7 +237,7 @@ class EquationView:
             )
 
     def results_zero(self, step: Step) -> bool:
-        """Whether the equation maps zeros to zeros, and its operands are zeros."""
+        """Whether the equation is linear in operands that are all zeros."""
         if not any(state.zero for state in self.states):
             return False
         description = step.description
@@ -225,7 +251,7 @@ class EquationView:
 def examples_of(
     eqn: JaxprEqn, result: int, states: Sequence[State], description: OperatorDescription | None
 ) -> set[int]:
-    """Dimensions of a whole result that descend from the batch, as far as can be told."""
+    """Dimensions of a whole result that descend from the batch, by the description or by equal sizes."""
     found: set[int] = set()
     shape = getattr(eqn.outvars[result].aval, "shape", ())
     for i, state in enumerate(states):

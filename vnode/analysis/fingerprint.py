@@ -1,10 +1,12 @@
-"""What a traced function computes, as text that is the same in every process; and what differs between two.
+"""A traced function -> a fingerprint that is the same in every process; two fingerprints -> their differences.
 
-Knows jaxprs, and which of their parameters say something of the result. Must not know steps, devices or files.
+Knows jaxprs, and which of their parameters affect the result. Must not know steps, devices or files.
 
-Left out is what does not change values: names of functions and variables, source lines, shardings and meshes, weak
-types. A function of Python whose results the program reads (`jax.pure_callback`) counts by what it does
-(`vnode.analysis.host_function`); one that is called for its effects alone, such as `jax.debug.callback`, by its name.
+    lambda x: 2 * sin(x)   ->   sha256("input float32[3]", "[0] sin(float32[3])", "[2, 1] mul(2.0, float32[3])", ...)
+
+The text omits all that does not change values: names of functions and variables, source lines, shardings, meshes and
+weak types. It contains the behaviour of a Python function whose results the program reads (`jax.pure_callback`, see
+`vnode.analysis.host_function`), and only the name of one called for its effects, such as `jax.debug.callback`.
 """
 
 from __future__ import annotations
@@ -28,20 +30,20 @@ from vnode.analysis.tracing import trace
 from vnode.operators.control_flow import Region, region_of
 
 SHOWN = 1000
-"""Different operations that are kept for naming differences; the digest is of all."""
+"""The number of distinct operations kept to name differences. The digest covers all operations."""
 
 NON_PARTITIONABLE_KEYS = "random numbers with jax_threefry_partitionable=False"
-"""Said of programs that draw from keys under this setting: no equation's parameters tell, and it draws others."""
+"""The text for programs that draw from keys under this setting. It changes the numbers, and no parameter shows it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """A traced function.
+    """The fingerprint of a traced function.
 
     Attributes:
-      digest: SHA-256 of its operations, constants, and what goes from where to where.
-      operations: how often each operation is in it, without what it is applied to; the first `SHOWN` of them.
-      lines: where each is in the user's code; not part of what is compared.
+      digest: SHA-256 of its operations, constants and data flow.
+      operations: the count of each operation, regardless of its operands; the first `SHOWN` of them.
+      lines: the user's source line of each operation; not compared.
     """
 
     digest: str
@@ -49,16 +51,16 @@ class Fingerprint:
     lines: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Fit for JSON."""
+        """The fingerprint as a dictionary for JSON; without `lines`."""
         return {"digest": self.digest, "operations": self.operations}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Fingerprint:
-        """What `to_json` gave."""
+        """A fingerprint from the dictionary of `to_json`."""
         return cls(content["digest"], dict(content["operations"]))
 
     def differences(self, before: Fingerprint) -> list[str]:
-        """What is in this function and was not in another one, and the reverse; empty if they are equal."""
+        """The operations that only this function has, and those that only `before` has; empty if they are equal."""
         if self.digest == before.digest:
             return []
         now, then = Counter(self.operations), Counter(before.operations)
@@ -67,17 +69,17 @@ class Fingerprint:
         return facts or ["the same operations, applied to other values"]
 
     def location_text(self, operation: str) -> str:
-        """Where an operation is in the user's code, if that is known."""
+        """`` at`` and the source line of an operation; empty if it is unknown."""
         return f" at {self.lines[operation]}" if self.lines.get(operation) else ""
 
 
 def counted_text(text: str, count: int) -> str:
-    """An operation, and how often."""
+    """An operation with its count, if that is not one."""
     return text if count == 1 else f"{count} x {text}"
 
 
 def fingerprint(fun: Callable[..., Any], *args: Any) -> Fingerprint:
-    """Traces a function, without running it, and says what it computes.
+    """Traces a function, without running it, and returns its fingerprint.
 
     Args:
       fun: a function of pytrees of arrays, which returns one.
@@ -98,7 +100,7 @@ def fingerprint(fun: Callable[..., Any], *args: Any) -> Fingerprint:
 
 
 def fingerprint_of(*programs: Program) -> Fingerprint:
-    """What traced programs compute, one after another."""
+    """The fingerprint of several programs, in order."""
     writer = Writer()
     for program in programs[:-1]:
         writer.program(program)
@@ -114,12 +116,13 @@ class Writer:
         self.hash = hashlib.sha256()
 
     def write(self, program: Program) -> Fingerprint:
-        """The fingerprint of a program."""
+        """Feeds the last program, and returns the fingerprint of all."""
         self.program(program)
         shown = dict(sorted(self.counts.items())[:SHOWN])
         return Fingerprint(self.hash.hexdigest(), shown, {text: self.lines[text] for text in shown})
 
     def program(self, program: Program) -> None:
+        """Feeds a program to the hash, with variables numbered in order."""
         numbers: dict[Var, int] = {}
         for var in program.inputs:
             numbers[var] = len(numbers)
@@ -141,7 +144,7 @@ class Writer:
         self.feed(f"output {[literal(a) if isinstance(a, Literal) else numbers[a] for a in program.outputs]}")
 
     def operation(self, eqn: JaxprEqn) -> str:
-        """An equation as text; the bodies of a loop or branch are written before it, and count by themselves."""
+        """An equation as text. Feeds the bodies of a loop or branch before, and counts their operations."""
         region = region_of(eqn)
         for body in () if region is None else region.bodies:
             self.feed("body")
@@ -166,25 +169,25 @@ class Writer:
 
 
 def draws_non_partitionable(eqn: JaxprEqn) -> bool:
-    """Whether an equation reads keys under a setting with which jax draws other numbers from them than by default."""
+    """Whether an equation reads keys with ``jax_threefry_partitionable=False``, which draws other numbers."""
     reads = any(jnp.issubdtype(getattr(a.aval, "dtype", bool), jax.dtypes.prng_key) for a in eqn.invars)
     return reads and not eqn.ctx.threefry_partitionable
 
 
 def facts_of(region: Region) -> list[str]:
-    """What a loop or branch is besides its bodies; how a loop is unrolled is none of the result's business."""
+    """The fields of a loop or branch besides its bodies, and besides unrolling, which does not change the result."""
     facts = {field.name: getattr(region, field.name) for field in dataclasses.fields(region)}
     return [f"{name}={value}" for name, value in facts.items() if name not in ("bodies", "unroll")]
 
 
 def type_of(var: Any) -> str:
-    """Dtype and shape, and nothing else that a type may say."""
+    """The dtype and shape of a variable, without weak type or sharding."""
     aval = var.aval
     return f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "dtype") else type(aval).__name__
 
 
 def literal(atom: Literal) -> str:
-    """A number as it is written in its own dtype: 0.1, not what float32 makes of it in float64."""
+    """A literal in its own dtype: 0.1, not 0.10000000149, which is float32's 0.1 in float64."""
     return value_text(np.asarray(atom.val, atom.aval.dtype)) if np.ndim(atom.val) == 0 else value_text(atom.val)
 
 
@@ -193,7 +196,7 @@ def parameter_text(value: Any, is_read: bool) -> str:
 
     Args:
       value: the parameter.
-      is_read: whether the equation has results: then it matters what a function of Python that it calls does.
+      is_read: whether the equation has results. Then the text contains the behaviour of a Python function it calls.
     """
     called = getattr(value, "callback_func", None) if is_read else None
     if called is None:
@@ -275,7 +278,7 @@ def _(value: export.Exported) -> str:
 
 
 def function_name(value: Any) -> str:
-    """A function by name, one with arguments bound by what it is made of."""
+    """A function's name; a partial function's or a wrapper's with the inner function and the bound arguments."""
     inner = getattr(value, "func", getattr(value, "__wrapped__", None))
     if inner is not None and inner is not value:
         return f"{value_text(inner)}({value_text(tuple(getattr(value, 'args', ()) or ()))})"

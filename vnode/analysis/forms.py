@@ -1,4 +1,4 @@
-"""The forms in which a node can hold a value, and how a form moves through an index expression.
+"""A value's form on nodes (whole, slice, partial, varying), and an equation's dimensions -> the result's form.
 
 Knows factors, dimensions and the batch. Must not know equations' primitives, passes or devices.
 
@@ -26,7 +26,7 @@ from vnode.operators.monoid import Monoid
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The examples that are divided among the nodes.
+    """A batch, whose examples are divided among the nodes.
 
     Attributes:
       size: examples of the global batch.
@@ -48,9 +48,9 @@ class Slice:
     """A node holds its own examples along one dimension.
 
     Attributes:
-      batch: what is divided.
+      batch: the batch that is divided.
       dim: the dimension.
-      outer: how many runs of the batch lie in the dimension, one after another.
+      outer: the number of consecutive runs of the batch in the dimension.
       ratio: elements of a run per example.
     """
 
@@ -60,11 +60,11 @@ class Slice:
     ratio: Fraction
 
     def __hash__(self) -> int:
-        return hash((self.dim, self.outer))  # enough to tell most apart, and quick
+        return hash((self.dim, self.outer))  # fast, and distinguishes most
 
     @property
     def grain(self) -> int:
-        """The number of examples that a node must hold a multiple of."""
+        """A node must hold a multiple of so many examples."""
         return self.ratio.denominator
 
     @property
@@ -84,14 +84,14 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True)
 class Partial:
-    """Each node holds a piece; the monoid's sum of the pieces is the value."""
+    """Each node holds a piece; the reduction of the pieces by the monoid is the value."""
 
     monoid: Monoid
 
     def dtype(self, dtype: Any) -> Any:
-        """The type of a node's piece of a value of type `dtype`: float32 for a type of smaller range, as float16.
+        """The dtype of a node's piece of a value of type `dtype`: float32 for a dtype of smaller range, as float16.
 
-        Pieces of such a type may overflow although their sum does not, or the other way round.
+        A piece of smaller range may overflow where the total does not, or the reverse.
         """
         combines = self.monoid in (Monoid.SUM, Monoid.PROD) and jnp.issubdtype(dtype, jnp.floating)
         return np.dtype(np.float32 if combines and jnp.finfo(dtype).maxexp < 128 else dtype)
@@ -116,10 +116,10 @@ Form = Whole | Slice | Partial | Varying
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """Where the batch lies among the factors of an equation.
+    """The position of the batch among the factors of an equation.
 
     Attributes:
-      batch: what is divided.
+      batch: the batch that is divided.
       factor: the factor.
       outer: runs within the factor.
       ratio: elements of a run per example, within the factor.
@@ -176,4 +176,5 @@ def project(location: Location, dims: Dims, sizes: Sizes) -> Slice | None:
 
 
 def contains_factor(factor: int, dims: Sequence[Dim]) -> bool:
+    """Whether a factor is in some dimension."""
     return any(factor in dim for dim in dims)

@@ -1,19 +1,19 @@
-"""Decisions: values that a later pass must not compute again, because it would have to find the very same bits.
+"""Batch flow -> the values that later passes must be given, because recomputation may not return the same bits.
 
 Knows batch flow and descriptions. Must not know passes' contents, devices or how anything is evaluated.
 
-A compiler may round one computation differently in two programs, so a pass that computes a value again gets it up to
-rounding. That is harmless, unless the value is held against what became of it when it was first computed. An example
-is the worst of the batch if its loss *equals* the greatest loss; a token that was counted for one expert must not go
-to another one. Two kinds of decisions are found:
+    pass 0: loss = f(x);  worst = max(loss)        keep loss: pass 1 compares it with worst
+    pass 1: hit = (loss == worst)
 
-- A reduction that picks (``max`` over examples, or the whole batch at once for a sort or an argmax), where a later
-  pass holds what was picked against what it was picked from.
-- A reduction of discrete values (a count of tokens above a threshold, a number of examples per class), where a later
-  pass reads those values as well.
+A compiler may round one computation differently in two programs. A pass that recomputes a value returns it up to
+rounding. That matters only where the value is compared with a result of its first computation. Two cases are found:
 
-In both cases what the reduction picked from, or counted, is kept from the first computation: by walking back from the
-reduced operand over equations that give the same bits whatever the compiler does.
+- A selecting reduction (``max`` over examples, or the whole batch for a sort or an argmax), whose result a later pass
+  compares with its operand.
+- A reduction of discrete values (a count of tokens per expert), which a later pass reads as well.
+
+In both cases the operand is kept from the first computation. It is found by walking back from the reduced operand over
+equations that are bitwise exact with any compiler.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ SELECTING_MONOIDS = (Monoid.MAX, Monoid.MIN)
 
 
 def find_frozen_values(flow: Flow, steps: Sequence[Step], reads: Mapping[Var, int]) -> dict[Var, int]:
-    """Batched values to be kept, each with the first pass that must be given it.
+    """The batched values to keep, each with the first pass that must be given it.
 
     Args:
       flow: batch flow of the step.
-      steps: those of its steps that are `living`.
-      reads: their `first_reads`.
+      steps: the flow's `live_steps`.
+      reads: the `first_read_levels` of these steps.
 
     Returns:
-      For every such value the level of a pass. Earlier passes may compute it.
+      For every such value the level of that pass. Earlier passes may compute the value.
     """
     given = set(flow.program.inputs) | set(flow.program.constants)
     sources: dict[Var, list[Var]] = {}
@@ -76,7 +76,7 @@ def find_frozen_values(flow: Flow, steps: Sequence[Step], reads: Mapping[Var, in
 
 
 def live_steps(flow: Flow) -> list[Step]:
-    """The equations that a result or an effect depends on, in order."""
+    """The steps that an output or an effect depends on, in order."""
     wanted = {atom for atom in flow.program.outputs if isinstance(atom, Var)}
     steps: list[Step] = []
     for step in reversed(flow.steps):
@@ -87,7 +87,12 @@ def live_steps(flow: Flow) -> list[Step]:
 
 
 def first_read_levels(flow: Flow, steps: Sequence[Step]) -> dict[Var, int]:
-    """For every value that nodes read completed, or something made of it once: the level of the first that do."""
+    """For every value that nodes read completed, directly or through steps that run once, the level of the first read.
+
+    Args:
+      flow: batch flow of the step.
+      steps: the flow's `live_steps`.
+    """
     reads: dict[Var, int] = {}
     for step in reversed(steps):
         behind = min([reads[var] for var in step.eqn.outvars if var in reads], default=math.inf)
@@ -108,7 +113,7 @@ def first_read_levels(flow: Flow, steps: Sequence[Step]) -> dict[Var, int]:
 
 
 def bitwise_sources(flow: Flow, given: set[Var], atom: Atom) -> Iterator[Var]:
-    """The batched values that a value consists of, bit for bit, or that fix its discrete elements."""
+    """The batched values from which bitwise exact equations compute a value."""
     seen: set[Var] = set()
     stack = [atom]
     while stack:
@@ -127,7 +132,7 @@ def bitwise_sources(flow: Flow, given: set[Var], atom: Atom) -> Iterator[Var]:
 
 
 def is_bitwise_exact(step: Step) -> bool:
-    """Whether equal operands give equal results in every program: nothing is rounded, or only what was picked."""
+    """Whether equal operands give equal bits in every program: the equation moves, selects, or is discrete."""
     description = step.description
     if not step.per_node or description is None:
         return False
@@ -136,13 +141,20 @@ def is_bitwise_exact(step: Step) -> bool:
 
 
 def is_inexact(atom: Atom) -> bool:
+    """Whether an array is of floating-point or complex numbers."""
     return jnp.issubdtype(getattr(atom.aval, "dtype", jnp.int32), jnp.inexact)
 
 
 def is_compared_with_source(flow: Flow, steps: Sequence[Step], origin: list[Var], picked: Var) -> bool:
-    """Whether an equation that is not continuous reads both what was picked and what it was picked from.
+    """Whether a discontinuous equation reads both a selected value and what it was selected from.
 
-    A softmax over the batch does not: it subtracts the greatest logit, and a last bit more or less does not matter.
+    A softmax over the batch does not: it subtracts the greatest logit, where one ulp does not matter.
+
+    Args:
+      flow: batch flow of the step.
+      steps: the flow's `live_steps`.
+      origin: the values that `picked` was selected from.
+      picked: the selected value.
     """
     sources, results = set(origin), {picked}
     for step in steps:
@@ -165,12 +177,12 @@ def is_compared_with_source(flow: Flow, steps: Sequence[Step], origin: list[Var]
 
 
 def may_be_discontinuous(description: OperatorDescription) -> bool:
-    """Whether a last bit more or less may change an equation's results altogether."""
+    """Whether one ulp in an operand may change an equation's results by more than rounding."""
     return not (description.has(Algebra.MOVES | Algebra.CONTINUOUS) or description.linear or description.reduced)
 
 
 def may_select(description: OperatorDescription) -> bool:
-    """Whether elements of an equation's results may be those of its operands, or each depend on few of them."""
+    """Whether an equation's results may be elements of its operands, or elementwise functions of them."""
     return not description.has(Algebra.CONTRACTS) and all(
         monoid in SELECTING_MONOIDS for monoid in description.reduced.values()
     )

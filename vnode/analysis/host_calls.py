@@ -1,4 +1,4 @@
-"""Host code that nodes call for its results: called once, because the second time it may answer something else.
+"""Steps that call host code (`jax.experimental.io_callback`) -> results to keep, so that each call happens once.
 
 Knows steps and passes. Must not know how a step is divided into passes, nor devices or how anything is evaluated.
 """
@@ -18,17 +18,17 @@ from vnode.errors import CouplingError
 
 
 def calls_host(step: Step) -> bool:
-    """Whether nodes call host code that may do something else the second time (debugging output may come twice)."""
+    """Whether nodes call host code that may return another result the second time (not debugging output)."""
     return step.per_node and any("IO" in type(effect).__name__ for effect in step.eqn.effects)
 
 
 def calls_host_for_results(step: Step) -> bool:
-    """Whether nodes call host code for its results: in the first pass that can, so that it is called once."""
+    """Whether nodes call host code and read its results."""
     return calls_host(step) and bool(step.eqn.outvars)
 
 
 def host_call_results(flow: Flow) -> dict[Var, int]:
-    """What host code returned for batched values: kept for later passes, each with the first that could read it."""
+    """The batched results of host code, each with the first later pass that may read it."""
     return {
         var: step.level + 1
         for step in flow.steps
@@ -39,7 +39,7 @@ def host_call_results(flow: Flow) -> dict[Var, int]:
 
 
 def check_host_calls(stages: Sequence[Stage]) -> None:
-    """Refuses to call host code in several passes.
+    """Checks that no host code is called in several passes.
 
     Raises:
       CouplingError: a later pass would call it again.

@@ -1,11 +1,10 @@
-"""A Python function's behaviour as text, the same in every process and in every run of the same source.
+"""A Python function -> its name and a checksum of its behaviour, the same in every process that runs the same source.
 
 Knows functions and their code. Must not know jaxprs, nor who calls the function.
 
-It names the function, and has a checksum of its bytecode, constants, and the names that it reads; of its defaults and
-of the values that it has from around it, if they are numbers or text that it does not change; and of functions that it
-calls by their name in its own module. Arrays, lists and objects are not looked into: they may be large, differ by
-process for a reason, or change as the function is called.
+The checksum covers bytecode, constants, the names that are read, defaults, and closure variables that are numbers or
+text and never assigned. It also covers functions of the same module that are called by name. Arrays, lists and objects
+are skipped: they may be large, differ between processes, or change between calls.
 
   >>> def scaled(by):
   ...     return lambda x: by * x
@@ -27,7 +26,7 @@ WRITES = ("STORE_DEREF", "STORE_GLOBAL", "DELETE_DEREF")
 
 
 def function_text(function: Any) -> str:
-    """The name of a function, or of another callable, and a checksum of what it does."""
+    """The name of a callable, and a checksum of its behaviour."""
     digest = hashlib.sha256()
     for part in value_parts(function, set()):
         digest.update(part.encode() + b"\n")
@@ -35,7 +34,7 @@ def function_text(function: Any) -> str:
 
 
 def name_of(function: Any) -> str:
-    """The name of a function, for people."""
+    """The qualified name of a function."""
     inner = getattr(function, "func", function)
     return str(getattr(inner, "__qualname__", type(inner).__qualname__))
 
@@ -44,8 +43,8 @@ def value_parts(value: Any, seen: set[int]) -> Iterator[str]:
     """The parts of a value that are the same in every process.
 
     Args:
-      value: a function, or what one has from around it.
-      seen: numbers of the functions that were looked at, so that each is looked at once.
+      value: a function, or a closure variable.
+      seen: ids of the functions visited so far.
     """
     if isinstance(value, SIMPLE):
         yield f"{type(value).__name__} {value!r}"
@@ -75,13 +74,13 @@ def value_parts(value: Any, seen: set[int]) -> Iterator[str]:
 
 
 def code_parts(code: types.CodeType, seen: set[int]) -> Iterator[str]:
-    """The bytecode of a function and of those within it, without lines and names of variables."""
+    """The bytecode of a function and of its inner functions, without lines and names of variables."""
     yield f"code {code.co_code.hex()} {code.co_names} {code.co_argcount} {code.co_kwonlyargcount} {code.co_flags}"
     yield from value_parts(code.co_consts, seen)
 
 
 def function_parts(function: types.FunctionType, seen: set[int]) -> Iterator[str]:
-    """The code of a function, its defaults, and what it has from around it."""
+    """The code of a function, its defaults, its closure variables, and the functions that it calls."""
     code = function.__code__
     yield from code_parts(code, seen)
     yield from value_parts((function.__defaults__, *sorted((function.__kwdefaults__ or {}).items())), seen)
@@ -100,7 +99,7 @@ def function_parts(function: types.FunctionType, seen: set[int]) -> Iterator[str
 
 
 def nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code of a function, and of all functions within it."""
+    """The code of a function, and of all its inner functions."""
     yield code
     for const in code.co_consts:
         if isinstance(const, types.CodeType):

@@ -1,9 +1,11 @@
-"""Parts of a recipe that share nothing that depends on examples: towers, which can be evaluated one after another.
+"""A recipe -> independent subgraphs (towers), which share no batched value and can be evaluated one after another.
 
 Knows recipes and the bytes of what they make. Must not know how a recipe is evaluated, nor why one would wait.
 
-A tower holds what its backward pass needs of its forward pass. Two that are evaluated side by side hold it for both at
-once; one after the other, each in the memory of the one before.
+    a = f(x);  b = g(y);  loss = a + b   ->   [constants], [a = f(x)], [b = g(y)], [loss = a + b]
+
+A tower holds residuals for its backward pass. Two interleaved towers hold the residuals of both at once. Evaluated one
+after the other, the second reuses the memory of the first.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from vnode.operators.cost import nbytes
 Action = Evaluation | Conversion
 
 MIN_SUBGRAPH_SHARE = 0.1
-"""Of the bytes that the largest part makes: what makes less need not be apart."""
+"""The share of the largest subgraph's bytes below which a subgraph is not separated."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,8 +31,8 @@ class Subgraph:
 
     Attributes:
       actions: in order of evaluation.
-      begins: what these alone read of the batch: keys of leaves.
-      ends: which requests they make, in the order in which they are made.
+      batched_leaves: keys of the batched leaves that only these actions read.
+      requests: keys of the recipe's requests that these actions make, in order of evaluation.
     """
 
     actions: tuple[Action, ...]
@@ -39,7 +41,7 @@ class Subgraph:
 
 
 def keys_read(action: Action) -> list[Key]:
-    """What an action reads, in which form."""
+    """The variables that an action reads, with their forms."""
     if isinstance(action, Conversion):
         return [(action.var, action.source)]
     operands = zip(action.step.eqn.invars, action.operands, strict=True)
@@ -47,7 +49,7 @@ def keys_read(action: Action) -> list[Key]:
 
 
 def keys_made(action: Action) -> list[Key]:
-    """What an action makes, in which form."""
+    """The variables that an action makes, with their forms."""
     if isinstance(action, Conversion):
         return [(action.var, action.target)]
     results = zip(action.step.eqn.outvars, action.results, strict=True)
@@ -55,18 +57,18 @@ def keys_made(action: Action) -> list[Key]:
 
 
 def split_subgraphs(recipe: Recipe) -> list[Subgraph]:
-    """Divides a recipe into parts that can be evaluated one after another.
+    """Divides a recipe into subgraphs that can be evaluated one after another.
 
-    What depends on leaves that have examples is of one part if one reads what the other makes, or both read the same
-    such leaf: or what both compute of it, which is computed once, would be computed for each. What does not depend on
-    any comes first. Scalars that are made of all parts, and read by none, come last: a loss that is the sum of others.
+    Two batched actions are in one subgraph if one reads a result of the other, or if both read the same batched leaf.
+    Actions without batched operands come first. Scalars computed from several subgraphs, and read by none, come last:
+    a loss that is the sum of the towers' losses.
 
     Args:
       recipe: of a node.
 
     Returns:
-      The parts between one of what comes first and one of what is left, which may be empty; the recipe as it is, in one
-      part, if fewer than two are worth it.
+      The first actions, the large subgraphs, and all other actions, which may be empty. A single subgraph with the
+      whole recipe if fewer than two are large.
     """
     whole = [Subgraph(tuple(recipe.actions))]
     actions = recipe.actions
@@ -92,8 +94,8 @@ def split_subgraphs(recipe: Recipe) -> list[Subgraph]:
 
 
 def actions_without_examples(actions: Sequence[Action]) -> set[int]:
-    """Actions, by number, that read no leaf that has examples, nor what is made of one."""
-    made: set[Key] = set()  # of no examples
+    """The numbers of the actions that depend on no batched leaf."""
+    made: set[Key] = set()  # without examples
     depends: set[Key] = set()
     found: set[int] = set()
     for k, action in enumerate(actions):
@@ -107,16 +109,16 @@ def actions_without_examples(actions: Sequence[Action]) -> set[int]:
 
 
 def find_batched_leaves(actions: Sequence[Action], group: Sequence[int]) -> tuple[Key, ...]:
-    """The leaves that have examples, of those that some actions read, by number."""
+    """The batched leaves that the actions with some numbers read."""
     made = {key for action in actions for key in keys_made(action)}
     read = dict.fromkeys(key for k in group for key in keys_read(actions[k]) if key not in made)
     return tuple(key for key in read if isinstance(key[1], Slice))
 
 
 def final_scalar_actions(actions: Sequence[Action]) -> set[int]:
-    """Actions, by number, that make scalars of what has no examples, for nobody but others such."""
+    """The numbers of the actions that make scalars from unbatched values, and whose readers all do the same."""
     found: set[int] = set()
-    wanted: set[Key] = set()  # by the others
+    wanted: set[Key] = set()  # by all other actions
     for k in reversed(range(len(actions))):
         scalars = all(not var.aval.shape and not isinstance(form, Slice) for var, form in keys_made(actions[k]))
         joins = not any(isinstance(form, Slice) for _, form in keys_read(actions[k]))
@@ -128,7 +130,12 @@ def final_scalar_actions(actions: Sequence[Action]) -> set[int]:
 
 
 def connected_actions(actions: Sequence[Action], left_out: set[int]) -> list[list[int]]:
-    """Actions, by number, in sets of which none shares with another what it makes, or a leaf that has examples."""
+    """The connected components of actions, by number, over their results and batched leaves.
+
+    Args:
+      actions: of the recipe.
+      left_out: numbers of the actions that are in no component.
+    """
     others = {key for k in left_out for key in keys_made(actions[k])}
     maker: dict[object, int] = {}
     above = list(range(len(actions)))

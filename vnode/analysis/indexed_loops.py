@@ -1,10 +1,9 @@
-"""A loop that reads and writes rows by their number -> a scan over these rows.
+"""A loop that reads and writes rows by the loop counter -> a scan over these rows.
 
 Knows loops that count, and slices of one row. Must not know what is computed of a row, batches, nor calls.
 
-`jax.lax.fori_loop` can only pass arrays on, so that a loop over examples, each by itself, reads one by its number and
-writes what becomes of it into an array that it carries. `jax.vmap` makes such loops of what it cannot batch, as Pallas
-kernels that are given scalars beforehand::
+A `jax.lax.fori_loop` over examples reads a row by its index, and writes a row of an array that it carries. `jax.vmap`
+also makes such loops, of calls that it cannot batch, as Pallas kernels with scalar prefetch::
 
     scan  carry i, y             scan  over x
         row = x[i]                   row
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def counted_loop(eqn: JaxprEqn) -> tuple[Loop, int] | None:
-    """The loop that an equation is, and which of its carries counts its turns from zero; None if it is no such loop."""
+    """A loop, and the number of the carry that counts from zero; None if the equation is no such loop."""
     loop = region_of(eqn) if eqn.primitive.name == "scan" and not eqn.effects else None
     if not isinstance(loop, Loop) or loop.reverse or loop.length < 2 or loop.carries < 2:
         return None
@@ -50,21 +49,21 @@ def counted_loop(eqn: JaxprEqn) -> tuple[Loop, int] | None:
 
 
 def is_literal_number(atom: Any, number: int) -> bool:
-    """Whether an atom is a number that is written down."""
+    """Whether an atom is the literal of an integer."""
     return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and atom.aval.dtype.kind in "iu" and atom.val == number
 
 
 def scan_over_rows(eqn: JaxprEqn, loop: Loop, counter: int, body: Program) -> list[JaxprEqn] | None:
-    """Equations that do the same as a loop, the last of them a scan over what it reads and writes by number.
+    """Rewrites a loop as a scan over the rows that it reads and writes by index.
 
     Args:
-      eqn: the loop.
-      loop: what it is.
-      counter: which carry counts its turns.
-      body: its body, without calls.
+      eqn: the loop's equation.
+      loop: the loop.
+      counter: the number of the carry that counts.
+      body: the loop's body, with calls inlined.
 
     Returns:
-      The equations; None if it writes nothing by number that it does nothing else with.
+      Equations that replace `eqn`, the last one a scan; None if no carry is only written by index.
     """
     if len(body.inputs) != loop.operands:
         return None
@@ -143,7 +142,7 @@ def scan_over_rows(eqn: JaxprEqn, loop: Loop, counter: int, body: Program) -> li
 
 
 def eliminate_dead_code(equations: Sequence[JaxprEqn], outputs: Sequence[Any]) -> list[JaxprEqn]:
-    """The equations that outputs need, and those with effects."""
+    """The equations that outputs need, and those with effects, in order."""
     needed, kept = {id(atom) for atom in outputs}, []
     for eqn in reversed(equations):
         if eqn.effects or any(id(var) in needed for var in eqn.outvars):
@@ -154,7 +153,7 @@ def eliminate_dead_code(equations: Sequence[JaxprEqn], outputs: Sequence[Any]) -
 
 @functools.lru_cache
 def row_equation(shape: tuple[int, ...], dtype: str, inward: bool) -> JaxprEqn:
-    """An equation between ``[1, ...]`` and a row of it, to copy; `inward`: to the row."""
+    """A template equation from ``[1, ...]`` to its row (`inward`), or back."""
     if inward:
         return jax.make_jaxpr(lambda x: lax.squeeze(x, (0,)))(jax.ShapeDtypeStruct(shape, dtype)).jaxpr.eqns[0]
     row = jax.ShapeDtypeStruct(shape[1:], dtype)
@@ -163,12 +162,12 @@ def row_equation(shape: tuple[int, ...], dtype: str, inward: bool) -> JaxprEqn:
 
 @functools.lru_cache
 def iota_equation(n: int, dtype: str) -> JaxprEqn:
-    """An equation that counts, to copy."""
+    """A template equation of ``iota(n)``."""
     return jax.make_jaxpr(lambda: lax.iota(dtype, n))().jaxpr.eqns[0]
 
 
 @functools.lru_cache
 def number_equation(n: int, dtype: str) -> JaxprEqn:
-    """An equation that gives a number, to copy."""
+    """A template equation of a constant."""
     (eqn,) = jax.make_jaxpr(lax.optimization_barrier)(np.zeros((), dtype)).jaxpr.eqns
     return eqn.replace(invars=[Literal(np.asarray(n, dtype), eqn.invars[0].aval)])

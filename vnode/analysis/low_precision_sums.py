@@ -1,13 +1,13 @@
-"""Where the whole of a sum is rounded to a type of small range before something else is made of it.
+"""Partial sums in float16 (or another dtype of small range) -> the equations that must read their completed total.
 
 Knows steps and their forms. Must not know passes, devices or how anything is evaluated.
 
-A sum overflows in the type that the user gave it. Were each node's piece cast to more bits before they are added, it
-would not where there are several nodes, and a step that is to be skipped for it would not be. So the cast comes after
-the sum, as do a difference of two such sums, or a product with one half, which may be finite where they are not. Where
-a cast is the last act of a loop's or branch's body, whose results are sums of pieces, the whole of a result is rounded
-to the type before the cast once it is there. What else a body computes with such a sum takes the whole of it, in the
-turn.
+    s = sum(x: float16);  y = cast(s, float32)      s is completed, and rounded to float16, before the cast
+
+A sum overflows in the dtype that the user gave it. If each node's piece were cast to float32 first, the total would not
+overflow, and a step with loss scaling would not be skipped. So casts come after the sum. The same holds of a difference
+of two such sums, or a product with one half. If a cast is the last equation of a loop's or branch's body, the total is
+rounded to the dtype before the cast once it is complete. Any other use in a body reads the total within the iteration.
 """
 
 from __future__ import annotations
@@ -24,19 +24,24 @@ from vnode.operators import Algebra
 
 
 def values_after_sums(flow: Flow, rounded: dict[Var, Any]) -> set[Var]:
-    """Partial values that are made, of a sum of fewer bits or of one of `rounded`, after it is complete."""
+    """Partial values that are computed after a sum of fewer bits, or of small range, is complete.
+
+    Args:
+      flow: batch flow of the program.
+      rounded: results of loops and branches, with the dtypes that they are rounded to (`rounded_results`).
+    """
     return partial_descendants(
         flow, rounded, lambda step: computes_with_narrow_sum(step) or widens_sum(step)
     ).difference(rounded)
 
 
 def partials_to_round_first(flow: Flow) -> set[Var]:
-    """Partial values whose pieces mean nothing, as the whole of a sum is to be rounded before they are made of it."""
+    """Partial values that have no pieces, because a sum must be completed and rounded before they are computed."""
     return partial_descendants(flow, rounded_results(flow), computes_with_narrow_sum)
 
 
 def partial_descendants(flow: Flow, rounded: Iterable[Var], late: Callable[[Step], bool]) -> set[Var]:
-    """Some values, the partial results of equations for which `late` holds, and of those that read any of these."""
+    """`rounded`, partial results of equations for which `late` holds, and partial results computed from them."""
     found = set(rounded)
     for step in flow.steps:
         if step.region is not None or step.location is not None:
@@ -48,9 +53,9 @@ def partial_descendants(flow: Flow, rounded: Iterable[Var], late: Callable[[Step
 
 
 def rounded_results(flow: Flow) -> dict[Var, Any]:
-    """Partial results of loops and branches that bodies cast, as their last act, from a type of smaller range: which.
+    """Partial results of loops and branches whose bodies end in a cast from a dtype of smaller range, with that dtype.
 
-    The whole of such a result is rounded to that type before it gets its own.
+    The total of such a result is rounded to that dtype first.
     """
     found: dict[Var, Any] = {}
     for step in flow.steps:
@@ -64,7 +69,7 @@ def rounded_results(flow: Flow) -> dict[Var, Any]:
 
 
 def final_casts(body: Flow) -> dict[Var, Any]:
-    """What a body casts, in pieces, from a type of smaller range and then does no more than move: from which type."""
+    """Partial values that a body casts from a dtype of smaller range and then only moves, with that dtype."""
     found = rounded_results(body)
     for step in body.steps:
         operands = [operand for operand, _ in partial_operands(step)]
@@ -84,10 +89,10 @@ def final_casts(body: Flow) -> dict[Var, Any]:
 
 
 def find_unrounded_use(step: Step) -> JaxprEqn | None:
-    """What a loop or branch computes with sums of small range that nodes hold in pieces until it ends, if anything.
+    """An equation in a loop or branch that computes with partial sums of small range; None if there is none.
 
-    An overflow that is to show in a turn, or in a branch, would not. A cast as the last act is none of that, unless a
-    carry takes the result to the next turn, or another branch returns something else than zeros.
+    It would hide an overflow within an iteration or a branch. A final cast does not, unless its result is a carry, or
+    another branch returns something else than zeros.
     """
     assert step.region is not None
     bodies = step.bodies[step.region.tests :]
@@ -110,12 +115,12 @@ def find_unrounded_use(step: Step) -> JaxprEqn | None:
 
 
 def is_narrow(var: Var, form: Partial) -> bool:
-    """Whether nodes' pieces of a sum are of a type of larger range than the sum."""
+    """Whether nodes' pieces of a sum have a dtype of larger range than the sum."""
     return form.dtype(var.aval.dtype) != var.aval.dtype
 
 
 def partial_operands(step: Step) -> list[tuple[Var, Partial]]:
-    """What an equation reads in pieces."""
+    """The partial operands of an equation, with their forms."""
     return [
         (atom, form)
         for atom, form in zip(step.eqn.invars, step.operands, strict=True)
@@ -124,7 +129,7 @@ def partial_operands(step: Step) -> list[tuple[Var, Partial]]:
 
 
 def computes_with_narrow_sum(step: Step) -> bool:
-    """Whether an equation computes with sums of a type of smaller range than that of the nodes' pieces of them."""
+    """Whether an equation computes with a narrow sum (`is_narrow`), rather than move it."""
     return (
         step.description is not None
         and not only_moves(step)
@@ -133,7 +138,7 @@ def computes_with_narrow_sum(step: Step) -> bool:
 
 
 def only_moves(step: Step) -> bool:
-    """Whether an equation gives elements as they are: also as the sum of one, over a dimension of size one."""
+    """Whether an equation returns its elements unchanged, as a move or as a sum over a dimension of size one."""
     description = step.description
     return description is not None and (
         description.has(Algebra.MOVES) or (description.has(Algebra.ADDS) and len(step.eqn.invars) == 1)
@@ -141,7 +146,7 @@ def only_moves(step: Step) -> bool:
 
 
 def is_cast(step: Step) -> bool:
-    """Whether an equation gives each element of its only operand in the type that it names."""
+    """Whether an equation casts its only operand."""
     description = step.description
     return (
         description is not None
@@ -152,13 +157,13 @@ def is_cast(step: Step) -> bool:
 
 
 def represents_all(wide: Any, narrow: Any) -> bool:
-    """Whether a floating-point type has every number of another."""
+    """Whether a floating-point dtype represents every number of another one."""
     a, b = jnp.finfo(wide), jnp.finfo(narrow)
     return bool(a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp)
 
 
 def widens_sum(step: Step) -> bool:
-    """Whether an equation makes a result of a sum of fewer bits."""
+    """Whether a result of an equation has more bits than a partial operand."""
     return any(itemsize(operand) < itemsize(var) for operand, _ in partial_operands(step) for var in step.eqn.outvars)
 
 

@@ -1,9 +1,11 @@
-"""A traced step without the mesh that it was traced for: types without shardings, and one program for all shards.
+"""A jaxpr traced in a mesh -> the same jaxpr without a mesh: types without shardings, `shard_map` on whole values.
 
 Knows jaxprs and how a mesh shows in them. Must not know what a step computes, nor where it will run.
 
-In a mesh context jax writes the mesh into the type of every value, and a program per shard (`jax.shard_map`) into one
-equation. Neither can be evaluated on other devices. What the user asked of the layout stays, as equations of their own.
+    y: f32[8@data] = sin x     ->   y: f32[8] = sin x
+
+In a mesh context jax writes the mesh into the type of every value. Such a jaxpr cannot run on other devices. The user's
+sharding constraints stay, as equations of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 class UnsupportedShardMap(Exception):
-    """A program per shard that has none on whole values."""
+    """A `jax.shard_map` that cannot be rewritten on whole values."""
 
     def __init__(self, eqn: JaxprEqn, why: str) -> None:
         super().__init__(why)
@@ -32,7 +34,7 @@ class UnsupportedShardMap(Exception):
 
 
 class PmapFound(Exception):
-    """A call of `jax.pmap`, whose arguments have a dimension as long as there are devices."""
+    """A call of `jax.pmap`, whose arguments have a leading dimension of the number of devices."""
 
     def __init__(self, eqn: JaxprEqn) -> None:
         super().__init__()
@@ -40,17 +42,17 @@ class PmapFound(Exception):
 
 
 def remove_mesh(jaxpr: Jaxpr) -> Jaxpr:
-    """The same program for no mesh.
+    """Removes the mesh from a jaxpr.
 
     Args:
       jaxpr: an open jaxpr, traced in any mesh context.
 
     Returns:
-      An open jaxpr with new variables, or `jaxpr` if no mesh shows in it.
+      An open jaxpr with new variables, or `jaxpr` if it mentions no mesh.
 
     Raises:
-      NoMeaning: a program per shard cannot be followed.
-      Replicated: the step holds a `jax.pmap`.
+      UnsupportedShardMap: a program per shard cannot be followed.
+      PmapFound: the step holds a `jax.pmap`.
     """
     if not shows_mesh(jaxpr):
         return jaxpr
@@ -59,7 +61,7 @@ def remove_mesh(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def remove_mesh_closed(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A closed jaxpr for no mesh; see `meshless`. Since jax 0.12 what is changed has lost its constants, otherwise."""
+    """Removes the mesh from a closed jaxpr, and keeps its constants, which jax 0.12 would lose; see `remove_mesh`."""
     return ClosedJaxpr(remove_mesh(closed.jaxpr), closed.consts)
 
 
@@ -74,17 +76,17 @@ def shows_mesh(jaxpr: Jaxpr) -> bool:
 
 
 def has_mesh_type(aval: Any) -> bool:
-    """Whether a type says how the value is laid out over a mesh."""
+    """Whether a type has a sharding over a mesh."""
     return isinstance(aval, ShapedArray) and not aval.sharding.mesh.empty
 
 
 def strip_mesh(aval: Any) -> Any:
-    """A type without what it says of a mesh."""
+    """A type without its sharding."""
     return ShapedArray(aval.shape, aval.dtype, aval.weak_type) if has_mesh_type(aval) else aval
 
 
 class MeshRemover(Rewriter):
-    """Removes the mesh from a jaxpr and from those in its equations."""
+    """Removes the mesh from a jaxpr and from the jaxprs in its equations."""
 
     def __init__(self) -> None:
         super().__init__()

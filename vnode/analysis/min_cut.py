@@ -1,10 +1,12 @@
-"""Which values a later pass is given, kept from an earlier one, and which it computes again.
+"""Prices of memory and work -> the values to keep for a later pass, by a minimum cut.
 
 Knows batch flow, and what values weigh and equations cost. Must not know passes, levels or how anything is evaluated.
 
-What a pass needs again of an earlier one it is given at some value on every way there: a cut. Kept values take memory
-for all nodes, what is computed behind the cut takes work; the cheapest of all cuts is a minimum cut of a network in
-which both have a price. It keeps one value of a chain of cheap equations, and the one that is small and dear.
+    x -> a = f(x) -> b = g(a) -> loss         keep b: the later pass recomputes neither f nor g
+
+A later pass reads a kept value on every path from its inputs: the kept values are a cut. A kept value costs memory for
+all nodes. An equation after the cut costs work. The cheapest cut is a minimum cut of a network in which both have a
+price. It keeps the smallest value of a chain, and recomputes cheap equations after it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from jax.extend.core import Var
 from vnode.analysis.states import Flow, Step
 
 UNITS = 1 << 29
-"""Into how many units the price of all work is divided: a network's capacities are 32-bit integers."""
+"""The price of all work in units of the network's capacities, which are 32-bit integers."""
 
 
 def cheapest_cut(
@@ -27,17 +29,17 @@ def cheapest_cut(
     memory: Callable[[Var], float | None],
     cost: Callable[[Step], float],
 ) -> set[Var]:
-    """The values to keep so that memory and work together cost least.
+    """The values to keep so that the sum of memory and work costs least.
 
     Args:
       flow: batch flow of the program.
-      wanted: what has to be computed.
-      is_leaf: says which values are there in any case.
+      wanted: the values to compute.
+      is_leaf: whether a value is given in any case.
       memory: the price of keeping a value; None if it cannot be kept.
       cost: the price of evaluating a step again.
 
     Returns:
-      The values; of several choices that cost the same, those nearest to what is wanted.
+      The values to keep. Of several cuts of equal price, the one nearest to the wanted values.
     """
     number: dict[Var | Step, int] = {}
     edges: dict[tuple[int, int], float] = {}
@@ -67,17 +69,17 @@ def cheapest_cut(
         if not known:
             edges[place(step), sink] = cost(step)
             if price is not None and price <= cost(step) and len(step.eqn.outvars) == 1:
-                continue  # cheaper to keep than to evaluate once more, whatever it is made of
+                continue  # cheaper to keep than to evaluate again, whatever its operands cost
             for atom in step.eqn.invars:
                 meet(place(step), atom)
     if not prices:
         return set()
-    # What is free to keep ends the search above: what lies behind it may be dear though nothing was met that costs.
+    # The search above ends at values that are free to keep, so the total may be 0.
     total = sum(price for (_, end), price in edges.items() if end == sink) or 1.0
     from scipy.sparse import csr_array  # here, because it is slow to import, and most steps have one pass
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-    most = 2 * total  # which no flow can reach
+    most = 2 * total  # more than any flow
     capacities = [round(min(price, most) / total * UNITS) for price in edges.values()]
     size = len(number) + 2
     ends = np.array(list(edges)).T

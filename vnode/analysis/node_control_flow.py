@@ -1,7 +1,9 @@
-"""Loops and branches that every node runs on its own examples.
+"""A loop or branch with batched operands -> one step that every node runs on its own examples.
 
-Knows how regions pass values on, and how the forms of carries are found (a fixpoint). Must not know passes: what would
-need one inside a body raises `Coupled`.
+Knows how regions pass values on, and how the forms of carries are found (a fixpoint). Must not know passes: a body that
+would need one raises `CoupledInBody`.
+
+    scan over layers: h = tanh(h @ w)      h: batched carry, w: whole      ->   each node scans its own h
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ SUM = Partial(Monoid.SUM)
 
 
 def region_step(follower: BatchFollower, view: EquationView, region: Region) -> Step:
-    """Decides about a loop or branch that batched values reach.
+    """The step of a loop or branch that batched values reach.
 
     Raises:
-      Coupled: examples meet inside it.
+      CoupledInBody: examples meet inside it.
     """
     partial = {i: atom for i, atom in enumerate(view.eqn.invars) if isinstance(view.forms[i], Partial)}
     late = partials_to_round_first(view.flow) if partial else set()
@@ -53,7 +55,7 @@ def region_step(follower: BatchFollower, view: EquationView, region: Region) -> 
         ]
 
     def settled(joined: list[State]) -> bool:
-        """Whether carries keep their forms; else they take up the others."""
+        """Updates the carries' states; whether they were the same before."""
         before = [given[i] for i in carried]
         for i, state in zip(carried, joined, strict=True):
             given[i] = state
@@ -90,7 +92,7 @@ def region_step(follower: BatchFollower, view: EquationView, region: Region) -> 
 
 
 def inputs_of(view: EquationView) -> list[State]:
-    """States of bodies' inputs: as the equation reads its operands, all available from the start."""
+    """The states of the bodies' inputs: the forms in which the equation reads its operands, at level 0."""
     return [
         State(form, zero=state.zero, model=state.model) for form, state in zip(view.forms, view.states, strict=True)
     ]
@@ -99,7 +101,18 @@ def inputs_of(view: EquationView) -> list[State]:
 def loop_over_batch(
     follower: BatchFollower, view: EquationView, loop: Region, body: Program, scanned: set[Slice]
 ) -> Step:
-    """A loop that takes the examples one after another, without passing anything on, is a plain split."""
+    """The step of a loop over the examples that carries nothing but sums: it is split over nodes.
+
+    Args:
+      follower: of the program.
+      view: the equation.
+      loop: the loop.
+      body: its body, with calls inlined.
+      scanned: the forms of batched scanned operands.
+
+    Raises:
+      CoupledInBody: the loop carries something else from example to example.
+    """
     first, split = loop.carried.start, loop.scanned.start
     (form, *others) = scanned
     if others or form.outer != 1 or form.ratio.denominator != 1:
@@ -123,9 +136,7 @@ def loop_over_batch(
             raise CoupledInBody(view.eqn, CouplingReason.CARRIES)
         follower.sums |= added
         if is_narrow(carry, SUM):
-            raise CoupledInBody(
-                view.eqn, CouplingReason.CARRIES
-            )  # it may overflow on the way from one example to the next
+            raise CoupledInBody(view.eqn, CouplingReason.CARRIES)  # it may overflow between two examples
         states[first + i] = State(SUM, model=view.states[first + i].model)
         view.forms[first + i] = SUM
     flow = follower.follow(body, states, body=True)
@@ -138,7 +149,7 @@ def loop_over_batch(
 
 
 def accumulated_values(body: Program, carry: Var, out: Atom) -> set[Var]:
-    """The values between a carry and its successor, if terms that do not depend on it are merely added to it."""
+    """The values between a carry and its successor, if the body only adds terms to the carry; else an empty set."""
     users: dict[Var, list[JaxprEqn]] = {}
     for eqn in body.equations:
         for atom in eqn.invars:
@@ -158,7 +169,11 @@ def accumulated_values(body: Program, carry: Var, out: Atom) -> set[Var]:
 
 
 def join_states(eqn: JaxprEqn, a: State, b: State) -> State:
-    """The state of a value that is sometimes `a` and sometimes `b`: the form that both can be brought to."""
+    """The join of two states: the form that both can be converted to.
+
+    Raises:
+      CoupledInBody: there is no such form.
+    """
     for form, other in ((a.form, b.form), (b.form, a.form)):
         sums = not isinstance(form, Partial) or form.monoid is Monoid.SUM
         if form != other and not (isinstance(other, Whole) and sums):

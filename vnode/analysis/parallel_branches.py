@@ -1,13 +1,16 @@
-"""Branches of a computation that may run side by side: between a fork and a join, with no path from one to another.
+"""A weighted acyclic graph -> stages with parallel branches, between a fork and a join.
 
 Knows directed graphs without cycles, whose nodes are numbers with weights. Must not know equations, devices, nor who
 evaluates what.
 
-Only heavy nodes tell branches apart. A node that all of them wait for, or that waits for all of them, ends a stage:
-forks, joins, the loss between a forward and a backward pass. Heavy nodes that hang, whose results nobody else's join
-(gradients of weights), do not count in this, or a backward pass were one stage; of the ways to say which hang that is
-taken by which most is saved. Of the heavy nodes of a stage those belong together of which one waits for the other,
-directly or by way of others; a light node is the branch's of whose heavy nodes alone it knows.
+    0 -> 1 -> 2 -> 5                branches {1, 2} and {3, 4}
+    0 -> 3 -> 4 -> 5
+
+Only heavy nodes define branches. A node that depends on all heavy nodes, or that all depend on, ends a stage: a fork, a
+join, or the loss between a forward and a backward pass. Dangling heavy nodes, whose results join no other node's
+(gradients of weights), are ignored there. Otherwise a backward pass would be a single stage. Of the definitions of
+"dangling", the one that saves most weight is taken. The heavy nodes of a stage form branches by their connected
+components. A light node belongs to a branch if it is related to heavy nodes of that branch only.
 
 Source: decomposition of partial orders into series and parallel compositions (Valdes, Tarjan, Lawler, "The recognition
 of series parallel digraphs", SIAM J. Comput. 11, 1982), of which here only stages and branches are looked for.
@@ -22,25 +25,25 @@ import operator
 from collections.abc import Collection, Iterator, Sequence
 
 HEAVY_SHARE = 0.95
-"""The heaviest nodes that have this share of all weight are heavy."""
+"""Heavy nodes are the heaviest ones that have this share of all weight."""
 
 MIN_BRANCH_SHARE = 0.1
-"""Of the heaviest branch's weight: what has less is no branch."""
+"""The least share of the heaviest branch's weight that a branch has."""
 
 Branches = tuple[frozenset[int], ...]
 """Numbers of the nodes of each branch of a stage; the branch with the first node comes first."""
 
 
 def parallel_branches(reads: Sequence[Collection[int]], weights: Sequence[float]) -> list[Branches]:
-    """Finds branches that do not wait for each other, and are worth evaluating side by side.
+    """Finds branches that are independent of each other, and worth evaluating in parallel.
 
     Args:
-      reads: for each node, in an order in which they can be evaluated, the nodes that it waits for: smaller numbers.
-      weights: of the nodes, not negative; 0 for what is never heavy.
+      reads: for each node, in topological order, the nodes that it depends on: smaller numbers.
+      weights: of the nodes, not negative; 0 for a node that is never heavy.
 
     Returns:
-      For each stage in which there are several, its branches, in order. No node is in two; no path leads from one
-      branch to another of its stage, and none leaves a branch and comes back.
+      For each stage with several branches, these branches, in order. No node is in two branches. No path leads from one
+      branch to another of its stage, and none leaves a branch and returns.
 
     Example:
       >>> fork, join = [[]], [2, 4]
@@ -52,7 +55,7 @@ def parallel_branches(reads: Sequence[Collection[int]], weights: Sequence[float]
 
 
 class _Graph:
-    """Who waits for whom; sets of nodes are bits of an integer."""
+    """The transitive dependencies of a graph; sets of nodes are bits of an integer."""
 
     def __init__(self, reads: Sequence[Collection[int]], weights: Sequence[float]) -> None:
         self.weights = weights
@@ -66,7 +69,7 @@ class _Graph:
                 self.after[source] |= self.after[node] | 1 << node
 
     def stages(self, nodes: Sequence[int]) -> Iterator[Branches]:
-        """Branches among some nodes, which no path leaves and comes back to."""
+        """Branches among some nodes. No path may leave the nodes and return."""
         heavy, inside = self.heavy(nodes), to_bits(nodes)
         lasting = [
             node for node in heavy if self.after[node] & to_bits(heavy) or not self.is_dangling(node, heavy, inside)
@@ -85,26 +88,27 @@ class _Graph:
                 yield from self.stages(sorted(branches[0]))
 
     def saved_weight(self, stages: Sequence[Branches]) -> float:
-        """The weight that is not waited for, if the branches of each stage are evaluated at a time."""
+        """The weight off the critical path, if the branches of each stage are evaluated in parallel."""
         takes = [[self.weight(branch) for branch in branches] for branches in stages if branches]
         return sum(sum(each) - max(each) for each in takes)
 
     def heavy(self, nodes: Sequence[int]) -> list[int]:
-        """The heaviest nodes that have most of the weight together, and those that are as heavy as one of them."""
+        """The heaviest nodes, which have `HEAVY_SHARE` of the weight together, with ties."""
         weights = sorted((self.weights[node] for node in nodes), reverse=True)
         sums = [*itertools.accumulate(weights)]
         least = weights[bisect.bisect_left(sums, HEAVY_SHARE * sums[-1])] if weights else 0.0
         return [node for node in nodes if self.weights[node] >= least and self.weights[node] > 0]
 
     def is_dangling(self, node: int, heavy: Sequence[int], inside: int) -> bool:
-        """Whether nobody waits for a heavy node and for another one that neither waits for it nor is waited for."""
+        """Whether a heavy node's result never joins that of an independent heavy node."""
         others = to_bits(heavy) & ~(self.before[node] | 1 << node | self.after[node])
         return all(not self.before[reader] & others for reader in bit_positions(self.after[node] & inside))
 
     def split_into_stages(self, nodes: Sequence[int], heavy: Sequence[int], joined: Sequence[int]) -> list[list[int]]:
-        """Nodes by stages; those end one that wait for, or are waited for by, all heavy nodes, or all that are joined.
+        """Splits nodes into stages. A node ends a stage if it is related to all heavy nodes, or to all joined ones.
 
-        The latter only where there are such in the stage: else what is between hangs, and has branches of its own.
+        The latter counts only where the stage has joined nodes. Otherwise the nodes in between dangle, and have
+        branches of their own.
         """
         needed, every = to_bits(joined), to_bits(heavy)
         ends: list[int] = []
@@ -128,7 +132,7 @@ class _Graph:
         several = self.connected_components(to_bits(joined) & inside)
         for node in bit_positions(to_bits(heavy) & ~to_bits(joined) & inside):
             found = self.overlapping(several, 1 << node | self.before[node] | self.after[node])
-            for light in bit_positions(self.before[node] & inside & ~to_bits(heavy)):  # a sibling, if not by a fork
+            for light in bit_positions(self.before[node] & inside & ~to_bits(heavy)):  # a sibling
                 near = self.overlapping(several, self.before[light] | self.after[light])
                 found |= near if len(near) == 1 else set()
             if not found:
@@ -141,17 +145,17 @@ class _Graph:
             mine = self.overlapping(several, self.before[node] | self.after[node])
             if len(mine) == 1 and not taken >> node & 1:
                 own[mine.pop()].append(node)
-        for k, mine in enumerate(own):  # what is light, and before one branch and before what is behind another
+        for k, mine in enumerate(own):  # drop light nodes that precede nodes of another branch
             others = to_bits([node for each in own[:k] + own[k + 1 :] for node in each])
             own[k] = [node for node in mine if not self.after[node] & others]
-        for mine in own:  # what is between, though it knows no heavy node
+        for mine in own:  # add nodes between two nodes of the branch
             there = to_bits(mine)
             mine += [n for n in stage if not there >> n & 1 and self.before[n] & there and self.after[n] & there]
         most = max((self.weight(each) for each in own), default=0.0)
         return tuple(sorted((frozenset(each) for each in own if self.weight(each) >= MIN_BRANCH_SHARE * most), key=min))
 
     def connected_components(self, nodes: int) -> list[int]:
-        """Nodes of which one waits for another, directly or by way of others among them, together."""
+        """The connected components of a set of nodes."""
         several: list[int] = []
         left = nodes
         while left:
@@ -168,7 +172,7 @@ class _Graph:
 
     @staticmethod
     def overlapping(several: Sequence[int], nodes: int) -> set[int]:
-        """Which of some sets have one of some nodes."""
+        """The numbers of the sets that have a node of another set."""
         return {k for k, each in enumerate(several) if each & nodes}
 
     def weight(self, nodes: Collection[int]) -> float:
@@ -186,7 +190,7 @@ def to_bits(nodes: Collection[int]) -> int:
 def bit_positions(several: int) -> Iterator[int]:
     """The numbers of the bits that are set.
 
-    >>> [*members(0b1010)]
+    >>> [*bit_positions(0b1010)]
     [1, 3]
     """
     while several:

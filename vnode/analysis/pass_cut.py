@@ -1,7 +1,10 @@
-"""What a pass makes: what it is given of earlier passes rather than computing it again, and what comes along in it.
+"""Values that are ready in a pass -> those it computes, and the inputs kept for it from earlier passes.
 
 Knows batch flow, levels, and what values weigh and equations cost. Must not know what passes accumulate, nor in which
 order whole values are evaluated.
+
+    pass 0: h = f(x);  s = sum(h)                pass 0: ...; keep h
+    pass 1: h = f(x);  g = sum(h * s)      ->    pass 1: g = sum(h * s)        if h is cheaper to keep than to recompute
 """
 
 from __future__ import annotations
@@ -25,12 +28,12 @@ from vnode.operators.memory_spaces import is_on_host
 
 @dataclasses.dataclass(frozen=True)
 class KeepPolicy:
-    """What is kept of every node for a later pass, rather than computed again.
+    """Which values may be kept for a later pass, rather than recomputed.
 
     Attributes:
-      price: scalar operations that a byte is worth.
-      bounded: whether all that is kept at a time takes no more than the batched arguments do.
-      each: whether that holds of each value that is kept.
+      price: the price of a kept byte, in scalar operations.
+      bounded: whether all kept values together take at most the bytes of the batched arguments.
+      bounded_each: whether each kept value takes at most the bytes of the batched arguments.
     """
 
     price: float
@@ -39,28 +42,26 @@ class KeepPolicy:
 
 
 KEEP_POLICIES = (KeepPolicy(50, True), KeepPolicy(50, False), KeepPolicy(10, False))
-"""From what needs least memory to what computes least again. A byte is worth 50 operations as that is about what a
-device computes in the time in which it writes and reads one."""
+"""From least memory to least recomputation. A device computes about 50 operations while it writes and reads a byte."""
 
 BUDGET_POLICIES = (KeepPolicy(50, False, False), KeepPolicy(10, False, False), KeepPolicy(1, False, False))
-"""What else may be kept where the step would be refused otherwise: also what takes more memory than the arguments do,
-as the layers of a convolutional network, and at last what is cheap for its size, as narrow layers. The step as written
-holds all of it."""
+"""Policies for a step that would be refused otherwise. They keep values larger than the arguments, as the layers of a
+convolutional network, and at last values that are cheap for their size, as narrow layers. The plain step holds all."""
 
 
 class PassCut:
-    """What passes make and what they are given, decided from the last one to the first.
+    """The values that passes compute and those they are given, decided from the last pass to the first.
 
     Args:
       flow: batch flow of the program.
-      keeping: what may be kept for a later pass.
+      keeping: which values may be kept for a later pass.
       decided: values that must be kept, each with the first pass that is given it.
-      known: whole values that nodes make for themselves.
+      known: whole values that nodes compute where they use them.
 
     Attributes:
-      level: of the pass that was decided about last.
-      given_kept: values that it is given, because an earlier pass computes them anyway.
-      kept: all such values, of the passes that were decided about so far.
+      level: of the current pass.
+      kept_inputs: values that the current pass is given, because an earlier pass computes them anyway.
+      kept: the kept inputs of all passes so far.
     """
 
     def __init__(self, flow: Flow, keeping: KeepPolicy, decided: Mapping[Var, int], known: Container[Var]) -> None:
@@ -81,17 +82,17 @@ class PassCut:
     def postponed_values(
         self, level: int, ready: Iterable[Var], pending: Container[Var], earlier: Sequence[Var]
     ) -> set[Var]:
-        """Decides about a pass: those of the values that it could make that are better made in an earlier one.
+        """Decides about a pass, and returns the ready values that an earlier pass should compute.
 
-        What must be made decides what a pass computes anyway. A value comes along where it adds least to that: the
-        numerator of a masked mean with the gradients, not with the count of the mask; the gradients not with a
-        statistic of losses that an earlier pass keeps. It also comes along if it adds next to nothing.
+        Some values can be computed in this pass only. Each other one is computed in the pass to which it adds least
+        work: the numerator of a masked mean with the gradients, not with the count of the mask. A value that adds next
+        to nothing stays in this pass.
 
         Args:
           level: of the pass.
-          ready: values that it could make.
-          pending: values that it makes or an earlier pass does.
-          earlier: those of them that only an earlier pass can.
+          ready: values that it could compute.
+          pending: values that it or an earlier pass computes.
+          earlier: pending values that only an earlier pass can compute.
         """
         self.level = level
         states = self.flow.states
@@ -116,7 +117,7 @@ class PassCut:
         return late
 
     def is_leaf(self, var: Var, form: Form) -> bool:
-        """Whether nodes are given a value in the current pass: whole ones are, and what is kept from earlier passes."""
+        """Whether a value is an input of the current pass: a whole value, an argument, or a kept value."""
         if isinstance(form, Whole):
             return var not in self.known and not self.only_layout(var)
         state = self.flow.states[var]
@@ -126,9 +127,9 @@ class PassCut:
         return form == state.form and (state.materialized or kept)
 
     def only_layout(self, var: Var) -> bool:
-        """Whether a whole value is another with its dimensions changed: nodes make it where they use it.
+        """Whether a whole value only rearranges another one. Nodes compute such a value where they use it.
 
-        Kept for the whole loop, the transpose of an embedding would take as much memory as the embedding.
+        Held during the whole pass, the transpose of an embedding would take as much memory as the embedding.
         """
         if var not in self.position:
             return False
@@ -147,7 +148,13 @@ class PassCut:
         return isinstance(atom, Var) and accumulator_bytes(var) >= accumulator_bytes(atom)
 
     def required_recipe(self, values: Sequence[Var], pending: Container[Var], earlier: Sequence[Var]) -> Recipe:
-        """What makes the values that no other pass can make; decides what the pass is given that earlier ones kept."""
+        """The recipe for values that no other pass can compute. Sets `kept_inputs`.
+
+        Args:
+          values: to compute in this pass.
+          pending: values that it or an earlier pass computes.
+          earlier: pending values that only an earlier pass can compute.
+        """
         requests = [(var, self.flow.states[var].form) for var in values]
         self.kept_inputs = set()
         alone = 0
@@ -164,13 +171,13 @@ class PassCut:
         if not self.kept_inputs:
             return given
         if steps_flops(evaluated_steps(given)) > 0.95 * self.ancestry.per_node_flops(alone):
-            self.kept_inputs = set()  # not for a loss or two
+            self.kept_inputs = set()  # the inputs save next to nothing
             return build_recipe(self.flow, requests, self.flow.node_sizes, is_leaf=self.is_leaf)
         self.kept.update(dict.fromkeys(sorted(self.kept_inputs, key=self.position.__getitem__)))
         return given
 
     def mandatory_ancestry(self) -> tuple[dict[Var, Steps], dict[Var, Steps]]:
-        """What the current pass evaluates and reads for every value if it is given what it must be given only."""
+        """`Ancestry.pass_ancestry` of the current pass, if it is given no kept values besides `decided`."""
         must = frozenset(var for var, level in self.decided.items() if self.is_leaf(var, self.flow.states[var].form))
         if self.mandatory_sets is None or self.mandatory_sets[0] != must:
             self.mandatory_sets = must, *self.ancestry.pass_ancestry(self.is_leaf)
@@ -179,10 +186,13 @@ class PassCut:
     def values_worth_keeping(
         self, values: Sequence[Var], again: Steps, waiting: set[Var], written: set[Var]
     ) -> set[Var]:
-        """What the pass that makes `values` is given, lest it compute the steps `again` that earlier ones evaluate.
+        """The values to keep for the pass, so that it does not recompute steps of earlier passes.
 
-        What is `waiting` is kept for a later pass in any case. What is `written` for one, while the pass reads what it
-        is given, is held as well.
+        Args:
+          values: that the pass computes.
+          again: steps that the pass would recompute.
+          waiting: values that are kept for a later pass in any case.
+          written: values that this pass keeps for a later one; they are held at the same time.
         """
         states = self.flow.states
         allowed: set[Var] | None = None
@@ -211,20 +221,20 @@ class PassCut:
                 if accumulator_bytes(var) <= room:
                     allowed.add(var)
                     room -= accumulator_bytes(var)
-            found = choice()  # what is worth it without those that have no room
+            found = choice()  # again, among the values that fit
         return found
 
     def is_whole(self, var: Var) -> bool:
-        """Whether no pass has to make a value."""
+        """Whether a value exists without any pass: it is whole, or an argument."""
         state = self.flow.states[var]
         return isinstance(state.form, Whole) or state.materialized
 
     def extra_steps(self, var: Var, done: set[Step], most: float) -> set[Step] | None:
-        """The steps that the current pass would evaluate besides `done` for a value; None if that is more than `most`.
+        """The further steps that the current pass would evaluate for a value; None if they cost more than `most`.
 
         Args:
           var: the value.
-          done: what it evaluates anyway.
+          done: the steps that the pass evaluates anyway.
           most: scalar operations.
         """
         extra: set[Step] = set()
@@ -245,10 +255,9 @@ class PassCut:
 
 
 def cheap_constants(flow: Flow) -> set[Var]:
-    """Whole values that depend on no argument and cost next to nothing, such as zeros or an iota.
+    """Whole values that depend on no argument and cost at most an operation per element, such as zeros or an iota.
 
-    Nodes make them where they use them: handed to a loop, they are no longer known to every compiler, and what one of
-    them simplifies another does not.
+    Nodes compute them where they use them. As operands of a loop they would no longer be constants to the compiler.
     """
     known: set[Var] = set()
     for step in flow.steps:
@@ -263,5 +272,5 @@ def cheap_constants(flow: Flow) -> set[Var]:
 
 
 def steps_flops(steps: Iterable[Step]) -> int:
-    """Scalar operations of nodes; what is evaluated once counts for nothing beside them."""
+    """Scalar operations of the per-node steps; steps that run once cost nothing beside them."""
     return sum(step.flops for step in steps if step.per_node)

@@ -1,7 +1,7 @@
-"""What a schedule is: passes over all nodes, and what is evaluated once around them.
+"""The schedule of a step, as data: stages of once-only equations and passes over all nodes; its costs.
 
-Knows recipes and levels, and what follows from a schedule: what is computed again, and what is kept. Must not know how
-a step is divided into passes, nor devices or how anything is evaluated.
+Knows recipes and levels, and what follows from a schedule: recomputation, and kept values. Must not know how a step is
+divided into passes, nor devices or how anything is evaluated.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Accumulator:
       var: the value.
       monoid: how pieces combine.
       dtype: of the accumulator.
-      rounded: what the total is rounded to before it gets the type of the value; None if that is all.
-      whole: the value of which this is a part; None if it is no part.
+      rounded: a dtype to which the total is rounded before it is cast to the value's dtype; None if there is none.
+      divided_value: the value of which this is a part; None if it is no part.
     """
 
     var: Var
@@ -43,6 +43,7 @@ class Accumulator:
 
     @property
     def bytes(self) -> int:
+        """The accumulator's bytes."""
         return math.prod(self.var.aval.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -54,8 +55,8 @@ class Pass:
       level: of the whole values it reads.
       recipe: what every node evaluates.
       accumulators: partial values that are completed over all nodes.
-      collected: batched values that are kept for all nodes: to be returned, gathered, or read by a later pass.
-      follows: whether there is no memory for its sums before those of the pass before are complete.
+      collected: batched values that are kept of all nodes: to be returned, gathered, or read by a later pass.
+      waits_for_previous: whether its accumulators reuse the memory of the pass before, and wait for its sums.
     """
 
     level: int
@@ -77,11 +78,11 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
-    """What happens at one level: some equations once, then a pass.
+    """Equations that are evaluated once, then a pass.
 
     Attributes:
-      once: evaluated once, on whole values, in order.
-      nodes: the pass that follows, if one is needed.
+      once_actions: evaluated once, on whole values, in order.
+      node_pass: the pass that follows, if one is needed.
     """
 
     once_actions: tuple[Evaluation, ...]
@@ -104,7 +105,7 @@ class Schedule:
 
     @functools.cached_property
     def repeated_flops(self) -> dict[int, int]:
-        """For every pass the flops of equations that an earlier pass has evaluated already."""
+        """For each level, the flops of equations that its passes recompute after an earlier pass."""
         first: set[Step] = set()
         repeated: dict[int, int] = {}
         for nodes in self.passes:
@@ -116,9 +117,9 @@ class Schedule:
 
     @functools.cached_property
     def recomputed_flops(self) -> int:
-        """Flops of equations that more than one pass evaluates, beyond the first time, also in loops around passes."""
+        """Flops that passes recompute after an earlier pass, including those of loops around passes."""
         inner = sum(
-            action.trip_count * inner.recomputed
+            action.trip_count * inner.recomputed_flops
             for stage in self.stages
             for action in stage.once_actions
             for inner in action.schedules
@@ -132,9 +133,9 @@ class Schedule:
 
     @functools.cached_property
     def kept_between_passes(self) -> tuple[Var, ...]:
-        """Batched values that passes keep for the nodes of later ones: those held when they take most memory.
+        """Batched values that passes keep for later passes: those held at the peak.
 
-        A pass holds what it was given while it writes what it keeps.
+        A pass holds its inputs while it writes the values that it keeps.
         """
         passes = list(enumerate(self.passes))
         made = {var: number for number, nodes in passes for var, _ in nodes.collected}
@@ -149,7 +150,7 @@ class Schedule:
 
     @functools.cached_property
     def loop_boundary_values(self) -> tuple[Var, ...]:
-        """Batched values that go into loops and branches around passes, or come out of them, no arguments."""
+        """Batched operands and results of loops and branches around passes, besides the program's inputs."""
         inputs = set(self.flow.program.inputs)
         crossing = [
             (atom, form)
@@ -170,7 +171,7 @@ class Schedule:
 
     @functools.cached_property
     def read_whole(self) -> set[Var]:
-        """Batched values that something reads at once, also in loops and branches around passes: all turns the same."""
+        """Batched values that an equation reads whole, here or in a loop or branch around passes."""
         inside = {
             atom
             for stage in self.stages
@@ -182,14 +183,16 @@ class Schedule:
 
     @property
     def passes(self) -> list[Pass]:
+        """The passes, in order."""
+        """The passes, in order."""
         return [stage.node_pass for stage in self.stages if stage.node_pass is not None]
 
     def first_pass_number(self, level: int) -> int:
-        """The place of the first pass of a level among the passes: levels may have none, or several."""
+        """The number of the first pass of a level. A level may have no pass, or several."""
         return sum(nodes.level < level for nodes in self.passes)
 
     def with_inner(self, times: int = 1) -> Iterator[tuple[Schedule, int]]:
-        """This schedule and those within it, each with how many times it runs (a ``while`` counts as one iteration)."""
+        """This schedule and the nested ones, each with its trip count (a ``while`` counts as one iteration)."""
         yield self, times
         for stage in self.stages:
             for action in stage.once_actions:
@@ -198,7 +201,7 @@ class Schedule:
 
 
 def accumulator_dtype(dtype: Any, monoid: Monoid, wanted: Any) -> Any:
-    """16-bit (and smaller) floats are summed in float32, unless the user wants another dtype."""
+    """The dtype of an accumulator: float32 for sums of smaller floats, unless the user wants another one."""
     dtype = np.dtype(dtype)
     if monoid not in (Monoid.SUM, Monoid.PROD) or not jnp.issubdtype(dtype, jnp.floating):
         return dtype
@@ -208,9 +211,11 @@ def accumulator_dtype(dtype: Any, monoid: Monoid, wanted: Any) -> Any:
 
 
 def nbytes(var: Var) -> int:
+    """Bytes of a value."""
+    """Bytes of a value."""
     return math.prod(getattr(var.aval, "shape", ())) * itemsize(var)
 
 
 def accumulator_bytes(var: Var) -> int:
-    """Bytes of an accumulator of `var`."""
+    """Bytes of an accumulator of `var`, with at least four per element."""
     return math.prod(var.aval.shape) * max(4, itemsize(var))

@@ -1,4 +1,4 @@
-"""Makes products that a loop over layers stacks after the loop, from operands that the loop stacks instead.
+"""A loop over layers that stacks products -> a loop that stacks their operands, and one batched product after it.
 
 Knows batch flow's steps, loops and descriptions. Must not know passes or devices, nor which products are wanted so.
 
@@ -9,7 +9,7 @@ The derivative of a scan over layers stacks the gradients of the layers' paramet
     g = scan(layer: ...; g)                                           g: [layers, examples, out]
     dw = x^T g of all layers, a product with the layer as a batch dimension
 
-So a node's piece need not be made of all layers at a time.
+A node's piece of the sum can then be computed for some layers at a time.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ from vnode.operators.control_flow import Loop, region_of
 
 
 class CannotMoveProduct(Exception):
-    """A result of a loop cannot be made after it."""
+    """A result of a loop cannot be computed after the loop."""
 
 
 def products_after_loops(flow: Flow, wanted: set[Var]) -> Flow:
-    """Batch flow of the same program, in which loops do not make those of some sums that can be made after them.
+    """Moves sums that loops stack behind the loops, where that is possible.
 
     Args:
       flow: batch flow of the program.
-      wanted: sums, of which no node's piece is read.
+      wanted: the sums to move; no equation reads their pieces.
+
+    Returns:
+      Batch flow of the rewritten program; `flow` itself if nothing was moved.
     """
     steps: list[Step] = []
     states = dict(flow.states)
@@ -61,11 +64,11 @@ def products_after_loops(flow: Flow, wanted: set[Var]) -> Flow:
 
 
 class SplitLoop:
-    """A loop, and the products that are made after it.
+    """A loop, and the products that are computed after it.
 
     Attributes:
       products: the steps after the loop, in order.
-      states: of what these make, and of what the loop stacks for them.
+      states: of the products' results, and of the operands that the loop stacks for them.
     """
 
     def __init__(self, flow: Flow, step: Step) -> None:
@@ -80,10 +83,10 @@ class SplitLoop:
         self.states: dict[Var, State] = {}
         self.removed_results: set[Var] = set()
         self.dead_steps: set[Step] = set()  # of the body
-        self.stacked_operands: dict[Var, Var] = {}  # values of the body, and what of all turns is stacked of them
+        self.stacked_operands: dict[Var, Var] = {}  # values of the body, with their stacked variables
 
     def move_product(self, var: Var) -> None:
-        """Makes a stacked sum after the loop, if that is possible."""
+        """Moves a stacked sum behind the loop, if that is possible."""
         more = dict(self.stacked_operands)
         try:
             chain, leaves = self.sum_chain(self.body.program.outputs[self.step.eqn.outvars.index(var)])
@@ -97,10 +100,10 @@ class SplitLoop:
         self.products += made
 
     def sum_chain(self, output: Any) -> tuple[list[Step], list[Var]]:
-        """The steps of the body that make a sum of batched values, in order, and these values.
+        """The steps of the body that compute a sum from batched values, in order, and these values.
 
         Raises:
-          NotAfter: it is made otherwise, or read in the body.
+          CannotMoveProduct: it is computed otherwise, or read in the body.
         """
         chain: dict[Step, None] = {}
         leaves: dict[Var, None] = {}
@@ -127,7 +130,7 @@ class SplitLoop:
         return list(chain), list(leaves)
 
     def stacked_operand(self, leaf: Var, more: dict[Var, Var]) -> Var:
-        """The variable of a body's value of all turns: an array that the loop scans, or one that it stacks."""
+        """The variable for all iterations of a body's value: an array that the loop scans, or one that it stacks."""
         place = self.places.get(leaf)
         if place is not None and place in self.loop.scanned:
             atom = self.step.eqn.invars[place]
@@ -138,7 +141,7 @@ class SplitLoop:
         return more[leaf]
 
     def stacked_form(self, leaf: Var) -> Slice:
-        """The form of a batched value of the body, of all turns."""
+        """The form of a batched value of the body, stacked over all iterations."""
         form = self.body.states[leaf].form
         assert isinstance(form, Slice)
         return form.move(form.dim + 1)
@@ -146,10 +149,16 @@ class SplitLoop:
     def product_steps(
         self, var: Var, chain: Sequence[Step], leaves: Sequence[Var], operands: Sequence[Var]
     ) -> list[Step]:
-        """The steps that make a sum of all turns.
+        """The steps that compute a stacked sum after the loop: the chain under `jax.vmap`.
+
+        Args:
+          var: the stacked sum.
+          chain: the body's steps that compute it.
+          leaves: the batched values that the chain reads.
+          operands: the stacked variables of the leaves.
 
         Raises:
-          NotAfter: it is not known how the batch goes through one of them.
+          CannotMoveProduct: batch flow cannot follow one of these steps.
         """
 
         def one(*values: Any) -> Any:
@@ -188,7 +197,11 @@ class SplitLoop:
         return steps
 
     def follow_equation(self, eqn: JaxprEqn, states: dict[Var, State]) -> Step:
-        """How an equation after the loop is evaluated; notes the state of its result."""
+        """The step of an equation after the loop. Records the state of its result.
+
+        Raises:
+          CannotMoveProduct: batch flow cannot follow it.
+        """
         description, level = self.flow.program.describe(eqn), self.step.level
         if description is None or len(eqn.outvars) > 1:
             raise CannotMoveProduct
@@ -218,7 +231,7 @@ class SplitLoop:
         return Step(eqn, result != WHOLE, level, forms, (result,), description, location)
 
     def loop_step(self) -> Step:
-        """The loop without what is made after it, and with what that is made of."""
+        """The loop without the moved products, and with their operands stacked."""
         eqn, body = self.step.eqn, self.body
         left = [j for j, var in enumerate(eqn.outvars) if var not in self.removed_results]
         outputs = [*(body.program.outputs[j] for j in left), *self.stacked_operands]

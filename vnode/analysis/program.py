@@ -1,4 +1,4 @@
-"""A step as a straight list of equations: calls inlined, loops and branches kept.
+"""A jaxpr -> a program: a flat list of equations, with calls inlined, and loops and branches kept.
 
 Knows jaxprs, and that calls can be inlined. Must not know about batches or devices.
 """
@@ -28,11 +28,11 @@ from vnode.operators.indexing import with_batching_dims
 Atom = Var | Literal
 
 ResultIndex = tuple[int, int]
-"""A result of an equation: the number of the equation in a program, and of the result."""
+"""A result of an equation: the number of the equation in the program, and the number of the result."""
 
 T = TypeVar("T")
 EquationCache = dict[int, tuple[JaxprEqn, T]]
-"""What is known of equations, by their numbers as objects; with them, so that no other equation gets such a number."""
+"""A cache by equations' ids. It holds the equations, so that no id is reused."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,11 +40,10 @@ class Program:
     """A list of equations in order of evaluation, each variable defined once.
 
     Attributes:
-      inputs: variables given by the caller; after the arguments, values that jax is tracing and the function closed
-        over.
+      inputs: variables of the arguments, then those of tracers that the function closed over.
       constants: variables whose values are known, with the values.
-      equations: no calls among them; loops and branches are.
-      outputs: what is returned.
+      equations: without calls; loops and branches are single equations.
+      outputs: the returned values.
       custom_derivatives: whether a call that was inlined carried its own derivative rule.
       reverse_only: whether such a rule exists for reverse mode only.
     """
@@ -59,23 +58,23 @@ class Program:
     _bodies: EquationCache[tuple[Program, ...]] = dataclasses.field(default_factory=dict, repr=False)
 
     def with_equations(self, equations: list[JaxprEqn]) -> Program:
-        """A program of the same inputs and outputs that computes them otherwise."""
+        """A program with the same inputs and outputs, and other equations."""
         return self.derive(self.inputs, equations, self.outputs)
 
     def derive(self, inputs: list[Var], equations: list[JaxprEqn], outputs: list[Atom]) -> Program:
-        """A program made of this one: equations that are in both have the same descriptions, and the same bodies."""
+        """A program with other equations, which shares this one's caches of descriptions and bodies."""
         known = self.custom_derivatives, self.reverse_only, self._descriptions, self._bodies
         return Program(inputs, self.constants, equations, outputs, *known)
 
     def describe(self, eqn: JaxprEqn) -> OperatorDescription | None:
-        """The description of one of the program's equations, made once."""
+        """The description of one of the program's equations; cached."""
         key = id(eqn)
         if key not in self._descriptions:
             self._descriptions[key] = eqn, describe(eqn)
         return self._descriptions[key][1]
 
     def bodies(self, eqn: JaxprEqn) -> tuple[Program, ...]:
-        """The bodies of one of the program's loops or branches, always the same programs with the same variables."""
+        """The bodies of one of the program's loops or branches; cached, so that variables stay the same."""
         key = id(eqn)
         if key not in self._bodies:
             region = region_of(eqn)
@@ -84,7 +83,7 @@ class Program:
         return self._bodies[key][1]
 
     def to_closed_jaxpr(self, like: Jaxpr) -> ClosedJaxpr:
-        """The program as the body of a loop or branch, in the place of another one."""
+        """The program as the body of a loop or branch, in place of the jaxpr `like`."""
         info = like.debug_info._replace(arg_names=("",) * len(self.inputs), result_paths=None)
         held = list(self.constants)
         jaxpr = Jaxpr(held, list(self.inputs), list(self.outputs), list(self.equations), like.effects, info)
@@ -107,20 +106,20 @@ class Program:
 
 @functools.lru_cache(maxsize=1)
 def barrier_equation() -> JaxprEqn:
-    """An ``optimization_barrier`` of one operand, to copy."""
+    """A template equation of ``optimization_barrier`` with one operand."""
     return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).jaxpr.eqns[0]
 
 
 def inline(jaxpr: Jaxpr, constants: Sequence[Any], within: JaxprEqn | None = None) -> Program:
     """Inlines every call in `jaxpr`, at any depth, with fresh variables.
 
-    Name stacks are joined, so that profiles and errors name the scopes that the user opened. A rematerialized body
-    gets a barrier on its operands, so that the compiler does not merge it with the forward computation again.
+    Name stacks are joined, so that profiles and errors name the scopes that the user opened. The operands of a
+    rematerialized body get a barrier. Otherwise the compiler would merge the body with the forward pass.
 
     Args:
       jaxpr: an open jaxpr.
       constants: values of its constant variables.
-      within: the loop or branch whose body it is; stands for equations that know no line of the user's.
+      within: the loop or branch whose body it is; its source line is used for equations that have none.
 
     Returns:
       The program.
@@ -181,7 +180,7 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any], within: JaxprEqn | None = Non
     visible: dict[int, bool] = {}
 
     def in_user_code(source: Any) -> bool:
-        """Whether the traceback shows a line outside jax; that of a call that jax cached may not."""
+        """Whether the traceback has a frame outside jax. That of a cached call may have none."""
         key = id(source.traceback)
         if key not in visible:
             visible[key] = bool(source_info_util.summarize(source))
@@ -205,7 +204,7 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any], within: JaxprEqn | None = Non
 
 
 def rewrite_indexed_loop(eqn: JaxprEqn) -> list[JaxprEqn] | None:
-    """A loop that reads and writes rows by number as a scan over them; None of any other equation."""
+    """A loop that reads and writes rows by index, as a scan over them; None for any other equation."""
     counted = counted_loop(eqn)
     if counted is None:
         return None
@@ -215,7 +214,7 @@ def rewrite_indexed_loop(eqn: JaxprEqn) -> list[JaxprEqn] | None:
 
 
 def split_equation(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """Splits an equation that is several independent ones (an identity of many operands)."""
+    """Splits an equation of many independent operands into one per operand (an identity)."""
     if len(eqn.outvars) < 2 or len(eqn.outvars) != len(eqn.invars):
         return [eqn]
     description = describe(eqn)
@@ -228,7 +227,7 @@ def split_equation(eqn: JaxprEqn) -> list[JaxprEqn]:
 
 
 def context_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-    """The user's source line and name stack, and the settings under which the equation was traced."""
+    """A context with an equation's source line, name stack, and the settings under which it was traced."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     source = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
     if eqn.ctx.threefry_partitionable == jax.config.jax_threefry_partitionable:
@@ -240,14 +239,14 @@ def context_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
 
 
 def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Evaluates an equation as it stands."""
+    """Evaluates an equation with its own primitive and parameters."""
     params = eqn.primitive.get_bind_params(eqn.params)
     results = eqn.primitive.bind(*operands, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
 PROMPTS = ("<stdin>", "<python-input-")
-"""What Python calls code typed at its prompt, before version 3.13 and since. Other such names are generated code's."""
+"""File names of code typed at Python's prompt, before version 3.13 and since. Similar names are of generated code."""
 
 LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.path.dirname(__file__)))
 
@@ -267,7 +266,7 @@ def source_line(eqn: JaxprEqn) -> str:
 
 
 def source_line_of_error(error: BaseException) -> str:
-    """As `where`, of an error that the user's code raised."""
+    """The user's source line that raised an error; as `source_line`."""
     frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
     return first_user_line(reversed(frames)) or "(inside jax)"
 
@@ -283,9 +282,9 @@ def first_user_line(frames: Iterable[tuple[str, int | None, str]]) -> str | None
 
 
 def notebook_cell(file_name: str) -> str | None:
-    """What IPython calls the cell whose code it compiled under this name, ``In[3]``; None for files.
+    """IPython's name, ``In[3]``, of the cell that it compiled under a file name; None for files.
 
-    The name itself is a temporary file's that is not there, or in a terminal something in angle brackets.
+    The file name is that of a temporary file that does not exist, or in a terminal a name in angle brackets.
     """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     ask = getattr(getattr(shell, "compile", None), "format_code_name", None)  # since IPython 8

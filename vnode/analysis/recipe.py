@@ -1,10 +1,12 @@
-"""Recipes: which equations to evaluate, each in which form, so that requested values come out in requested forms.
+"""Requested values with forms -> a recipe: the equations to evaluate in order, each with the forms of its operands.
 
 Knows batch flow's steps and how one form is made from another. Must not know devices or how an equation is evaluated.
 
-A recipe is found by one sweep backwards from what is requested (dead-code elimination over pairs of variable and
-form). A whole value of which nodes need slices is not built and sliced: its producers are cloned at the node's size
-as far as they are cheap (`pull`), so that a dropout mask or an iota never exists at the size of the batch.
+A recipe is found by one backward sweep: dead-code elimination over pairs of variable and form. Where nodes need slices
+of a whole value, its cheap producers are cloned at the node's size (`clone_for_slice`). A dropout mask or an iota then
+never exists at the size of the batch.
+
+    want y: slice, with y = x * mask, mask = whole   ->   mask' = mask's producer at the node's size;  y = x * mask'
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ class Evaluation:
     Attributes:
       step: the equation, as batch flow decided about it.
       operands: the form in which each operand is read.
-      results: the forms produced, None for a result that nobody wants.
+      results: the form of each result; None for a result without a reader.
       description: for an equation that is neither loop nor branch, unless it is evaluated whole.
       location: the factor that is split, if one is.
-      bodies: for a loop or branch evaluated by nodes: the recipe of each body.
-      returned: the results that those of the bodies return that do not merely say how others are run.
-      schedules: for a loop or branch around passes of its own: the schedule of each body.
+      bodies: for a loop or branch evaluated by nodes, the recipe of each body.
+      returned_results: the numbers of the results that the bodies return (conditions return their own).
+      schedules: for a loop or branch with passes of its own, the schedule of each body.
     """
 
     step: Step
@@ -54,21 +56,21 @@ class Evaluation:
 
     @property
     def produced(self) -> list[tuple[Var, Form]]:
-        """The variables that are made, and in which forms: of the results of a loop or branch those that are wanted.
+        """The variables that the evaluation makes, with their forms.
 
-        Another evaluation of the same loop or branch may make the rest, for who wants that.
+        Another evaluation of the same loop or branch may make its other results.
         """
         pairs = zip(self.step.eqn.outvars, self.results, strict=True)
         return [(var, form) for var, form in pairs if form is not None]
 
     @property
     def trip_count(self) -> int:
-        """How many times bodies run; a ``while`` counts as one iteration where that is not written down."""
+        """The trip count of a loop; 1 for a ``while`` of unknown trip count, and for any other equation."""
         return self.step.region.run_count if self.step.region is not None else 1
 
     @property
     def read_whole(self) -> set[int]:
-        """Operands, the same at every turn, that something in bodies with passes of their own reads at once."""
+        """The numbers of the fixed operands that an equation in a body with passes of its own reads whole."""
         region = self.step.region
         if region is None or not self.schedules:
             return set()
@@ -82,7 +84,7 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """One form of a variable made from another."""
+    """A conversion of a variable from one form to another."""
 
     var: Var
     source: Form
@@ -91,13 +93,13 @@ class Conversion:
 
 @dataclasses.dataclass(eq=False)
 class Recipe:
-    """What to evaluate, in order.
+    """Evaluations and conversions, in order.
 
     Attributes:
       flow: batch flow of the program.
       actions: in order of evaluation.
-      requests: what comes out.
-      leaves: what must be given.
+      requests: the outputs, with their forms.
+      leaves: the inputs, with their forms.
     """
 
     flow: Flow
@@ -111,9 +113,16 @@ def evaluated_steps(made: Recipe) -> set[Step]:
 
 
 def clone_for_slice(flow: Flow, step: Step, result: int, form: Slice, node_sizes: Sizes) -> Evaluation | None:
-    """A clone of an equation of whole values that gives a node's slice of its result; None if it is not cheap.
+    """A clone of an equation of whole values that computes a node's slice of its result; None if it is not cheap.
 
-    A linear equation of partial values counts as one of whole values: of the completed ones.
+    A linear equation of partial values is cloned on the completed values.
+
+    Args:
+      flow: batch flow of the program.
+      step: the equation.
+      result: number of the result.
+      form: the slice.
+      node_sizes: examples per node, of each batch.
     """
     if step.eqn.effects or step.location is not None or step.region is not None:
         return None
@@ -137,7 +146,7 @@ def clone_for_slice(flow: Flow, step: Step, result: int, form: Slice, node_sizes
 
 
 def node_read_form(flow: Flow, atom: Atom) -> Form:
-    """How a node's examples read a whole value: as it is, or what their node makes of its own."""
+    """The form in which a node reads a whole value: whole, or its own estimate (varying)."""
     return VARYING if flow.state(atom).estimated else WHOLE
 
 
@@ -150,14 +159,14 @@ def build_recipe(
     effects: Sequence[Step] = (),
     cut: Collection[Var] = (),
 ) -> Recipe:
-    """Finds what to evaluate so that `requests` come out.
+    """Finds the evaluations that compute `requests`.
 
     Args:
       flow: batch flow of the program.
       requests: atoms, each with the form wanted.
       node_sizes: examples per node, of each batch.
-      is_leaf: says which pairs of variable and form are given; by default the program's inputs and constants in the
-        form that batch flow found for them.
+      is_leaf: whether a pair of variable and form is given; by default the program's inputs and constants in the form
+        that batch flow found for them.
       effects: steps to evaluate whether or not their results are wanted.
       cut: inputs, whole by batch flow, that are given as slices where slices are wanted.
 
@@ -192,7 +201,7 @@ def build_recipe(
     def convert(var: Var, target: Form) -> None:
         source = flow.states[var].form
         if isinstance(target, Slice) and source != target:
-            source = node_read_form(flow, var)  # of a completed reduction, or of a value gathered for another dimension
+            source = node_read_form(flow, var)  # a completed reduction, or a value gathered for another dimension
         if source == target:
             raise AssertionError(f"{var} is wanted as {target} where it cannot be evaluated")
         actions.append(Conversion(var, source, target))
@@ -202,7 +211,7 @@ def build_recipe(
         results = step.eqn.outvars
         forms = wanted.get(results[0], ()) if len(results) == 1 else ()
         if len(forms) == 1 and step.results[0] in forms and step.region is None:
-            add(Evaluation(step, step.operands, step.results, step.description, step.location))  # what most are
+            add(Evaluation(step, step.operands, step.results, step.description, step.location))  # the common case
             return
         native = [step.results[i] in wanted.get(var, ()) for i, var in enumerate(results)]
         whole = [isinstance(form, Whole) for form in step.results]
@@ -214,7 +223,7 @@ def build_recipe(
                 if clone is not None:
                     add(clone)
                 else:
-                    convert(var, form)  # of a node's own estimate, maybe, which is then wanted as well
+                    convert(var, form)  # maybe from a node's own estimate, which is then wanted as well
             for form in list(wanted.get(var, ())):
                 if isinstance(form, Slice) or form == step.results[i]:
                     continue
@@ -262,7 +271,7 @@ def estimated_evaluation(flow: Flow, step: Step, result: int) -> Evaluation:
 
 
 def native_evaluation(step: Step, wanted: Sequence[bool], node_sizes: Sizes) -> Evaluation:
-    """The evaluation of an equation in the forms that batch flow found, for the results in `wanted`."""
+    """The evaluation of an equation in the forms that batch flow found, for some of its results."""
     results = tuple(form if w else None for form, w in zip(step.results, wanted, strict=True))
     if not step.per_node:
         return Evaluation(step, step.operands, results, step.description)
@@ -272,10 +281,9 @@ def native_evaluation(step: Step, wanted: Sequence[bool], node_sizes: Sizes) -> 
 
 
 def region_evaluation(step: Step, region: Region, results: tuple[Form | None, ...], node_sizes: Sizes) -> Evaluation:
-    """Keeps the carries that the wanted results, a condition and other carries that are kept depend on.
+    """The evaluation of a loop or branch by nodes, without the carries that no wanted result or condition depends on.
 
-    A whole operand, the same at every turn, of which bodies need a slice, is given as that slice: who makes it need not
-    make more.
+    A fixed whole operand is read as a slice if the bodies need only one slice of it.
     """
     first, carries = region.carried.start, len(region.carried)
     returned = {i for i, form in enumerate(results) if form is not None}

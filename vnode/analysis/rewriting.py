@@ -1,4 +1,4 @@
-"""A jaxpr rewritten together with those in its equations, each once.
+"""A jaxpr -> a rewritten jaxpr, with the jaxprs in its equations' parameters rewritten too, each once.
 
 Knows how jaxprs are held in equations. Must not know what is rewritten, nor why.
 """
@@ -12,23 +12,23 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
 class Rewriter:
-    """Rewrites a jaxpr, and by `params` those in its equations; to be derived from."""
+    """A base class: `rewrite_jaxpr` rewrites one jaxpr, and calls `rewrite_params` for the jaxprs in its equations."""
 
     def __init__(self) -> None:
-        self._jaxprs: dict[int, tuple[Jaxpr, Jaxpr]] = {}  # with the old one, or another could get its number
+        self._jaxprs: dict[int, tuple[Jaxpr, Jaxpr]] = {}  # with the old one, so that its id is not reused
 
     def rewrite(self, jaxpr: Jaxpr) -> Jaxpr:
-        """The jaxpr rewritten; the same one each time."""
+        """The rewritten jaxpr; cached."""
         if id(jaxpr) not in self._jaxprs:
             self._jaxprs[id(jaxpr)] = jaxpr, self.rewrite_jaxpr(jaxpr)
         return self._jaxprs[id(jaxpr)][1]
 
     def rewrite_jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
-        """What becomes of a jaxpr, which may be itself."""
+        """Rewrites one jaxpr; may return it unchanged."""
         raise NotImplementedError
 
     def rewrite_params(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Parameters with the jaxprs in them rewritten; those given, if that changes none."""
+        """An equation's parameters with rewritten jaxprs; `params` itself if none changes."""
         made = {name: self._rewrite_param(value) for name, value in params.items()}
         return params if all(map(operator.is_, made.values(), params.values())) else made
 

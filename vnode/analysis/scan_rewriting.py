@@ -17,7 +17,7 @@ from vnode.operators.control_flow import Loop, region_of, scan_like
 
 
 def open_loop(eqn: JaxprEqn) -> tuple[Loop, Program]:
-    """A loop of known length, and its body."""
+    """A scan, and its body with calls inlined."""
     loop = region_of(eqn)
     assert isinstance(loop, Loop)
     (one,) = loop.bodies
@@ -25,33 +25,33 @@ def open_loop(eqn: JaxprEqn) -> tuple[Loop, Program]:
 
 
 def saved_carries(loop: Loop, body: Program) -> dict[int, int]:
-    """For results of a loop, by number, that are what its turns begin with, of what it carries which that is."""
+    """The stacked results that hold a carry's value before each iteration: result number -> carry number."""
     place = {body.inputs[i]: n for n, i in enumerate(loop.carried)}
     several = range(len(loop.carried), len(body.outputs))
     return {j: place[atom] for j in several if isinstance(atom := body.outputs[j], Var) and atom in place}
 
 
 def stacked_variable(aval: Any, length: int) -> Var:
-    """A variable for the values of all turns."""
+    """A variable for the stacked values of all iterations."""
     return Var(aval.update(shape=(length, *aval.shape)))
 
 
 def barrier_on(var: Var) -> JaxprEqn:
-    """A barrier behind which a value has another name."""
+    """A barrier equation on a variable, with a new result variable."""
     return barrier_equation().replace(invars=[var], outvars=[Var(var.aval)])
 
 
 def rebuild_scan(
     like: JaxprEqn, body: Program, operands: Sequence[Atom], constants: int, results: Sequence[Var]
 ) -> JaxprEqn:
-    """A loop like another one, with another body.
+    """A scan with another body.
 
     Args:
-      like: the other one.
-      body: its inputs are constants, what is carried, and a turn's part of what is scanned.
-      operands: of the loop.
-      constants: how many of them are.
-      results: of the loop.
+      like: the present scan.
+      body: its inputs are constants, carries, and an iteration's elements of the scanned operands.
+      operands: of the new scan.
+      constants: the number of constant operands.
+      results: of the new scan.
     """
     params = scan_like(like, body.to_closed_jaxpr(like.params["jaxpr"].jaxpr), constants)
     return like.replace(invars=list(operands), outvars=list(results), params=params)

@@ -1,11 +1,13 @@
-"""The schedule of a step: its passes, what each accumulates and gathers, and what is computed once in between.
+"""Batch flow of a step -> its schedule: passes, their accumulators, and the equations evaluated once in between.
 
 Knows recipes and levels. Must not know devices or how anything is evaluated.
 
-Where a partial value is accumulated matters: the frontier between per-node and once-only work may be moved along
-linear equations. It is moved as early as possible as long as the accumulators do not grow, so that scaling happens
-once, while two gradients of a tied weight are added before they are accumulated. A transpose stays in the loop, where
-the compiler folds it into the product before it. A cast of a sum to more bits always comes after the sum.
+    g: partial;  u = 0.1 * g;  w' = w - u    ->    pass 0: for node: g += grad       then once: u = 0.1 * g; w' = w - u
+
+A linear equation of partial values can run per node or once, on the completed sums. It runs once if the accumulators do
+not grow by that: scaling runs once, while two gradients of a tied weight are added before they are accumulated. A
+transpose stays in the pass, where the compiler fuses it into the product before it. A cast to more bits always runs
+after the sum.
 """
 
 from __future__ import annotations
@@ -29,27 +31,26 @@ from vnode.analysis.states import Flow, Step
 from vnode.operators import Algebra
 
 MEMORY_RECOMPUTE_LIMIT = 1.0
-"""The fraction of a step that is computed again at most for no other reason than to keep less."""
+"""The largest fraction of a step that is recomputed only to save memory."""
 
 FORWARD_SHARE = 1 / 3
-"""The fraction of a step with a gradient that its forward pass is. A smaller budget asks to be told what exactness
-costs: what is cheap for its size is not kept then."""
+"""The share of the forward pass in a step with a gradient. With a smaller budget, values that are cheap for their size
+are not kept, so that the error tells what exactness costs."""
 
 ABANDON_LIMIT = 4 * MEMORY_RECOMPUTE_LIMIT
-"""What is not waited for: the last of several sweeps computes less again than the first, but not so much less."""
+"""The fraction of recomputation at which a sweep is given up: later sweeps would not bring it below the budget."""
 
 
 def schedule(flow: Flow, accumulate_dtype: Any = None, budget: float = math.inf) -> Schedule:
-    """Divides a step into passes, with as little kept between them as its budget allows.
+    """Divides a step into passes, with as few values kept between them as the budget allows.
 
     Args:
       flow: batch flow of the step.
       accumulate_dtype: the dtype of floating-point accumulators; None for the default.
-      budget: the fraction of the step's scalar operations that may be computed again; what exceeds it in any case is
-        returned nevertheless.
+      budget: the fraction of the step's scalar operations that may be recomputed.
 
     Returns:
-      The schedule.
+      The schedule. It may exceed the budget, if no schedule meets it.
     """
     limit = min(budget, MEMORY_RECOMPUTE_LIMIT)
     max_recomputed = ABANDON_LIMIT if budget <= ABANDON_LIMIT else math.inf
@@ -63,7 +64,7 @@ def schedule(flow: Flow, accumulate_dtype: Any = None, budget: float = math.inf)
 
 
 def meets_budget(made: Schedule | None, share: float) -> bool:
-    """Whether a schedule computes no more than a share of the step again."""
+    """Whether a schedule recomputes at most a share of the step."""
     return made is not None and (share == math.inf or made.recomputed_flops <= share * made.flops)
 
 
@@ -75,15 +76,15 @@ def least_recomputing(
     most: float,
     made: Schedule | None = None,
 ) -> Schedule | None:
-    """The first schedule that computes little enough again, or the one that computes least, `made` included.
+    """The first schedule that meets a budget, or else the one that recomputes least.
 
     Args:
       flow: batch flow of the step.
       accumulate_dtype: as of `schedule`.
-      keepings: what may be kept, in order.
-      enough: the share of the step that may be computed again.
+      keepings: policies to try, in order.
+      enough: the budget, as a share of the step.
       most: the share at which a try is given up.
-      made: a schedule to begin with.
+      made: a schedule to begin with; None if there is none.
     """
     for keeping in keepings:
         try:
@@ -91,21 +92,21 @@ def least_recomputing(
         except TooMuchRecomputation:
             continue
         if made is None or found.recomputed_flops < made.recomputed_flops:
-            made = found  # else to keep more would not help
+            made = found  # otherwise keeping more does not help
         if meets_budget(made, enough):
             break
     return made
 
 
 class TooMuchRecomputation(Exception):
-    """So much is computed again in a sweep that its schedule will not be taken."""
+    """A sweep recomputes more than its limit, and is given up."""
 
 
 def divide_into_passes(flow: Flow, accumulate_dtype: Any, keeping: KeepPolicy, most: float = math.inf) -> Schedule:
     """Divides a step into passes.
 
     Raises:
-      TooMuch: they compute more than `most` times the step again.
+      TooMuchRecomputation: they recompute more than `most` times the step.
     """
     earliest: dict[Var, int] = {}
     decided: dict[Var, int] = {}
@@ -128,16 +129,16 @@ def divide_into_passes(flow: Flow, accumulate_dtype: Any, keeping: KeepPolicy, m
 
 
 class Sweep:
-    """One sweep from the last level to the first, collecting what each level asks of the levels before it.
+    """One sweep from the last level to the first, which collects the values that each level needs of earlier ones.
 
-    What a pass completes or collects is wanted by some later level and possible from some level on. It waits
-    (`pending`) until a pass is inevitable, so that there are as few passes as possible and each value is computed in
-    the latest: a loss is summed where the gradients are, not in the pass that only counts tokens.
+    A value that a pass completes or collects has a first possible level and a last one. It is `pending` until a pass
+    is inevitable. So there are as few passes as possible, and each value is computed in the latest one: a loss is
+    summed with the gradients, not in the pass that only counts tokens.
 
     Attributes:
-      needed: for every whole value the first level at which it is needed.
-      made: the level at which it is there. A value that was put too late (its first user was met last) calls for
-        another sweep, which is told so by `earliest`.
+      first_needed: for every whole value, the first level at which it is needed.
+      available_from: the level at which it is computed. If that is later than its first use, another sweep follows,
+        with a smaller level in `earliest`.
     """
 
     def __init__(
@@ -177,6 +178,7 @@ class Sweep:
                 self.deferred.setdefault(step.level, []).append(-i)
 
     def want_whole(self, atom: Atom) -> None:
+        """Requests a whole value at the current level."""
         if not isinstance(atom, Var):
             return
         known = atom in self.first_needed
@@ -192,7 +194,7 @@ class Sweep:
             self.pending[atom] = None
             return
         step = self.flow.steps[self.position[atom]]
-        if step.eqn.effects:  # which keep their order
+        if step.eqn.effects:  # effects keep their order
             return
         release = 0 if state.level == 0 else min(self.earliest.get(var, self.level) for var in step.eqn.outvars)
         if release < self.level:
@@ -201,7 +203,7 @@ class Sweep:
             heapq.heappush(self.waiting, -self.position[atom])
 
     def want_batched(self, atom: Atom) -> None:
-        """Wants a batched value for all nodes at once."""
+        """Requests a batched value of all nodes at the current level."""
         if isinstance(atom, Var) and atom not in self.given:
             if self.flow.states[atom].materialized:
                 gathered = self.gathered.get(atom)
@@ -212,12 +214,14 @@ class Sweep:
                 self.collect(atom)
 
     def collect(self, atom: Var) -> None:
+        """Requests that a pass collects a batched value of all nodes."""
         known = atom in self.first_needed
         self.first_needed[atom] = min(self.level, self.first_needed.get(atom, self.level))
         if not known:
             self.pending[atom] = None
 
     def run(self) -> list[Stage]:
+        """Sweeps through all levels, and returns the stages in order."""
         flow = self.flow
         for atom in flow.program.outputs:
             if not isinstance(flow.state(atom).form, Slice):
@@ -241,10 +245,10 @@ class Sweep:
         return merge_stages(reversed(stages))
 
     def count_recomputed(self, nodes: Pass) -> None:
-        """Counts what a pass and later ones both evaluate.
+        """Counts the flops that a pass shares with later passes.
 
         Raises:
-          TooMuch: it is more than the sweep is worth.
+          TooMuchRecomputation: the sum exceeds the limit.
         """
         steps = {step for step in evaluated_steps(nodes.recipe) if step.per_node}
         self.recomputed_flops += sum(step.flops for step in steps & self.in_passes)
@@ -253,7 +257,7 @@ class Sweep:
             raise TooMuchRecomputation
 
     def evaluate_once(self) -> tuple[Evaluation, ...]:
-        """Everything wanted so far that is evaluated once, on whole values: as late as those who want it allow."""
+        """The requested equations that are evaluated once at this level: as late as their readers allow."""
         actions: list[Evaluation] = []
         for position in self.deferred.pop(self.level, ()):
             heapq.heappush(self.waiting, position)
@@ -275,7 +279,7 @@ class Sweep:
         return tuple(actions)
 
     def whole_evaluation(self, step: Step, needed: Sequence[bool]) -> Evaluation:
-        """The evaluation of an equation on whole values, its operands wanted."""
+        """The evaluation of an equation on whole values. Requests its operands."""
         if step.nested:
             inner = tuple(divide_into_passes(flow, self.accumulate_dtype, self.keeping) for flow in step.bodies)
             for atom, form in zip(step.eqn.invars, step.operands, strict=True):
@@ -296,7 +300,7 @@ class Sweep:
         return action
 
     def make_pass(self) -> tuple[list[Evaluation], Pass]:
-        """The pass of a level, with the equations that are better evaluated once, right after it."""
+        """The pass of the current level, and the equations moved out of it, which run once right after it."""
         flow, level = self.flow, self.level
         moved: list[Evaluation] = []
         completed: list[Var] = []
@@ -305,7 +309,7 @@ class Sweep:
         postponed = self.choice.postponed_values(level, ready, self.pending, earlier)
         ready = {var: None for var in ready if var not in postponed}
         collected = {var: form for var in ready if isinstance(form := flow.states[var].form, Slice)}
-        self.level += 1  # what is moved behind the pass is evaluated at the next level
+        self.level += 1  # equations moved out of the pass run at the next level
         if any(isinstance(flow.states[var].form, Partial) for var in ready):
             waiting = [-self.position[var] for var in self.pending]  # the steps that make them, the last one first
             heapq.heapify(waiting)
@@ -355,12 +359,12 @@ class Sweep:
         return moved, Pass(level, made, tuple(accumulators), tuple(collected.items()))
 
     def can_complete_at(self, var: Var, level: int) -> bool:
-        """Whether a value can be completed in the pass of a level: it is possible by then, and not needed before."""
+        """Whether a value can be completed in the pass of a level: it is computable by then, and not needed before."""
         made = self.flow.states[var].level
         return made == level or (made < level < self.earliest.get(var, level + 1))
 
     def moves_out_of_pass(self, step: Step, late: Sequence[Var]) -> bool:
-        """Whether a linear equation of partial values is better evaluated once, on completed operands."""
+        """Whether a linear equation of partial values runs once, on completed operands (see the module)."""
         if step.location is not None or step.region is not None or step.description is None:
             return False
         if any(isinstance(form, Varying) for form in step.operands):
@@ -378,7 +382,7 @@ class Sweep:
 
 
 def merge_stages(stages: Iterable[Stage]) -> list[Stage]:
-    """Stages, of which those that no pass is between are one: all of it is divided as those who read it want it."""
+    """Merges adjacent stages that have no pass between them, and drops empty stages at the end."""
     found: list[Stage] = []
     for stage in stages:
         if found and found[-1].node_pass is None:

@@ -6,15 +6,15 @@ Before, the one pass of a step has a gradient per layer, and as many more of eac
 
     pass: for node: forward, backward; dw1 += x1^T g1; dw2 += x2^T g2; ...
 
-After, the pass keeps the operands of the products, which are small where a node has few examples, and each following
-pass sums some of the gradients::
+After, the pass keeps the operands of the products. They are small if a node has few examples. Each following pass sums
+some of the gradients::
 
     pass: for node: forward, backward; keep x1, g1, x2, g2, ...
     pass: for node: dw1 += x1^T g1
     pass: for node: dw2 += x2^T g2
 
-So sums wait for one part of the gradients at a time. A gradient that is much of all is summed in several passes, a part
-of it in each (`vnode.analysis.sums_in_parts`); gradients that a loop over layers stacks are one such
+So the pending sums of the tree exist for some gradients at a time. A very large gradient is summed in several passes, a
+part in each (`vnode.analysis.sums_in_parts`). The stacked gradients of a loop over layers are one such gradient
 (`vnode.analysis.products_after_loops`). Nothing is computed twice. The split depends on the program and on the
 number of nodes, not on devices.
 """
@@ -40,10 +40,10 @@ Operand = tuple[Var, Slice]
 """A batched value that nodes keep, with its form."""
 
 MIN_SUM_BYTES = 128 << 10
-"""Bytes from which a sum is formed in a pass of its own: such a sum is sent by itself, too."""
+"""The least bytes of a sum that gets a pass of its own. Such a sum also gets an all-reduce of its own."""
 
 MAX_PARTS = 8
-"""Into how many parts of about equal bytes sums are divided, at most; each part has a pass."""
+"""The largest number of parts, of about equal bytes, into which sums are divided; each part has a pass."""
 
 
 def separate_sums(made: Schedule, pending: int, in_parts: bool = True) -> Schedule:
@@ -51,7 +51,7 @@ def separate_sums(made: Schedule, pending: int, in_parts: bool = True) -> Schedu
 
     Args:
       made: the schedule.
-      pending: how many sums wait for each that is formed, on a device that has all nodes.
+      pending: the number of pending sums for each accumulator, on a device that has all nodes.
       in_parts: whether single sums may be divided.
     """
     if not pending:
@@ -66,7 +66,7 @@ def separate_sums(made: Schedule, pending: int, in_parts: bool = True) -> Schedu
 
 
 def separate_nested_sums(stage: Stage, pending: int, in_parts: bool) -> Stage:
-    """A stage whose loops and branches with passes of their own have these divided."""
+    """A stage in which the nested schedules of loops and branches have separate sums."""
     once = [
         dataclasses.replace(
             action, schedules=tuple(separate_sums(inner, pending, in_parts) for inner in action.schedules)
@@ -79,7 +79,7 @@ def separate_nested_sums(stage: Stage, pending: int, in_parts: bool) -> Stage:
 
 
 def partials_read(passes: Iterable[Pass]) -> set[Var]:
-    """The sums whose pieces nodes compute with."""
+    """The partial values that equations read."""
     found: set[Var] = set()
     for action in (action for nodes in passes for action in nodes.recipe.actions):
         if isinstance(action, Conversion):
@@ -91,13 +91,13 @@ def partials_read(passes: Iterable[Pass]) -> set[Var]:
 
 
 def divide_stage(flow: Flow, stage: Stage, pending: int, read: set[Var] | None) -> tuple[Flow, list[Stage]]:
-    """A stage, or several with a pass each in its place; and the flow of the program whose sums these form.
+    """Divides a stage into several, with a pass each; returns the flow of the rewritten program, and the stages.
 
     Args:
       flow: batch flow of the program.
       stage: a stage of it.
-      pending: how many sums wait for each that is formed.
-      read: the sums whose pieces nodes compute with, in any pass; None if no sum is to be divided.
+      pending: the number of pending sums for each accumulator.
+      read: the partial values that equations read, in any pass; None if no sum is to be divided.
     """
     nodes = stage.node_pass
     if nodes is None or any(isinstance(a, Evaluation) and a.step.eqn.effects for a in nodes.recipe.actions):
@@ -109,7 +109,7 @@ def divide_stage(flow: Flow, stage: Stage, pending: int, read: set[Var] | None) 
     if read is not None:
         after = products_after_loops(flow, {a.var for a in large} - read)
         smaller = large_products(after, nodes, large, partial_makers(after), pending)
-        flow = products_after_loops(flow, smaller.keys() - read)  # and not those that wait as a whole
+        flow = products_after_loops(flow, smaller.keys() - read)  # only those that are worth it
     makers = partial_makers(flow)
     products = large_products(flow, nodes, large, makers, pending)
     large = [a for a in large if a.var in products]
@@ -138,7 +138,7 @@ def divide_stage(flow: Flow, stage: Stage, pending: int, read: set[Var] | None) 
 
 
 def partial_makers(flow: Flow) -> Makers:
-    """By which equation nodes make their pieces of sums."""
+    """The per-node evaluation that makes each partial value."""
     return {
         step.eqn.outvars[0]: Evaluation(step, step.operands, step.results, step.description, step.location)
         for step in flow.steps
@@ -149,9 +149,10 @@ def partial_makers(flow: Flow) -> Makers:
 def large_products(
     flow: Flow, nodes: Pass, large: Sequence[Accumulator], makers: Makers, pending: int
 ) -> dict[Var, list[Operand]]:
-    """The large sums whose pieces are made of batched values that are smaller, transposed and added maybe; with these.
+    """The large sums that are products of smaller batched values, with these values.
 
-    A product of two activations is, or rows that are added to places in a table.
+    Examples are a product of two activations, or a scatter-add of rows into a table. The products may be transposed and
+    added.
     """
 
     def operands_of(var: Var) -> list[Operand] | None:
@@ -185,9 +186,9 @@ def large_products(
 
 
 def divide_sums(flow: Flow, sums: Sequence[Accumulator], makers: Makers, read: set[Var]) -> dict[Var, DividedSum]:
-    """Those of some sums that are divided: each that is larger than one of `PARTS` equal parts, if it can be.
+    """Divides each sum that is larger than one of `MAX_PARTS` equal parts, if that is possible.
 
-    None is where such parts would have less than `LEAST` bytes: more passes take longer, and there is little to save.
+    Divides none if such parts would have less than `MIN_SUM_BYTES` bytes: more passes take longer, and save little.
     """
     most = sum(a.bytes for a in sums) // MAX_PARTS
     if most < MIN_SUM_BYTES:
@@ -205,7 +206,7 @@ def sum_parts(a: Accumulator, divided: dict[Var, DividedSum]) -> list[Accumulato
 
 
 def group_sums(sums: list[Accumulator]) -> list[list[Accumulator]]:
-    """Sums in order, in groups of about the same bytes."""
+    """Groups sums, in order, into groups of about equal bytes."""
     most = max(max((a.bytes for a in sums), default=0), sum(a.bytes for a in sums) // MAX_PARTS)
     groups: list[list[Accumulator]] = []
     for a in sums:
@@ -219,7 +220,15 @@ def group_sums(sums: list[Accumulator]) -> list[list[Accumulator]]:
 def sum_pass(
     flow: Flow, nodes: Pass, sums: list[Accumulator], collected: Sequence[Operand], given: set[Operand]
 ) -> Pass:
-    """The pass of some sums, in which nodes are given what they were, and more."""
+    """A pass over some of the sums of another pass.
+
+    Args:
+      flow: batch flow of the program.
+      nodes: the other pass; its inputs are inputs of this one too.
+      sums: accumulators of the new pass.
+      collected: values that it keeps.
+      given: further inputs: values that an earlier pass has kept.
+    """
     requests: list[tuple[Var, Form]] = [(a.var, flow.states[a.var].form) for a in sums]
 
     def is_leaf(var: Var, form: Form) -> bool:

@@ -1,11 +1,11 @@
-"""What batch flow finds out: the state of every value, how every equation is evaluated, and where examples meet.
+"""The result of batch flow, as data: the state of every value, the step of every equation, and the couplings.
 
 Knows forms, programs and descriptions, as data. Must not know how any of it is found, nor what is done with it.
 
-Levels. A value of level k is available once k rounds of reductions are complete: the step's arguments have level 0, a
-sum over examples that node programs of pass k produce has level k + 1 when it is read as a whole value. An equation
-over batched values that reads a whole value of level k belongs to pass k. Where a batched value must be had whole
-(a sort over the batch, all pairs), it is materialized: gathered after its pass, one level up.
+Levels. A value of level k is available after k rounds of reductions. The step's arguments have level 0. A sum over
+examples in pass k has level k + 1 when it is read as a whole value. An equation of batched values that reads a whole
+value of level k belongs to pass k. A batched value that must be read whole (for a sort over the batch, or all pairs) is
+materialized: gathered after its pass, one level later.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from vnode.operators.program_cost import equation_cost
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What batch flow knows of a value.
+    """The state of a value.
 
     Attributes:
       form: how nodes hold it.
       level: the round after which a whole value is available; the earliest pass that can compute any other.
-      local: the round after which nodes can have the whole value, or one made of their own examples alone.
-      ghost: made of a sum over the batch that depends on the model, where ``coupling="local"`` applies: examples read
-        what their node makes of its own.
-      zero: known to be all zeros.
-      model: depends on an argument that is not batched.
-      estimates: of a value that nodes hold in pieces: computed from a node's own estimates.
-      given: a batched value that exists for all nodes at once (an argument, what a loop around passes returns), so that
-        reading it whole takes no pass.
-      examples: of a whole value, dimensions that descend from the batch; nodes may divide them again.
-      places: of an input of a body with passes of its own, dimensions along which examples pick places.
-      handed_on: made of sums that examples in a loop or branch with passes of its own read their nodes' estimates of,
-        while outside there are only the sums themselves.
-      counted: in a body with passes of its own, made of sums of the batch alone that are formed outside of it.
+      local_level: the round after which nodes can have the whole value, or one computed from their own examples alone.
+      ghost: whether it is computed from a sum over the batch that depends on the model, under ``coupling="local"``:
+        examples read their node's estimate.
+      zero: whether it is known to be all zeros.
+      model: whether it depends on an unbatched argument.
+      estimates: for a partial value, whether it is computed from a node's own estimates.
+      materialized: whether a batched value exists for all nodes at once (an argument, or a result of a loop around
+        passes), so that reading it whole takes no pass.
+      examples: for a whole value, dimensions that descend from the batch; nodes may divide them again.
+      places: for an input of a body with passes of its own, dimensions along which examples pick places.
+      estimated_inside: whether it is computed from sums that a loop or branch with passes of its own estimates inside,
+        while outside only the sums exist.
+      counted_outside: whether, in a body with passes of its own, it is computed from a sum of the batch alone that is
+        formed outside of the body.
     """
 
     form: Form
@@ -63,7 +64,7 @@ class State:
 
     @property
     def crosses_region(self) -> bool:
-        """Whether it comes of sums on the other side of a loop's or branch's border."""
+        """Whether it is computed from sums on the other side of a loop's or branch's border."""
         return self.estimated_inside or self.counted_outside
 
     @property
@@ -73,17 +74,17 @@ class State:
 
     @property
     def estimable(self) -> bool:
-        """Whether nodes need not wait for the whole value where an estimate is made of it: a count of examples, say."""
+        """Whether nodes have a local version before the whole value, as an estimate can use it: a count of examples."""
         return self.estimated or (isinstance(self.form, Whole | Partial) and self.local_level < self.whole_level)
 
     @property
     def estimated(self) -> bool:
-        """Whether nodes read their own estimate of the whole value, rather than to wait for it."""
+        """Whether nodes read their own estimate in place of the whole value."""
         return self.ghost and isinstance(self.form, Whole | Partial)
 
     @property
     def ready_level(self) -> int:
-        """The round after which nodes can read the value, if they need it as a whole."""
+        """The round after which nodes can read the value, whole or as an estimate."""
         return self.local_level if self.estimated else self.whole_level
 
 
@@ -91,7 +92,7 @@ ZERO, NONZERO = State(WHOLE, zero=True), State(WHOLE)
 
 
 class CouplingReason(enum.Enum):
-    """Why a batched value is read whole, or why nodes cannot run a loop or branch on their own."""
+    """The reason why a batched value is read whole, or why nodes cannot run a loop or branch on their own."""
 
     WHOLE = "needs the whole batch at once"
     RESULTS = "does not keep the batch in every result"
@@ -120,8 +121,8 @@ class Coupling:
       kind: ``"reduction"`` (it reads a completed reduction) or ``"materialize"`` (it needs the whole batch at once).
       level: the pass it belongs to.
       mode: ``"exact"`` or ``"local"``.
-      source: for a reduction, the equation that reduces; for a loop, the one inside that nodes cannot run alone.
-      why: for the others, what stands in the way of each node working on its own examples.
+      source: for a reduction, the reducing equation; for a loop, the equation inside that nodes cannot run alone.
+      why: for all other kinds, why nodes cannot work on their own examples.
     """
 
     flow: Flow
@@ -147,9 +148,9 @@ class Step:
       location: the factor that is split, if one is.
       region: the loop or branch that the equation is.
       bodies: batch flow of the region's bodies, in order.
-      over_batch: the region is a loop that takes the examples one after another.
-      nested: the region is evaluated once, around passes of its own; its batched operands and results exist for all
-        nodes at once.
+      over_batch: whether the region is a loop over the examples.
+      nested: whether the region is evaluated once, with passes of its own; its batched operands and results exist for
+        all nodes at once.
     """
 
     eqn: JaxprEqn
@@ -175,14 +176,14 @@ class Flow:
     """Batch flow of one program.
 
     Attributes:
-      program: what was followed.
+      program: the program.
       states: of every variable.
       steps: one per equation, in order.
-      output_forms: the form in which each output is handed on.
+      output_forms: the form in which each output is returned.
       gathered: batched values that are read whole.
-      batch: what is divided.
-      node_size: examples per node, padding included.
-      node_sizes: the same of each batch, where there are several.
+      batch: the largest batch.
+      node_size: examples of `batch` per node, padding included.
+      node_sizes: examples per node of each batch.
     """
 
     program: Program
@@ -199,18 +200,18 @@ class Flow:
     _wholes: dict[tuple[int, int, bool, bool], State] = dataclasses.field(default_factory=dict)
 
     def interned(self, state: State) -> State:
-        """The one of several equal states that the flow holds, so that they can be told by identity."""
+        """The interned state that equals `state`, so that states can be compared by identity."""
         return self._interned.setdefault(state, state)
 
     def whole_state(self, level: int, local: int, ghost: bool, model: bool) -> State:
-        """What is known of a value that is computed once and is neither zero nor has examples."""
+        """The interned state of a whole value that is neither zero nor descends from the batch."""
         key = (level, local, ghost, model)
         if key not in self._wholes:
             self._wholes[key] = self.interned(State(WHOLE, level, local, ghost, model=model))
         return self._wholes[key]
 
     def needs_no_padding(self, nodes: int) -> bool:
-        """Whether so many nodes hold every batch without padding."""
+        """Whether a number of nodes holds every batch without padding."""
         return all(nodes * size == batch.size for batch, size in self.node_sizes.items())
 
     def node_elements(self, form: Slice) -> int:
@@ -219,20 +220,22 @@ class Flow:
 
     @functools.cached_property
     def position(self) -> dict[Var, int]:
-        """Of the step that defines a variable; inputs and constants have none."""
+        """The position of the step that defines a variable; inputs and constants have none."""
         return {var: i for i, step in enumerate(self.steps) for var in step.eqn.outvars}
 
     def state(self, atom: Atom) -> State:
+        """The state of a variable or literal."""
         return literal_state(atom.val) if isinstance(atom, Literal) else self.states[atom]
 
 
 def literal_state(value: Any) -> State:
+    """The state of a literal: a whole value, zero or not."""
     value = np.asarray(value)
     return ZERO if value.dtype.names is None and not value.any() else NONZERO  # float0 has names, and no values
 
 
 class CoupledInBody(Exception):
-    """Inside a loop's body: examples meet here, so nodes cannot run the loop on their own."""
+    """An equation in a body reduces over the batch, or needs all of it: nodes cannot run the body on their own."""
 
     def __init__(self, eqn: JaxprEqn, why: CouplingReason) -> None:
         super().__init__(why.value)
@@ -245,7 +248,7 @@ CouplingMode = Callable[[JaxprEqn], str]
 
 
 class BatchFollower(Protocol):
-    """Who follows the batch through a program: what loops and branches need of it."""
+    """The interface of `vnode.analysis.batch_flow.Follower` that loops and branches use."""
 
     batch: Batch
     nodes: int
@@ -256,7 +259,7 @@ class BatchFollower(Protocol):
 
     @property
     def batches(self) -> set[Batch]:
-        """All that are divided."""
+        """The batches that are divided."""
         ...
 
     def follow(self, program: Program, inputs: Sequence[State], *, body: bool = False) -> Flow:
@@ -264,5 +267,5 @@ class BatchFollower(Protocol):
         ...
 
     def for_nested_program(self, batch: Batch | None) -> BatchFollower:
-        """Another one for a program with passes of its own; `batch` if it has examples of its own."""
+        """A follower for a program with passes of its own; for `batch` if the program has its own batch."""
         ...

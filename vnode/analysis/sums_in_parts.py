@@ -1,4 +1,4 @@
-"""Divides a sum along one of its dimensions: copies of the equations that make it give a part each, put together once.
+"""A sum over nodes -> parts along one of its dimensions, by copies of its equations, joined into one array at the end.
 
 Knows batch flow's steps and descriptions. Must not know passes or devices, nor which sums are divided.
 
@@ -9,7 +9,7 @@ Before and after, where ``x^T g`` is the gradient of a large matrix, divided alo
     dw_0 = x^T g[:, :n];  dw_1 = x^T g[:, n:]
     dw = pad(dw_0);  dw = dynamic_update_slice(dw, dw_1)
 
-Each part is written into one array in place. A concatenation would hold all parts beside the result.
+The joins write each part into one array in place. A concatenation would hold all parts beside the result.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from vnode.operators import OperatorDescription
 from vnode.operators.splits import FREE
 
 TILE = 128
-"""Indices of which a part has a multiple, where the dimension is long enough: registers and tiles hold so many."""
+"""Parts of a long dimension have a multiple of so many indices, the size of registers and tiles."""
 
 Makers = Mapping[Var, Evaluation]
-"""By which evaluation nodes make their pieces of sums."""
+"""The per-node evaluation that makes each partial value."""
 
 
 class CannotDivide(Exception):
-    """An equation on the way to a sum has no copy that gives a part of it."""
+    """An equation that a sum is computed with cannot be copied for a part of the sum."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class DividedSum:
 
 
 def divide_sum(flow: Flow, makers: Makers, var: Var, count: int) -> DividedSum | None:
-    """A sum in about `count` parts, along a dimension that gives equal parts and can be divided; or None.
+    """Divides a sum into about `count` parts, along the dimension that gives the most equal ones; None if it cannot be.
 
     Args:
       flow: batch flow of the program.
@@ -93,7 +93,7 @@ def divide_sum(flow: Flow, makers: Makers, var: Var, count: int) -> DividedSum |
 
 
 def bounds_of(size: int, count: int) -> list[tuple[int, int]]:
-    """A dimension in parts of equal size, but for the last.
+    """The bounds of a dimension's parts, of equal size except for the last.
 
     >>> bounds_of(10, 4), bounds_of(1000, 3)
     ([(0, 3), (3, 6), (6, 9), (9, 10)], [(0, 384), (384, 768), (768, 1000)])
@@ -104,7 +104,7 @@ def bounds_of(size: int, count: int) -> list[tuple[int, int]]:
 
 
 def largest_share(size: int, count: int) -> Fraction:
-    """The share of the largest part of a dimension."""
+    """The largest part's share of a dimension."""
     return max(Fraction(stop - start, size) for start, stop in bounds_of(size, count))
 
 
@@ -113,7 +113,7 @@ class StepCopies:
 
     Attributes:
       steps: the copies, and the slices that they read, in order.
-      states: of what these make.
+      states: of the results of these steps.
       copied: the evaluations that were copied, in order.
     """
 
@@ -129,7 +129,7 @@ class StepCopies:
         """The variable that holds indices ``[start, stop)`` of a dimension of a value that nodes have in a form.
 
         Raises:
-          NotDivided: there is no such copy.
+          CannotDivide: there is no such copy.
         """
         if not isinstance(atom, Var):
             raise CannotDivide
@@ -191,16 +191,16 @@ class StepCopies:
 
 
 def factor_of(description: OperatorDescription, dim: int) -> int:
-    """The factor of a dimension of an equation's one result, of which a copy may have a range of indices.
+    """The factor of a dimension of an equation's single result, if copies may have a range of its indices.
 
     Raises:
-      NotDivided: there is none.
+      CannotDivide: there is no such factor.
     """
     factors = description.results[0][dim]
     if len(factors) != 1:
         raise CannotDivide
     factor = description.factors[factors[0]]
-    told = description.emit is not None and description.resize is None  # only what evaluates a copy knows its shape
+    told = description.emit is not None and description.resize is None  # cannot be resized
     if factor.split is not FREE or factor.positional or told or description.layout is not None:
         raise CannotDivide
     return factors[0]
@@ -226,7 +226,7 @@ def join_steps(flow: Flow, source: JaxprEqn, parts: Sequence[Var], dim: int, sta
 
 
 def single_equation(fun: Callable[..., Any], operands: Sequence[Var], source: JaxprEqn | None) -> JaxprEqn:
-    """The one equation that a function is, of these operands; it stands where the user wrote `source`."""
+    """Traces a function of one equation; the equation gets the source line of `source`."""
     with jax.sharding.use_abstract_mesh(NO_MESH):
         shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in operands]
         jaxpr = jax.make_jaxpr(fun)(*shapes).jaxpr
@@ -240,7 +240,19 @@ def single_equation(fun: Callable[..., Any], operands: Sequence[Var], source: Ja
 
 
 def make_step(flow: Flow, eqn: JaxprEqn, per_node: bool, level: int, operands: tuple[Form, ...], result: Form) -> Step:
-    """An equation that nodes evaluate on batched values without a look at the batch, or that is evaluated once."""
+    """The step of a new equation, per node or once.
+
+    Args:
+      flow: batch flow of the program.
+      eqn: the equation.
+      per_node: whether nodes evaluate it.
+      level: of the step.
+      operands: forms of the operands.
+      result: form of the result.
+
+    Raises:
+      CannotDivide: the batch is not in one factor.
+    """
     description = flow.program.describe(eqn)
     location = None
     if isinstance(result, Slice):
@@ -252,7 +264,7 @@ def make_step(flow: Flow, eqn: JaxprEqn, per_node: bool, level: int, operands: t
 
 
 def replace_divided_sums(flow: Flow, several: Sequence[DividedSum]) -> Flow:
-    """Batch flow of the program with some sums in parts, without what made them at once unless something else does."""
+    """Batch flow of the program with some sums in parts, without the replaced steps that no output needs."""
     by_var = {each.var: each for each in several}
     replaced = {step for each in several for step in each.replaced}
     steps: list[Step] = []

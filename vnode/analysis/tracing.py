@@ -1,7 +1,7 @@
-"""From a function to its program.
+"""A Python function -> its program.
 
-Knows the order of things: trace, take the mesh out, make values of references, move slices into bounds, inline. Must
-not know batches or devices.
+Knows the order: trace, remove the mesh, discharge references, clamp the starts of slices, inline calls. Must not know
+batches or devices.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from vnode.errors import UnsupportedPrimitiveError, VnodeError, layout_message
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A function as jax traced it.
+    """A traced function.
 
     Attributes:
-      program: over the flattened arguments, and after them the values that the function closed over and jax is tracing.
-      captured: those values: an outer `jax.grad`, `jax.vmap` or `jax.jit` must see them as arguments.
-      function: the same as a function of all these, with the derivative rules that the user's function has.
+      program: of the flattened arguments and, after them, the captured tracers.
+      captured: tracers that the function closed over. An outer `jax.grad`, `jax.vmap` or `jax.jit` must see them as
+        arguments.
+      function: a function of all these, with the derivative rules of the user's function.
     """
 
     program: Program
@@ -39,18 +40,18 @@ class Traced:
 
 
 def trace(fun: Callable[..., Any], *args: Any) -> Traced:
-    """Traces `fun` abstractly, takes meshes and references out of it, and inlines its calls.
+    """Traces `fun` abstractly, removes meshes and references, and inlines calls.
 
     Args:
       fun: any function of pytrees of arrays.
       *args: arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-      What jax traced.
+      The traced function.
 
     Raises:
       VnodeError: the step is written for `jax.pmap`.
-      UnsupportedPrimitiveError: it holds a program per shard of a mesh that cannot be followed.
+      UnsupportedPrimitiveError: it has a `jax.shard_map` that cannot be rewritten on whole values.
     """
     closed, jaxpr = trace_meshless(fun, *args)
     traced = [isinstance(value, jax.core.Tracer) for value in closed.consts]
@@ -67,14 +68,14 @@ def trace(fun: Callable[..., Any], *args: Any) -> Traced:
 
 
 def meshless_function(fun: Callable[..., Any], *args: Any) -> Callable[..., list[Any]]:
-    """A function as it is understood in the caller's mesh, to be called outside of it.
+    """Traces a function in the caller's mesh, to be called outside of it.
 
     Args:
       fun: any function of arrays.
-      *args: arrays like those that it is to be called with.
+      *args: arrays of the shapes and dtypes with which it will be called.
 
     Returns:
-      A function of such arrays, from which meshes have been taken; its results are flattened.
+      A function of such arrays, without meshes; its results are flattened.
 
     Raises:
       VnodeError: as `trace`.
@@ -84,7 +85,7 @@ def meshless_function(fun: Callable[..., Any], *args: Any) -> Callable[..., list
 
 
 def with_trees(fun: Callable[..., Any], on_trees: Callable[..., Any], treedef: Any) -> Callable[..., Any]:
-    """A function of flat arrays that is traced as one of pytrees, by whose arguments jax calls what it speaks of.
+    """Marks a function of flat arrays to be traced as one of pytrees, so that jax's messages name its arguments.
 
     Args:
       fun: a function of arrays.
@@ -97,7 +98,7 @@ def with_trees(fun: Callable[..., Any], on_trees: Callable[..., Any], treedef: A
 
 
 def make_jaxpr(fun: Callable[..., Any], args: Sequence[Any]) -> ClosedJaxpr:
-    """What jax makes of a function of arrays: of its pytrees, if it says what these are."""
+    """The jaxpr of a function of arrays, traced by its function of pytrees if it has one (`with_trees`)."""
     if not hasattr(fun, "on_trees"):
         return jax.make_jaxpr(fun)(*args)
     on_trees, treedef = fun.on_trees  # pyright: ignore[reportFunctionMemberAccess]
@@ -106,22 +107,22 @@ def make_jaxpr(fun: Callable[..., Any], args: Sequence[Any]) -> ClosedJaxpr:
 
 
 def trace_jaxpr(fun: Callable[..., Any], *args: Any) -> ClosedJaxpr:
-    """What jax makes of a function, with the axes of the caller's mesh left to the partitioner where that is possible.
+    """The jaxpr of a function, with explicit mesh axes treated as automatic ones where that is possible.
 
-    Where axes are explicit, jax writes changes of sharding into derivatives, and what else it does depends on them: a
-    constant that is resharded goes into a loop as an operand. The step would be another one than outside of the mesh.
-    What speaks of explicit axes itself (`jax.sharding.reshard`) is traced as it is.
+    With explicit axes jax writes reshards into derivatives, and a resharded constant becomes an operand of a loop. The
+    step would differ from the same step outside of the mesh. A function that names explicit axes itself
+    (`jax.sharding.reshard`) is traced with explicit axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and AxisType.Explicit in mesh.axis_types and AxisType.Manual not in mesh.axis_types:
         automatic = AbstractMesh(mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names))
         with contextlib.suppress(Exception), jax.sharding.use_abstract_mesh(automatic):
-            return make_jaxpr(fun, args)  # what is wrong besides is told below
+            return make_jaxpr(fun, args)  # other errors are raised below
     return make_jaxpr(fun, args)
 
 
 def trace_meshless(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Jaxpr]:
-    """What jax makes of a function, with meshes and without them; raises what `trace` says."""
+    """The closed jaxpr of a function, and its open jaxpr without meshes; raises as `trace`."""
     try:
         closed = trace_jaxpr(fun, *args)
         jaxpr = remove_mesh(closed.jaxpr)

@@ -190,7 +190,7 @@ class Driver:
             if self.feed.depth and self.feed.wait(number, placement, self.no_longer_waits):
                 batch = self.feed.get(number, placement)
                 self.feed.give_back(number, batch)
-                args, kwargs = self.step.spec.bound((self.recovery.like, batch), {})
+                args, kwargs = self.step.spec.bind_positional((self.recovery.like, batch), {})
                 trace = functools.partial(self.step.executor.trace_for, args, kwargs)
                 program = interruptible(trace, "to trace the step", world().others)
         except ProcessError:

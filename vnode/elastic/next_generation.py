@@ -148,7 +148,7 @@ class NextGeneration:
             placement = self.step.placement
             types = self.types if self.types is not None else self.fetch_types()
             state = abstract_state(self.like, types, placement)
-            args, kwargs = self.step.spec.bound((state, self.batch(placement)), {})
+            args, kwargs = self.step.spec.bind_positional((state, self.batch(placement)), {})
             self.step.executor.compile_for(args, kwargs)
         with in_world(world):
             meet("to connect with the other workers")  # gloo waits for half a minute only, and some compile for longer

@@ -103,7 +103,7 @@ class Rehearsals:
             with in_world(world):
                 step = self.home.on(world.devices)
                 state = abstract_state(self.like, types, step.placement)
-                args, kwargs = step.spec.bound((state, batch(step.placement)), {})
+                args, kwargs = step.spec.bind_positional((state, batch(step.placement)), {})
                 step.executor.compile_for(args, kwargs)
                 if count > 1:
                     compile_vote(world, copy_groups(state))

@@ -49,7 +49,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Comparison(Drawn):
-    """What would change on other devices; print it.
+    """The changes of a step on other devices; print it.
 
     A notebook draws it by itself, `show` draws it in a terminal (with rich).
 
@@ -72,7 +72,7 @@ class Comparison(Drawn):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """What depends on the devices."""
+        """The figures that depend on the devices."""
 
         def row(name: str, say: Callable[[Report], str], note: str = "") -> Row:
             return Row(name, tuple(map(say, self.reports)), note)
@@ -99,7 +99,7 @@ class Comparison(Drawn):
 
     @property
     def unchanged(self) -> tuple[Fact, ...]:
-        """What does not depend on the devices."""
+        """The facts that do not depend on the devices."""
         now = self.now
         bits = Fact("the result", "every bit of it, on devices of one kind", "reduction='invariant'")
         if not now.reduction.startswith("invariant"):
@@ -117,12 +117,12 @@ class Comparison(Drawn):
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """What to call now and each of the others."""
+        """The columns' headings: the present devices, and all others."""
         return (f"now: {devices_text(self.now)}", *map(devices_text, self.reports[1:]))
 
     @property
     def title(self) -> str:
-        """What is asked."""
+        """The title of the page."""
         return f"{self.now.name}: what would change"
 
     @property
@@ -142,7 +142,7 @@ class Comparison(Drawn):
         )
 
     def page(self) -> Page:
-        """What there is to see."""
+        """The page that is drawn."""
         one = len(self.reports) == 2
         columns = (Column(""), *(Column(head, right=True) for head in self.heads), *([Column("", wide=True)] * one))
         rows = tuple(
@@ -230,10 +230,10 @@ def explain(
 
 
 def requested_placements(here: Resolved, devices: Any) -> list[Placement | Layout]:
-    """What the user means by devices.
+    """The placements and layouts that the user requests.
 
     Raises:
-      PlacementError: it makes no sense.
+      PlacementError: `devices` is neither a number of devices, nor devices, a mesh or a placement.
     """
     if isinstance(devices, Placement | jax.sharding.Mesh):
         return [here.step.on(devices).placement]

@@ -1,7 +1,9 @@
-"""Programs that hold less for their backward pass, in loops and outside of them.
+"""A program and a memory plan -> a program that recomputes or offloads the planned values before its backward pass.
 
-Knows both ways to compute something again, and the one to put it on the host. Must not know who decides what is
-recomputed, or moved.
+Knows both ways to recompute values, and the one to offload them. Must not know who decides what is recomputed or
+offloaded.
+
+    h = f(x); ...; dx = df(h)   ->   h = f(x); ...; h' = f(x); dx = df(h')          h recomputed where it is read late
 """
 
 from __future__ import annotations
@@ -20,29 +22,29 @@ from vnode.remat.residual_remat import recompute_residuals
 def apply_memory_plan(
     program: Program, several: Collection[ResultIndex], batched: Sequence[int], away: Collection[ResultIndex] = ()
 ) -> Program:
-    """A program that computes some values again where they are read late, and has others on the host until then.
+    """Rewrites a program to recompute some values where they are read late, and to offload others to the host.
 
     Args:
       program: with calls inlined.
-      several: results of loops that these stack (`vnode.remat.residual_remat`), and of other equations
-        (`vnode.remat.recompute`): what is computed again.
-      batched: the inputs that have examples, by number.
-      away: results of loops that these stack, and of what loops carry, which stand for what turns begin with, where
-        that is kept: what is on the host (`vnode.remat.offload`).
+      several: the values to recompute: stacked results of loops (`vnode.remat.residual_remat`), and results of other
+        equations (`vnode.remat.recompute`).
+      batched: the numbers of the batched inputs.
+      away: the values to offload (`vnode.remat.offload`): stacked results of loops, and carries of loops, which stand
+        for the saved carry of every iteration.
 
     Returns:
       Another program of the same inputs and outputs.
 
     Raises:
-      PartitionError: some of them cannot be computed again, or moved.
+      PartitionError: some of them cannot be recomputed or offloaded.
     """
     count = len(program.equations)
     unknown = [made for made in (*several, *away) if not (0 <= made[0] < count)]
     if unknown:
-        raise PartitionError(f"{unknown} are of none of the program's {count} equations")
+        raise PartitionError(f"the program has {count} equations, and none for {unknown}")
     both = sorted({*several} & {*away})
     if both:
-        raise PartitionError(f"{both} cannot be both computed again and on the host")
+        raise PartitionError(f"{both} cannot be both recomputed and offloaded")
     stacked = {made for made in several if region_of(program.equations[made[0]]) is not None}
     others = set(several) - stacked
     less = recompute_residuals(program, stacked) if stacked else program
@@ -57,15 +59,18 @@ def apply_memory_plan(
 
 
 def locate_result(before: Program, after: Program, made: ResultIndex) -> ResultIndex:
-    """Where a result of a loop is after some of what loops stack is computed again.
+    """Finds a loop's stacked result in a program in which other stacked results are recomputed.
 
     Args:
-      before: the program as it was.
-      after: the program, whose equations have the same numbers.
-      made: a result that the loop stacks; or of what it carries, for what its turns begin with.
+      before: the original program.
+      after: the rewritten program, whose equations have the same numbers.
+      made: a stacked result; or a carry, for its saved value of every iteration.
+
+    Returns:
+      The equation's number, and the number of the result in the rewritten program.
 
     Raises:
-      PartitionError: it is not there: the equation is no loop, or does not keep that.
+      PartitionError: the equation is no loop, or does not keep the value.
     """
     k, j = made
     eqn = after.equations[k]

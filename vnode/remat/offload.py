@@ -1,11 +1,14 @@
-"""What loops stack for later loops, moved to the host's memory: less memory of devices, and a way there and back.
+"""A program -> one whose loops' residuals are offloaded to the host's memory between forward and backward loop.
 
 Knows programs, and loops of known length. Must not know batches, devices, costs, nor who decides what is moved.
 
-The derivative of a scan is another scan over what the first one kept of every turn. Where both have the same turns, a
-turn of the first can send a kept value to the host when it is made, and a turn of the later one fetch its part when it
-is read: a device holds that of a turn or two. (`vnode.remat.residual_remat` computes it once more instead.) Values
-that are made and read outside of loops are not moved: compilers fetch them long before they are read, and keep both.
+    scan: h = f(h); stack h   ->   scan: h = f(h); stack to_host(h)
+    scan over h: ...          ->   scan over host h: fetch h; ...
+
+The derivative of a scan is another scan over the residuals of the first. If both have the same trip count, each
+iteration of the first sends its residual to the host, and each of the second fetches one: a device holds one or two.
+(`vnode.remat.residual_remat` recomputes them instead.) Values outside of loops are not offloaded: compilers fetch them
+long before they are read, and keep both copies.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from vnode.remat.residual_remat import loop_residuals
 
 
 def offloadable_residuals(program: Program) -> set[ResultIndex]:
-    """What loops of a program stack that could lie on the host until later loops read it, turn by turn.
+    """The residuals of loops that can be offloaded until later loops read them.
 
     Args:
       program: with calls inlined.
@@ -33,22 +36,22 @@ def offloadable_residuals(program: Program) -> set[ResultIndex]:
 
 
 def is_offloadable(var: Var) -> bool:
-    """Whether a value of all turns has a type that can be moved to the host turn by turn, and is not there."""
+    """Whether a stacked value can be moved to the host one iteration at a time, and is not on the host."""
     return can_offload(var.aval) and has_several_rows(var.aval.shape[1:]) and not is_on_host(var.aval)
 
 
 def offload_residuals(program: Program, chosen: Collection[ResultIndex]) -> Program:
-    """A program in which what loops keep for later ones lies on the host in between.
+    """Offloads residuals of loops.
 
     Args:
       program: with calls inlined.
-      chosen: of what is `movable`.
+      chosen: some of the `offloadable_residuals`.
 
     Returns:
       Another program of the same inputs and outputs, with as many equations; chosen results have new variables.
 
     Raises:
-      PartitionError: something is chosen that cannot be moved.
+      PartitionError: a chosen residual cannot be offloaded.
     """
     unknown = set(chosen) - offloadable_residuals(program)
     if unknown:
@@ -67,10 +70,10 @@ def offload_residuals(program: Program, chosen: Collection[ResultIndex]) -> Prog
 
 
 def send_to_host(eqn: JaxprEqn, away: Mapping[Var, Var]) -> JaxprEqn:
-    """A loop that stacks some of its results on the host."""
+    """A forward loop that stacks some of its results on the host."""
     loop, body = open_loop(eqn)
     outputs, results = list(body.outputs), list(eqn.outvars)
-    there: dict[int, tuple[Atom, Var]] = {}  # values of a turn, and what they are on the host
+    there: dict[int, tuple[Atom, Var]] = {}  # an iteration's values, with their host variables
     for j, var in enumerate(eqn.outvars):
         if var in away:
             atom = body.outputs[j]
@@ -86,10 +89,10 @@ def send_to_host(eqn: JaxprEqn, away: Mapping[Var, Var]) -> JaxprEqn:
 
 
 def fetch_from_host(eqn: JaxprEqn, away: Mapping[Var, Var]) -> JaxprEqn:
-    """A loop that reads some of what it goes through from the host, each turn's part before it is first needed."""
+    """A backward loop that fetches some scanned operands from the host, each element before its first use."""
     loop, body = open_loop(eqn)
     operands, inputs = list(eqn.invars), list(body.inputs)
-    waiting: dict[Var, Var] = {}  # parts of a turn that are not there yet, as they are on the host
+    waiting: dict[Var, Var] = {}  # elements not fetched yet, with their host variables
     for i in loop.scanned:
         atom = eqn.invars[i]
         if isinstance(atom, Var) and atom in away:

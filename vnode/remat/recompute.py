@@ -1,11 +1,13 @@
-"""What equations make for much later ones, computed again where these read it: less memory, more work.
+"""A program -> one that recomputes some residuals outside of loops where the backward pass reads them.
 
 Knows programs in their order. Must not know nodes, devices, costs, nor who decides what is recomputed.
 
-A train step holds most when its forward pass is over: at its turning point. What is read beyond it can be computed
-again there, equation by equation, from what is held all the same. The copies of equations that follow one another begin
-when something is there of which the first that reads their results is computed as well, and not before: else compilers
-would compute them as early as the originals, or find that they are the same (`vnode.operators.ordering_barrier`).
+    h = f(x); loss = g(h); d = dg(loss); dx = df(h, d)   ->   ...; d = dg(loss); h' = f(after(d, x)); dx = df(h', d)
+
+A train step holds most at its turning point, the end of the forward pass. Residuals that are read later can be
+recomputed from values that are live anyway. An ordering barrier (`vnode.operators.ordering_barrier`) delays a group of
+copied equations until a value of the backward pass, its trigger, exists. Without it, compilers would compute the copies
+as early as the originals, or merge both.
 """
 
 from __future__ import annotations
@@ -26,24 +28,24 @@ from vnode.operators.cost import nbytes
 from vnode.operators.ordering_barrier import postponed_p
 
 TIMES = 12
-"""How many times are told apart beyond the turning point."""
+"""The number of time slots after the turning point."""
 
 SPAN = 3
-"""Within so many times one set of equations is computed again."""
+"""A group of recomputed equations spans at most so many time slots."""
 
 SPREAD = 3
-"""So many times the bytes of what it reads an equation makes at least that spreads it."""
+"""An equation that makes more than so many times the bytes of an operand spreads (broadcasts) it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TurningPoint:
-    """A program, what of it depends on examples, and what is read beyond its turning point.
+    """A program and its turning point.
 
     Attributes:
       program: with calls inlined.
       varying: variables that depend on examples.
-      turn: the number of the equation after which most is held that depends on examples; the first of several such.
-      readers: the equations that read a variable, by number, in order.
+      turn: the number of the equation after which the live batched values have most bytes; the first of several such.
+      readers: for each variable, the numbers of the equations that read it, in order.
     """
 
     program: Program
@@ -53,12 +55,12 @@ class TurningPoint:
 
     @staticmethod
     def from_program(program: Program, batched: Iterable[int], turn: int | None = None) -> TurningPoint:
-        """That of a program.
+        """Finds the turning point of a program.
 
         Args:
           program: with calls inlined.
-          batched: the inputs that have examples, by number.
-          turn: where it turns; by default where most is held.
+          batched: the numbers of the batched inputs.
+          turn: the number of the equation, if it is known.
         """
         varying = {program.inputs[i] for i in batched}
         for eqn in program.equations:
@@ -69,13 +71,13 @@ class TurningPoint:
         return TurningPoint(program, frozenset(varying), turn, readers)
 
     def late_readers(self, var: Var) -> Sequence[int]:
-        """The equations beyond the turning point that read a variable."""
+        """The numbers of the equations after the turning point that read a variable."""
         readers = self.readers.get(var, ())
         return readers[bisect.bisect_right(readers, self.turn) :]
 
     @functools.cached_property
     def recomputable(self) -> Mapping[ResultIndex, Var]:
-        """What could be computed again: it depends on examples, comes before the turning point, and is not returned."""
+        """The values that can be recomputed: batched, computed before the turning point, and not returned."""
         ends = {atom for atom in self.program.outputs if isinstance(atom, Var)}
         found: dict[ResultIndex, Var] = {}
         for k, eqn in enumerate(self.program.equations[: self.turn + 1]):
@@ -88,26 +90,26 @@ class TurningPoint:
 
     @functools.cached_property
     def live_values(self) -> tuple[Var, ...]:
-        """What is made before the turning point, depends on examples, and is read beyond it."""
+        """The batched values that are live at the turning point."""
         made = [var for eqn in self.program.equations[: self.turn + 1] for var in eqn.outvars]
         return tuple(var for var in made if var in self.varying and self.late_readers(var))
 
     @functools.cached_property
     def time_bounds(self) -> Sequence[int]:
-        """Equations, by number, with which times beyond the turning point end: in each about as much is read first."""
+        """The numbers of the time slots' last equations. Each slot has about as many bytes of first reads."""
         first = sorted((self.late_readers(var)[0], nbytes(var.aval)) for var in self.live_values)
         sums = np.cumsum([each for _, each in first], dtype=float)
         parts = range(1, TIMES) if first else ()
         return sorted({first[min(int(np.searchsorted(sums, sums[-1] * n / TIMES)), len(first) - 1)][0] for n in parts})
 
     def time(self, k: int) -> int:
-        """The time of an equation beyond the turning point, by number: 1 to `TIMES`."""
+        """The time slot of an equation after the turning point: 1 to `TIMES`."""
         return 1 + bisect.bisect_left(self.time_bounds, k)
 
     def is_spread(self, var: Var) -> bool:
-        """Whether a variable is read on both sides of the turning point by equations that make much more of it.
+        """Whether equations on both sides of the turning point broadcast a variable.
 
-        Compilers do that once for all of them, if it is the same, and hold what is made.
+        Compilers merge equal broadcasts, and keep the large result live in between.
         """
         beyond = self.late_readers(var)
         before = self.readers[var][: len(self.readers[var]) - len(beyond)]
@@ -118,7 +120,7 @@ class TurningPoint:
         return min(largest(before), largest(beyond)) > SPREAD * nbytes(var.aval)
 
     def trigger(self, first: int) -> Var | None:
-        """Of what is computed beyond the turning point, what comes last before an equation that needs it, or others do.
+        """The last value of the backward pass before an equation: an operand of it, or else of later equations.
 
         Args:
           first: the equation's number.
@@ -136,13 +138,13 @@ class TurningPoint:
         return None
 
     def can_be_waited_for(self, var: Var) -> bool:
-        """Whether a variable depends on examples, and has floating-point numbers."""
+        """Whether a variable can be a trigger: it depends on examples, and has floating-point numbers."""
         aval = var.aval
         return var in self.varying and jnp.issubdtype(getattr(aval, "dtype", np.bool_), np.floating) and aval.size > 0
 
 
 def readers_of(program: Program) -> dict[Var, list[int]]:
-    """For each variable of a program the equations that read it, by number, in order."""
+    """For each variable of a program, the numbers of the equations that read it, in order."""
     found: dict[Var, list[int]] = {}
     for k, eqn in enumerate(program.equations):
         for var in dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, Var)):
@@ -210,22 +212,22 @@ def recompute_late(late: TurningPoint, chosen: Collection[ResultIndex]) -> Progr
 
 
 def rename_atoms(atoms: Sequence[Atom], names: Mapping[Var, Var]) -> list[Atom]:
-    """Atoms by their new names."""
+    """Replaces variables by their new names."""
     return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
 
 
 def group_equations(late: TurningPoint, numbers: Sequence[int], again: Collection[Var]) -> list[set[int]]:
-    """Equations, by number, in sets that are computed one after another, each connected by what its equations read.
+    """Groups recomputed equations, by number, into connected sets that are computed one after another.
 
-    What is computed for another set is written to memory, whatever a compiler would have fused: so sets are large.
+    Values between two groups are written to memory and cannot be fused, so groups are large.
 
     Args:
       late: the program.
-      numbers: of equations that are computed again, in order.
-      again: what of their results is read late as computed then.
+      numbers: of the recomputed equations, in order.
+      again: their results that are recomputed.
     """
     maker = {var: k for k in numbers for var in late.program.equations[k].outvars}
-    wanted: dict[int, int] = {}  # for equations the first that needs them beyond the turning point
+    wanted: dict[int, int] = {}  # for equations, the first late reader
     for k in reversed(numbers):
         eqn = late.program.equations[k]
         for first in (beyond[0] for var in eqn.outvars if var in again and (beyond := late.late_readers(var))):
@@ -244,7 +246,7 @@ def group_equations(late: TurningPoint, numbers: Sequence[int], again: Collectio
 
 
 def connected_groups(late: TurningPoint, numbers: Sequence[int], maker: Mapping[Var, int]) -> list[set[int]]:
-    """Equations, by number, in sets of which none reads what another makes."""
+    """The connected components of equations, by number."""
     found: list[set[int]] = []
     for k in numbers:
         reads = {maker[atom] for atom in late.program.equations[k].invars if isinstance(atom, Var) and atom in maker}
@@ -256,14 +258,24 @@ def connected_groups(late: TurningPoint, numbers: Sequence[int], maker: Mapping[
 def copy_equations(
     equations: Sequence[JaxprEqn], others: Sequence[Var], varying: Collection[Var], trigger: Var
 ) -> tuple[list[JaxprEqn], dict[Var, Var]]:
-    """Copies of equations, and of other variables, from when something is there on, and the names of all these."""
+    """Copies equations behind an ordering barrier on a trigger.
+
+    Args:
+      equations: to copy, in order.
+      others: further variables that get a copy behind the barrier.
+      varying: variables that depend on examples.
+      trigger: the value that the copies wait for.
+
+    Returns:
+      The barriers and copies, and the new names of variables.
+    """
     made = {var for eqn in equations for var in eqn.outvars}
     read = dict.fromkeys(atom for eqn in equations for atom in eqn.invars if isinstance(atom, Var) and atom in varying)
     read |= dict.fromkeys(others)
     names: dict[Var, Var] = {}
     barrier = barrier_equation()
     like = equations[0] if equations else barrier
-    source = like.source_info.replace()  # one object for all, and for no other: they are evaluated together
+    source = like.source_info.replace()  # one object for all of them, and no other: they are evaluated as one group
     copies: list[JaxprEqn] = []
     for var in (*(var for var in read if var not in made), trigger):
         names[var] = Var(var.aval)

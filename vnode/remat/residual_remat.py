@@ -1,11 +1,13 @@
-"""What loops stack for later loops, computed again where it is read: less memory, more work.
+"""A program -> one whose backward loops recompute residuals that forward loops stacked for them.
 
 Knows programs, and loops of known length. Must not know batches, devices, costs, nor who decides what is recomputed.
 
-The derivative of a scan is another scan over what the first one kept of every turn. Where both have the same turns, a
-turn of the later loop can compute a kept value itself: from what the turn of the earlier one began with, which is kept
-instead, if it is not already, and from what both read. A barrier keeps compilers from finding that this was computed
-before (as `jax.checkpoint` does).
+    scan: a = f(h); h = g(a); stack a   ->   scan: a = f(h); h = g(a); stack h (the carry)
+    scan over a: ...                    ->   scan over h: a = f(barrier(h)); ...
+
+The derivative of a scan is another scan over the residuals of the first. If both have the same trip count, an iteration
+of the backward loop can recompute a residual from the carry that the forward iteration began with. That carry is
+stacked instead, if it is not already. A barrier keeps compilers from merging both computations, as in `jax.checkpoint`.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ from vnode.operators.control_flow import Loop, region_of
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """What a loop keeps of every turn for later loops alone.
+    """A stacked result of a loop that only later loops of the same trip count read.
 
     Attributes:
-      readers: the later loops, by number, and which of their operands it is.
-      bytes: of all turns.
-      flops: that it takes to compute it again from what a turn begins with.
-      turns: of the loop.
-      begins: of what a turn begins with what that needs, by number among what is carried.
-      is_begin: whether it is itself what a turn begins with, the only one of `begins`.
+      readers: the later loops, by number, each with the number of the operand.
+      bytes: of all iterations.
+      flops: to recompute it from the carries of all iterations.
+      trip_count: of the loop.
+      carries: of what a turn begins with what that needs, by number among what is carried.
+      is_carry: whether it is itself a carry before each iteration, the only one of `carries`.
     """
 
     readers: tuple[tuple[int, int], ...]
@@ -43,13 +45,10 @@ class Residual:
 
 
 def loop_residuals(program: Program) -> dict[ResultIndex, Residual]:
-    """What loops of a program stack that only loops with as many turns read, turn by turn.
+    """The residuals that loops of a program stack for later loops of the same trip count.
 
     Args:
       program: with calls inlined.
-
-    Returns:
-      What could be computed again.
     """
     readers: dict[Var, list[tuple[int, int]]] = {}
     for k, eqn in enumerate(program.equations):
@@ -71,7 +70,7 @@ def loop_residuals(program: Program) -> dict[ResultIndex, Residual]:
 
 
 def describe_residual(eqn: JaxprEqn, j: int, readers: Sequence[tuple[int, int]]) -> Residual:
-    """What a loop keeps as one of its results."""
+    """The residual that is result `j` of a loop."""
     one, aval = ForwardLoop.from_eqn(eqn, [j]), eqn.outvars[j].aval
     of = map(one.body.describe, one.needed)
     flops = one.loop.length * sum(description.flops for description in of if description is not None)
@@ -81,23 +80,23 @@ def describe_residual(eqn: JaxprEqn, j: int, readers: Sequence[tuple[int, int]])
 
 
 def scans_operand(program: Program, k: int, i: int, like: Loop) -> bool:
-    """Whether an equation is a loop with as many turns as another, and reads an operand turn by turn."""
+    """Whether equation `k` is a loop of the same trip count as another, and scans over its operand `i`."""
     loop = region_of(program.equations[k])
     return isinstance(loop, Loop) and loop.length == like.length and i in loop.scanned
 
 
 def recompute_residuals(program: Program, chosen: Collection[ResultIndex]) -> Program:
-    """A program in which later loops compute again what earlier ones kept for them.
+    """Recomputes residuals in the loops that read them.
 
     Args:
       program: with calls inlined.
-      chosen: of `kept_for_later`.
+      chosen: some of the `loop_residuals`.
 
     Returns:
       Another program of the same inputs and outputs.
 
     Raises:
-      PartitionError: something is chosen that the program does not keep.
+      PartitionError: a chosen value is no residual of the program.
     """
     possible = loop_residuals(program)
     if not set(chosen) <= possible.keys():
@@ -116,15 +115,15 @@ def recompute_residuals(program: Program, chosen: Collection[ResultIndex]) -> Pr
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ForwardLoop:
-    """A loop, some of whose stacked results are not to be kept.
+    """A forward loop, some of whose residuals are not stacked.
 
     Attributes:
       eqn: the loop.
       loop: what it is.
       body: of it.
-      gone: the results that are not kept, by number.
+      dropped: the results that are not kept, by number.
       needed: the equations of the body that these need, in order.
-      begins: the inputs of the body that change from turn to turn, by number among what is carried, that these need.
+      carries: the inputs of the body that change from turn to turn, by number among what is carried, that these need.
     """
 
     eqn: JaxprEqn
@@ -147,7 +146,7 @@ class ForwardLoop:
         return ForwardLoop(eqn, loop, body, tuple(gone), tuple(needed[::-1]), tuple(begins))
 
     def keep_carries(self) -> tuple[JaxprEqn, list[Var]]:
-        """The loop, which keeps what its turns begin with as far as that is needed, and these values."""
+        """The loop with the needed carries stacked in place of the dropped residuals, and these stacked carries."""
         carried, count = self.loop.carried, len(self.loop.carried)
         left = [j for j in range(count, len(self.eqn.outvars)) if j not in self.dropped]
         inputs = self.body.inputs
@@ -161,7 +160,12 @@ class ForwardLoop:
         return rebuild_scan(self.eqn, body, self.eqn.invars, len(self.loop.fixed), results), begun
 
     def recompute_in(self, later: JaxprEqn, begun: Sequence[Var]) -> JaxprEqn:
-        """A later loop, which computes what is not kept."""
+        """A backward loop that recomputes the dropped residuals.
+
+        Args:
+          later: the loop.
+          begun: the stacked carries.
+        """
         loop = region_of(later)
         assert isinstance(loop, Loop)
         (one,) = loop.bodies
@@ -208,6 +212,6 @@ class ForwardLoop:
         return rebuild_scan(later, made, operands, split + len(fixed), later.outvars)
 
     def needs_input(self, i: int) -> bool:
-        """Whether what is not kept needs an input of the body."""
+        """Whether the dropped residuals need input `i` of the body."""
         var = self.body.inputs[i]
         return any(var in each.invars for each in self.needed) or any(self.body.outputs[j] is var for j in self.dropped)

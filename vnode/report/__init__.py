@@ -1,1 +1,1 @@
-"""What `explain` says of a step. `vnode.report.step_report.Report` is what it returns; no step needs it to run."""
+"""The report of a step, `vnode.report.step_report.Report`, which `explain` returns; no step needs it to run."""

@@ -1,4 +1,4 @@
-"""A coupling in words: what reads what, and in which of the user's modules.
+"""A coupling -> a sentence: which equation reads which reduction, and in which of the user's modules.
 
 Knows couplings and equations. Must not know schedules, nor what is done about a coupling.
 """
@@ -16,7 +16,7 @@ from vnode.operators import Monoid
 from vnode.report.lines import Line
 
 TRANSFORMATIONS = re.compile(r"\w+\(|\)")
-"""In a name stack, what says which of jax's transformations the equation comes from: ``transpose(jvp(...))``."""
+"""The names of jax's transformations in a name stack: ``transpose(jvp(...))``."""
 
 REDUCTIONS = {Monoid.PROD: "product", Monoid.MAX: "maximum", Monoid.MIN: "minimum"}
 
@@ -25,9 +25,9 @@ def coupling_line(coupling: Coupling, number: int, inside: bool) -> Line:
     """A coupling in one line: which pass needs it, what reads what, and where the user wrote it.
 
     Args:
-      coupling: what is described.
+      coupling: the coupling.
       number: of the pass.
-      inside: whether that is a pass of a loop or branch within the step.
+      inside: whether the pass is in a loop or branch within the step.
     """
     source = coupling.source or coupling.eqn
     name = user_module(source)
@@ -36,7 +36,7 @@ def coupling_line(coupling: Coupling, number: int, inside: bool) -> Line:
 
 
 def coupling_text(coupling: Coupling) -> str:
-    """What reads what."""
+    """A coupling as a clause: an equation, and the reduction or batch that it reads."""
     source = coupling.source or coupling.eqn
     name = source.primitive.name
     if coupling.mode == "local":
@@ -59,7 +59,7 @@ def coupling_text(coupling: Coupling) -> str:
 
 
 def whole_reason(coupling: Coupling) -> str:
-    """Why an equation is not split, where that is said."""
+    """The reason why an equation is not split, if its description has one."""
     description = coupling.flow.program.describe(coupling.eqn)
     return f": {description.whole_because}" if description is not None and description.whole_because else ""
 

@@ -1,4 +1,4 @@
-"""A schedule on a placement, described: what its report counts.
+"""A schedule and a placement -> its report, with all counts.
 
 Knows schedules, placements, and what values are called. Must not know how a schedule is made or emitted, nor what is
 shown of a report.
@@ -44,7 +44,7 @@ def describe_schedule(
       couplings: met by batch flow.
       reduction: how sums over nodes are formed.
       names: of its program's values, by their paths.
-      turns: how often it runs in one step.
+      turns: its trip count in one step.
 
     Returns:
       The report.
@@ -125,7 +125,7 @@ def coupling_lines(made: Schedule, couplings: Sequence[Coupling]) -> Iterator[Li
 
 
 def undescribed_lines(couplings: Sequence[Coupling]) -> tuple[Line, ...]:
-    """Primitives without a description that examples reach, with the bytes that are collected for each of them."""
+    """The primitives without a description that have batched operands, with the bytes that are gathered for each."""
     found: dict[JaxprEqn, Line] = {}
     for coupling in couplings:
         if coupling.why is not CouplingReason.UNDESCRIBED or coupling.kind != "materialize":
@@ -137,7 +137,7 @@ def undescribed_lines(couplings: Sequence[Coupling]) -> tuple[Line, ...]:
 
 
 def layout_lines(flow: Flow, placement: Placement | Layout) -> Iterator[Line]:
-    """What a program asks of layouts, and what becomes of it on a placement."""
+    """The sharding constraints of a program, and their fate on a placement."""
     mesh = getattr(placement, "mesh", None)
     for step in flow.steps:
         for body in step.bodies:
@@ -191,7 +191,7 @@ def pass_report(
 
 
 def read_passes(passes: Sequence[Pass], number: int) -> tuple[int, ...]:
-    """The earlier passes that a pass waits for: those of the level before, or the one that keeps what it adds up."""
+    """The earlier passes that a pass waits for: those of the level before, or the one that keeps its operands."""
     this = passes[number]
     if this.waits_for_previous:
         return (next(k for k, other in enumerate(passes) if other.level == this.level),)

@@ -1,4 +1,4 @@
-"""What a report counts: accumulators, kept values, couplings and passes, each with what is said of it.
+"""The entries of a report, as data: lines for accumulators, kept values and couplings; reports of passes.
 
 Knows words and numbers. Must not know where they come from, nor which table they are in.
 """
@@ -10,7 +10,7 @@ import dataclasses
 from vnode.report.sources import short_source
 
 SHOWN = 12
-"""So many lines are shown, the largest; the others are counted."""
+"""The number of lines that are shown, the largest ones; all others are counted."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""What the user calls a value: the path of the parameter that it changes, or of the result that it is.
+"""A value of a program -> its name: the path of the parameter that it updates, or of the result that it is.
 
 Knows programs, and paths of arguments and results. Must not know schedules, nor what is made of names.
 
-A gradient has no name in a jaxpr. But what an optimizer makes of it has as many elements, element by element, down to
-the new parameter; on the way it meets the old one, and its slots. The end that their paths share is the name.
+A gradient has no name in a jaxpr. An optimizer computes the new parameter from it elementwise, with the old parameter
+and its slots as operands. The shared end of their paths is the name.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Names:
                     self._readers.setdefault(atom, []).append(eqn)
 
     def __call__(self, var: Var) -> str:
-        """The name of a value, or nothing."""
+        """The name of a value; empty if it has none."""
         if not self._inputs and not self._outputs:
             return ""
         inputs: list[Path] = []
@@ -70,7 +70,7 @@ class Names:
         return shared_ending(inputs, outputs)
 
     def origin(self, atom: Atom, like: Any = None) -> Path:
-        """The path of the input that a value is made of, element by element; nothing if there is none."""
+        """The path of the input that a value is computed from elementwise; empty if there is none."""
         like = atom if like is None else like
         for _ in range(LIMIT):
             if not isinstance(atom, Var) or element_count(atom) != element_count(like) or element_count(atom) < 2:
@@ -93,14 +93,14 @@ class Names:
         return Names(inner, paths)
 
     def _elementwise(self, eqn: JaxprEqn, like: Any) -> bool:
-        """Whether elements stay apart, and some result has as many as a value."""
+        """Whether an equation is elementwise, and a result has as many elements as `like`."""
         description = self._program.describe(eqn)
         if description is None or any(description.sizes[f] > 1 for f in (*description.reduced, *description.whole)):
             return False
         return any(element_count(out) == element_count(like) for out in eqn.outvars)
 
     def _scales(self, eqn: JaxprEqn) -> bool:
-        """Whether it makes one scalar of another, linearly: a sum becomes a mean."""
+        """Whether an equation is linear from scalar to scalar: a sum becomes a mean."""
         description = self._program.describe(eqn)
         scalars = all(element_count(atom) == 1 for atom in (*eqn.invars, *eqn.outvars))
         return description is not None and scalars and bool(description.linear)
@@ -129,17 +129,16 @@ def argument_paths(args: Sequence[Any], kwargs: Any) -> list[Path]:
 
 
 def element_count(atom: Any) -> int:
-    """How many an array has; 0 for what is none."""
+    """The number of elements of an array; 0 for anything else."""
     return getattr(atom.aval, "size", 0)
 
 
 def shared_ending(inputs: Sequence[Path], outputs: Sequence[Path]) -> str:
-    """The end that paths share; of results alone without the positions that it begins with.
+    """The shared end of paths. For results alone, leading positions are dropped.
 
-    >>> ending([("opt_state", "0", "mu", "Dense_0", "kernel"), ("params", "Dense_0", "kernel")], [])
+    >>> shared_ending([("opt_state", "0", "mu", "Dense_0", "kernel"), ("params", "Dense_0", "kernel")], [])
     'Dense_0/kernel'
-    >>> ending([("3", "kernel")], [("0", "3", "kernel")]), ending([], [("1", "loss")]), ending([], [("1",)])
-    ('3/kernel', 'loss', 'result 1')
+
     """
     paths = [*inputs, *outputs]
     if not paths:
@@ -178,9 +177,9 @@ def summary(names: Sequence[str], most: int = 3) -> str:
 
 
 def merge_by_key(names: Sequence[str]) -> list[str]:
-    """Paths of which those that differ by one key only become one, the last key first.
+    """Merges paths that differ by one key only, the last key first.
 
-    >>> by_key(["a/query/w", "a/key/w", "a/b", "c/b", "c/d"])
+    >>> merge_by_key(["a/query/w", "a/key/w", "a/b", "c/b", "c/d"])
     ['a/query,key/w', 'a/b', 'c/b,d']
     """
     paths: list[Any] = [tuple(name.split("/")) for name in names]

@@ -1,4 +1,4 @@
-"""How sums over nodes are formed: in words, in bytes of buffers, and in bytes sent.
+"""A schedule and a placement -> how sums over nodes are formed: in words, in bytes of buffers, and in bytes sent.
 
 Knows accumulators, placements, and how devices add. Must not know what is summed, nor where it is said.
 """
@@ -44,7 +44,7 @@ class Reduction:
         return aval.update(shape=self.local.get(accumulator.var, aval.shape), dtype=np.dtype(accumulator.dtype))
 
     def bytes(self, accumulator: Accumulator) -> int:
-        """Its bytes."""
+        """The bytes of one device's part of a sum."""
         held = self.device_part(accumulator)
         return math.prod(held.shape) * held.dtype.itemsize
 
@@ -55,12 +55,12 @@ class Reduction:
         return ReductionPlan.from_counts(counts, self.lane, True).max_depth
 
     def pending_bytes(self, made: Schedule, placement: Placement | Layout) -> int:
-        """Their bytes, in the pass that has most."""
+        """The bytes of pending sums on a device, in the pass that has most."""
         total = max((sum(self.bytes(a) for a in p.accumulators if is_inexact(a)) for p in made.passes), default=0)
         return self.pending_sums(placement.counts) * total
 
     def cheaper(self, placement: Placement | Layout) -> str:
-        """What would make them fewer; nothing where there are none."""
+        """Ways to have fewer pending sums; empty if there are none."""
         held, rows, nodes = self.pending_sums(placement.counts), len(placement.counts), placement.virtual_nodes
         if not held:
             return ""
@@ -90,14 +90,14 @@ class Reduction:
         return int((devices - 1) / devices * total)
 
     def text(self, placement: Placement | Layout) -> str:
-        """One line of the report."""
+        """The order of reduction, in one line of the report."""
         if self.mode == "fast":
             return "fast: each device in node order, then across devices in any order"
         leaves = "the nodes" if self.lane == 1 else f"{-(-placement.virtual_nodes // self.lane)} lanes of {self.lane}"
         return f"invariant: in the order of a tree over {leaves}"
 
     def exceptions(self, made: Schedule, placement: Placement | Layout) -> tuple[str, ...]:
-        """From which the promise does not hold."""
+        """The values for which an invariant reduction does not promise equal bits."""
         if self.mode == "fast":
             return ()
         found = []
@@ -114,7 +114,7 @@ class Reduction:
 
 
 def accumulators(made: Schedule) -> list[Accumulator]:
-    """Those of a schedule, of schedules within it too."""
+    """The accumulators of a schedule and of its nested schedules."""
     inner = [inner for stage in made.stages for action in stage.once_actions for inner in action.schedules]
     return [a for p in made.passes for a in p.accumulators] + [a for one in inner for a in accumulators(one)]
 

@@ -1,4 +1,4 @@
-"""Source lines as their reader knows the files.
+"""A source line with an absolute path -> the same with a path that its reader knows.
 
 Knows paths of files, and of packages. Must not know what is written there.
 """
@@ -17,7 +17,7 @@ LINE = re.compile(r"^(.+?)(:\d+ \(.*)$")
 def short_source(source: str) -> str:
     """A source line with its file seen from the working directory, else from the folder that holds its package.
 
-    >>> short("/nowhere/me/train.py:7 (train.<locals>.loss) in a/b")
+    >>> short_source("/nowhere/me/train.py:7 (train.<locals>.loss) in a/b")
     'train.py:7 (train.loss) in a/b'
     """
     found = LINE.match(source)

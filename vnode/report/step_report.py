@@ -1,4 +1,4 @@
-"""What `VirtualStep.explain` says of a step: its numbers, and which facts and tables show them.
+"""The report that `VirtualStep.explain` returns: numbers -> facts and tables on a page.
 
 Knows what is counted, and placements. Must not know schedules, nor how words and numbers are drawn: as text, in a
 terminal or in a notebook, it is one page.
@@ -22,9 +22,9 @@ from vnode.show.units import in_groups, number, several, size, spread
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report(Drawn):
-    """What a step becomes; print it.
+    """The report of a virtualized step; print it.
 
-    A notebook draws it by itself, `show` draws it in a terminal (with rich), in colour: what they say is the same.
+    A notebook draws it by itself; `show` draws it in a terminal (with rich), in colour. The content is the same.
 
     Attributes:
       name: of the step.
@@ -100,7 +100,7 @@ class Report(Drawn):
 
     @property
     def when_sent(self) -> str:
-        """When devices exchange what is counted, and what is not."""
+        """When devices exchange the bytes that are counted, and which bytes are not counted."""
         if self.placement.together > 1:
             return "for sums over nodes of a state that is whole; what goes over other axes of the mesh is not counted"
         return "after the loop of each pass, never inside it" if len(self.counts) > 1 else ""
@@ -153,7 +153,7 @@ class Report(Drawn):
 
     @property
     def small_bodies(self) -> Fact:
-        """What loops around passes cost where their bodies are small: all nodes' kernels begin one after another."""
+        """The cost of loops around passes with small bodies, in which the launches of all nodes' kernels dominate."""
         ratio = self.evaluations(self.waves) / max(self.evaluations(1), 1)
         inside = sum(inner.turns * inner.all_passes for inner in self.nested) * self.waves
         exchanged = f" and {several(self.exchanges, 'exchange')}" if self.exchanges else ""
@@ -185,13 +185,13 @@ class Report(Drawn):
 
     @property
     def kept(self) -> tuple[Line, ...]:
-        """What is kept of every node, in all passes."""
+        """The values that passes keep of every node."""
         return tuple(line for p in self.passes for line in p.collected) + tuple(
             line for inner in self.nested for line in inner.kept
         )
 
     def page(self) -> Page:
-        """What there is to see."""
+        """The page that is drawn."""
         grid = Grid.from_counts(self.counts, self.placement.names, self.batch, self.node_size, self.holder)
         how = f"a {self.holder} computes its nodes one by one, left to right"
         picture = Picture(f"Nodes by {self.holder} and wave", grid, how)
@@ -223,7 +223,7 @@ class Report(Drawn):
 
     @property
     def holder(self) -> str:
-        """What holds nodes of its own: a device, or a row of them."""
+        """The unit that holds nodes of its own: a device, or a row of devices."""
         return "device" if self.placement.together == 1 else "row"
 
     @property

@@ -15,7 +15,7 @@ from vnode.show.units import number, numbered, several, size
 
 
 def memory_fact(what: str, total: int, lines: Sequence[Line]) -> Fact:
-    """Memory that values of all examples take, with the one that takes most."""
+    """The fact of the memory that batched values take, with the largest value."""
     largest = max(lines, key=lambda line: line.bytes)
     text = (
         f"{several(len(lines), 'value')} of all examples, the largest {largest.what} at {short_source(largest.where)}"
@@ -24,14 +24,14 @@ def memory_fact(what: str, total: int, lines: Sequence[Line]) -> Fact:
 
 
 def places_table(title: str, note: str, lines: Sequence[Line]) -> Table:
-    """What happens at lines of the user's."""
+    """A table of facts by the user's source lines."""
     columns = (Column("what"), Column("source line", code=True, wide=True))
     rows = tuple((Cell(line.what), Cell(short_source(line.where), line.where)) for line in lines)
     return Table(title, columns, rows, note)
 
 
 def values_table(title: str, note: str, entries: Sequence[tuple[str, Line]]) -> Table:
-    """Values of passes with their bytes, the largest first; those that are alike, of one source line, in one row."""
+    """A table of passes' values with their bytes, the largest first; equal ones of one source line share a row."""
     alike: dict[tuple[str, str, str], list[Line]] = {}
     for level, line in entries:
         alike.setdefault((level, line.what, line.where), []).append(line)

@@ -97,7 +97,7 @@ def needs_own_piece(action: Evaluation) -> bool:
     """Whether a loop or branch has passes of its own, or batched values, of which a group holds a part only."""
     if not action.schedules:
         return False
-    inner = [one for made in action.schedules for stage in made.stages for one in stage.once]
+    inner = [one for made in action.schedules for stage in made.stages for one in stage.once_actions]
     return (
         any(made.passes for made in action.schedules)
         or any(isinstance(form, Slice) for form in (*action.operands, *action.results))
@@ -129,10 +129,8 @@ def defer_evaluations(pieces: Sequence[ProgramPiece], program: Program) -> list[
             if not stays or (is_cheap(action, program) and not wanted.isdisjoint(action.step.eqn.outvars)):
                 there.append(action)
                 wanted.update(operands_of(action))
-        later[number] = dataclasses.replace(later[number], once_actions=tuple(reversed(here)))
-        later[following] = dataclasses.replace(
-            later[following], once_actions=(*reversed(there), *later[following].once)
-        )
+        later[number] = dataclasses.replace(later[number], once=tuple(reversed(here)))
+        later[following] = dataclasses.replace(later[following], once=(*reversed(there), *later[following].once))
     return later
 
 

@@ -1,4 +1,4 @@
-"""Arguments that no step can be called with: too few, shapes without values, arrays that are gone or donated twice.
+"""The arguments of a call -> errors: too few, shapes without values, arrays that are deleted or donated twice.
 
 Knows signatures and deleted arrays. Must not know what becomes of the arguments.
 """
@@ -16,14 +16,14 @@ from vnode.placement.donated import arrays_among, check_not_donated, donated_lea
 
 
 def check_signature(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], name: str) -> None:
-    """Refuses arguments that Python would not call a function with, in about its own words.
+    """Checks arguments against a function's signature.
 
     Raises:
-      TypeError: they are such.
+      TypeError: Python would not call the function with them.
     """
     try:
         inspect.signature(fun).bind(*args, **kwargs)
-    except ValueError:  # a callable that does not tell
+    except ValueError:  # a callable without a signature
         return
     except TypeError as error:
         raise TypeError(f"{name}() {error}") from None
@@ -33,7 +33,7 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 
 
 def positional_names(fun: Callable[..., Any]) -> tuple[str, ...]:
-    """What a function calls the arguments that can be given by position; nothing if it does not tell.
+    """The names of a function's positional parameters; empty if it has no signature.
 
     Example:
       >>> positional_names(lambda state, *, batch: state)
@@ -55,7 +55,7 @@ def takes_any(fun: Callable[..., Any]) -> bool:
 
 
 def by_argument(args: Mapping[int, Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Arguments by what they are called.
+    """Arguments by their names.
 
     >>> by_argument({0: 1.0, 1: 2.0}, {"rate": 0.1}, ["state"])
     {'state': 1.0, 'argument 1': 2.0, 'rate': 0.1}
@@ -64,7 +64,7 @@ def by_argument(args: Mapping[int, Any], kwargs: Mapping[str, Any], names: Seque
 
 
 def check_values(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str] = ()) -> None:
-    """Refuses shapes without values where the step is run.
+    """Checks that the arguments of a run are no shapes without values.
 
     Args:
       args: positional arguments.
@@ -72,7 +72,7 @@ def check_values(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[st
       names: of the positional arguments, as far as they are known.
 
     Raises:
-      VnodeError: there are some.
+      VnodeError: there is a `jax.ShapeDtypeStruct`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -86,25 +86,25 @@ def check_values(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[st
 
 
 def check_placed(tree: Any) -> None:
-    """Refuses shapes without values where a state is placed.
+    """Checks that a state to be placed has no shapes without values.
 
     Raises:
-      VnodeError: there are some.
+      VnodeError: it has a `jax.ShapeDtypeStruct`.
     """
     said = "shapes without values (jax.ShapeDtypeStruct) cannot be put anywhere."
     check_no_shapes({"": tree}, said, ["give arrays: of jax.eval_shape(init, ...), what init(...) returns"])
 
 
 def check_no_shapes(named: Mapping[str, Any], said: str, remedies: Sequence[str]) -> None:
-    """Refuses shapes without values.
+    """Checks that trees have no shapes without values.
 
     Args:
-      named: trees by what they are called.
-      said: what is wrong with them.
-      remedies: what to do.
+      named: trees by their names.
+      said: the error's first sentence.
+      remedies: of the error.
 
     Raises:
-      VnodeError: there are some.
+      VnodeError: there is a `jax.ShapeDtypeStruct`.
     """
     found = [
         f"{name}{jax.tree_util.keystr(path)}: {leaf}"
@@ -125,7 +125,7 @@ def check_no_shapes(named: Mapping[str, Any], said: str, remedies: Sequence[str]
 def check_arguments(
     args: Mapping[int, Any], kwargs: dict[str, Any], donated: Sequence[int] = (), names: Sequence[str] = ()
 ) -> None:
-    """Refuses arguments with arrays that are gone.
+    """Checks that no array of the arguments is deleted.
 
     Args:
       args: arguments by position.
@@ -134,7 +134,7 @@ def check_arguments(
       names: of the positional arguments, as far as they are known.
 
     Raises:
-      VnodeError: there are some.
+      VnodeError: an array is deleted.
     """
     if not donated_leaves((tuple(args.values()), kwargs), ""):
         return  # before any names are made: every call asks
@@ -150,7 +150,7 @@ def check_arguments(
 def check_donated_once(
     args: Sequence[Any], kwargs: dict[str, Any], donated: Sequence[int], names: Sequence[str] = ()
 ) -> None:
-    """Refuses memory that is donated and given in another place too; jaxlib 0.10 crashes on several devices.
+    """Checks that no donated buffer is passed in another place too; jaxlib 0.10 crashes on several devices.
 
     Args:
       args: positional arguments.
@@ -159,7 +159,7 @@ def check_donated_once(
       names: of the positional arguments, as far as they are known.
 
     Raises:
-      VnodeError: there is some.
+      VnodeError: there is such a buffer.
     """
     called = by_argument(dict(enumerate(args)), kwargs, names)
     named = [(name, arg, i in donated) for i, (name, arg) in enumerate(called.items())]
@@ -191,16 +191,16 @@ def check_donated_once(
 
 
 def has_repeated_array(tree: Any) -> bool:
-    """Whether an array is in a tree twice, as the same object."""
+    """Whether a tree has the same array object twice."""
     arrays = arrays_among(jax.tree.leaves(tree))
     return len(set(map(id, arrays))) < len(arrays)
 
 
 def buffer_ids(leaf: Any) -> list[Any]:
-    """What tells the memory of an array from that of others: arrays on different devices may share that of one."""
+    """Identifies an array's buffers, by device and address; arrays on different devices may share one."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.size:
         return []
     try:
         return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in leaf.addressable_shards]
-    except (AttributeError, NotImplementedError, RuntimeError):  # typed keys, and devices that do not tell
+    except (AttributeError, NotImplementedError, RuntimeError):  # typed keys, and devices without addresses
         return [id(leaf)]

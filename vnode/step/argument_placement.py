@@ -1,10 +1,10 @@
-"""The arguments of a call, brought from where they lie to where the programs of a placement take them.
+"""The arguments of a call -> the same arguments on the devices, and in the shardings, of a placement's programs.
 
     ArgumentPlacer(spec, placement)((state on one device, batch of NumPy), {})
         -> (state on all devices of the placement, the batch as it is: jax.jit divides it), {}
 
-What a step returned is known to be in place, and its leaves are not visited. An array that one call after another is
-given from elsewhere is brought once. All else is brought in each call, loose leaves together.
+A step's own results are known to be in place; their leaves are not visited. An array that successive calls pass from
+elsewhere is transferred once. All other leaves are transferred in each call, the uncommitted ones together.
 
 Knows where arrays lie, and which arguments of a step are not split. Must not know programs.
 """
@@ -43,7 +43,7 @@ from vnode.step.uneven_state import check_known, put_by_name
 
 
 class ArgumentPlacer:
-    """Brings arguments to where the programs of a placement take them.
+    """Places arguments for the programs of a placement.
 
     Args:
       spec: the step.
@@ -67,9 +67,9 @@ class ArgumentPlacer:
         self._given_again = RepeatedArguments()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments as programs take them: what is no array as structure, and all that is not split in its place.
+        """Arguments as programs take them: leaves that are no arrays as structure, unsplit arguments in place.
 
-        Or else a state that was never placed would meet another program than the state that the step returns.
+        Otherwise the first call with a state and the next one would use two programs.
         """
         args, kwargs = self.spec.with_static(args, kwargs)
         wholes = self.wholes(len(args))
@@ -104,7 +104,13 @@ class ArgumentPlacer:
         self._given_again.clear()
 
     def _place_in_order(self, args: Sequence[Any], wholes: Sequence[int], moving: Mapping[int, Any]) -> Iterator[Any]:
-        """Arguments in their place, one after another, given those that are not known to be there."""
+        """Places arguments one by one.
+
+        Args:
+          args: positional arguments.
+          wholes: positions of the unsplit arguments.
+          moving: arguments that are not known to be in place, by position.
+        """
         led = False
         for i, arg in enumerate(args):
             if i in moving:
@@ -117,25 +123,25 @@ class ArgumentPlacer:
 
     @staticmethod
     def _mesh_known(placed: Mapping[int, Any], wholes: Sequence[int], moving: Mapping[int, Any]) -> bool:
-        """Whether one of some arguments lies on the placement's mesh, by which jax then reads how results lie."""
+        """Whether one of some placed arguments is on the placement's mesh, so that jax knows the mesh."""
         there = ((i, arg) for i, arg in placed.items() if i in wholes and not is_static(arg))
         return any(i not in moving or first_leaf(arg) is not None for i, arg in there)
 
     def _place_argument(self, arg: Any, whole: bool, led: bool, number: int) -> Any:
-        """The argument at a position where programs want it; it may be known from the last call."""
+        """Places the argument at a position, or reuses the copy of the last call."""
         bring = functools.partial(self._transfer_tree, whole=whole, led=led, place=(0, number))
         if not whole or self.across or number in self.spec.donate_argnums:
-            return bring(arg)  # examples are other ones in the next call, and what is donated is gone
+            return bring(arg)  # batches change with each call, and donated arrays are deleted
         return self._given_again(number, arg, bring)
 
     def _transfer_tree(self, tree: Any, whole: bool, led: bool, place: tuple[int, ...]) -> Any:
-        """An argument, of which nothing is split or all may be, where programs want it.
+        """Places an argument.
 
         Args:
           tree: the argument, or all keyword arguments.
-          whole: whether nothing of it is split.
+          whole: whether it is not split.
           led: `mesh_known` of `stays_in_place`.
-          place: where it is in ``(args, kwargs)``; for messages.
+          place: its path in ``(args, kwargs)``; for messages.
         """
         wrapped = wrap(tree, *place, names=self.spec.positional)
         if whole and (self.spec.options.patterns or self.spec.options.host):
@@ -153,13 +159,13 @@ class ArgumentPlacer:
         return wrapped if same else jax.tree.unflatten(treedef, placed)
 
     def _transfer_leaf(self, leaf: Any, whole: bool, led: bool) -> Any:
-        """An array that is committed to devices, where the program wants it; any other one as it is."""
+        """Places an array that is committed to devices; returns any other leaf as it is."""
         if isinstance(leaf, jax.Array | ShardedBatch) and getattr(leaf, "committed", True):
             return transfer(leaf, self.placement, batch=not whole, mesh_known=led)
         return leaf
 
     def _replicate(self, leaves: Sequence[Any]) -> list[Any]:
-        """Arrays that are not split, on the devices and committed to them; loose ones are brought together."""
+        """Places unsplit arrays on all devices; transfers uncommitted ones together."""
         placed = list(leaves)
         target = self.placement.sharding()
         together = [k for k, leaf in enumerate(leaves) if is_uncommitted(leaf, memory_kind(target))]
@@ -172,7 +178,7 @@ class ArgumentPlacer:
         return placed
 
     def _exchange(self, tree: Any, leaves: list[Any], whole: bool, led: bool) -> list[Any]:
-        """Arrays where the program of several processes wants them; those that each process has whole are compared."""
+        """Places arrays for a program of several processes; compares those that each process passes whole."""
         here, placed = self.placement.devices, list(leaves)
         away = []
         for i, leaf in enumerate(leaves):
@@ -195,13 +201,13 @@ class ArgumentPlacer:
 
 
 class PlacedArguments:
-    """Arguments all of whose leaves are known to be arrays on the placement's devices.
+    """A record of arguments whose leaves are all arrays on the placement's devices.
 
-    They are known by the object's number, and by an array in it: as long as that is alive, so is most likely the
-    object. Arrays are not kept alive.
+    It holds an argument's id and a weak reference to one of its arrays. While the array is alive, so is most likely the
+    argument.
 
     Args:
-      several: whether there are several devices, where arrays that are gone must be found: jaxlib 0.10 crashes on them.
+      several: whether there are several devices, on which jaxlib 0.10 crashes with deleted arrays.
     """
 
     def __init__(self, several: bool) -> None:
@@ -233,24 +239,30 @@ class PlacedArguments:
 
 
 class RepeatedArguments:
-    """Copies of arguments that one call after another is given from elsewhere.
+    """A cache of placed copies of arguments that successive calls repeat.
 
-    An evaluation gives its calls the same parameters, which may lie on one device only. When the second call is given
-    the arrays of the first, their copies are kept for the third, until a call is given others, or one of the arrays is
-    no more. So a state that is given once, as a loop's first one is, is held once.
+    An evaluation passes the same parameters to each call, maybe from a single device. If the second call has the arrays
+    of the first, their copies are kept for the third, until a call has others or an array is deleted. A state that is
+    passed once, as a loop's first one, is held once.
     """
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[Any, list[Callable[[], Any]], Any]] = {}
 
     def __call__(self, number: int, tree: Any, bring: Callable[[Any], Any]) -> Any:
-        """An argument in its place, given its position and what brings one there."""
+        """Places an argument, or returns its cached copy.
+
+        Args:
+          number: position of the argument.
+          tree: the argument.
+          bring: places an argument.
+        """
         leaves, structure = jax.tree.flatten(tree)
         before, sources, placed = self._last.pop(number, (None, [], None))
         same = before is not None and structure == before
         same = same and all(map(operator.is_, (source() for source in sources), leaves))
         if not same or placed is None or donated_leaves(placed, ""):
-            del placed  # before another one takes memory
+            del placed  # free its memory first
             placed = bring(tree)
         if placed is tree:
             return tree
@@ -262,24 +274,24 @@ class RepeatedArguments:
         return placed
 
     def _source(self, leaf: Any, number: int) -> Callable[[], Any]:
-        """What says which leaf an argument had, while there is one."""
+        """A reference to a leaf: a weak one to an array."""
         return (lambda: leaf) if is_number(leaf) else weakref.ref(leaf, lambda _: self.forget(number))
 
     def forget(self, number: int) -> None:
-        """Lets go of the copies of an argument."""
+        """Drops the copy of an argument."""
         self._last.pop(number, None)
 
     def clear(self) -> None:
-        """Lets go of all copies."""
+        """Drops all copies."""
         self._last.clear()
 
 
 def is_uncommitted(leaf: Any, memory: str) -> bool:
-    """Whether no devices have been chosen for a leaf: a number, an array of NumPy, or an uncommitted one of jax.
+    """Whether a leaf is uncommitted: a number, an array of NumPy, or an uncommitted one of jax.
 
     Args:
-      leaf: an array, or what stands for one.
-      memory: the kind in which an array of jax has to be.
+      leaf: an array or a number.
+      memory: the memory kind that an array of jax must have.
     """
     if isinstance(leaf, jax.Array):
         there = isinstance(leaf.sharding, SingleDeviceSharding) and leaf.sharding.memory_kind in (None, memory)

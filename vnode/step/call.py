@@ -1,4 +1,4 @@
-"""One call of a step: its arrays, the dimension of each that carries examples, and all else as structure.
+"""The arguments of one call -> a flat list of arrays, the batched dimension of each, and all other leaves as structure.
 
 Knows pytrees and `in_axes`. Must not know jaxprs, nodes or devices.
 """
@@ -27,8 +27,8 @@ from vnode.step.mutation import MutationCheck
 class StaticLeaf:
     """A leaf that is no array, compared by value.
 
-    In a pytree it counts as structure: `jax.jit` compiles anew where it differs, and returns it as it is. What does not
-    hash is compared as it was when it was given, for it may have changed since its program was compiled.
+    In a pytree it counts as structure: `jax.jit` compiles anew if it differs, and returns it as it is. An unhashable
+    value is compared by a copy, because it may change after its program was compiled.
 
     Raises:
       VnodeError: it neither hashes nor equals a copy of itself.
@@ -41,7 +41,7 @@ class StaticLeaf:
 
     @property
     def value(self) -> Any:
-        """The leaf, or a copy of what it was if it has changed since."""
+        """The leaf, or a copy of its original value if it has changed since."""
         return self._value if self._hashes or same_constant(self._value, self._then) else copy_of(self._then)
 
     def __hash__(self) -> int:
@@ -67,9 +67,9 @@ def is_hashable(value: Any) -> bool:
 
 
 def same_constant(a: Any, b: Any) -> bool:
-    """Whether two values of one type are known to make the same program; arrays of several elements do not say.
+    """Whether two values of one type are known to be the same constant; False for arrays of several elements.
 
-    ``1``, ``1.0`` and ``True`` are equal, as are zeros of either sign, but no one constant: they are written otherwise.
+    ``1``, ``1.0`` and ``True`` are equal, as are zeros of either sign, but they are different constants.
     """
     try:
         by_text = isinstance(a, float | complex | tuple | list | dict) or dataclasses.is_dataclass(a)
@@ -79,14 +79,14 @@ def same_constant(a: Any, b: Any) -> bool:
 
 
 def copy_of(value: Any, name: Callable[[], str] | None = None) -> Any:
-    """A copy of a value that does not hash; the value itself if its class says that each is equal to itself only.
+    """A copy of an unhashable value; the value itself if its class compares by identity.
 
     Args:
       value: the value.
-      name: says what it is called, for messages.
+      name: returns its name, for messages.
 
     Raises:
-      VnodeError: there is none that is equal.
+      VnodeError: a copy would not equal the value.
     """
     if type(value).__eq__ is object.__eq__:
         return value
@@ -123,17 +123,17 @@ def copy_of(value: Any, name: Callable[[], str] | None = None) -> Any:
 
 
 def shortened(value: Any) -> str:
-    """What a value looks like, in a line."""
+    """A value's `repr`, in a line of at most 80 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def wrap(tree: Any, *place: Any, names: Sequence[str] = ()) -> Any:
-    """A pytree with its leaves that are no arrays as structure; the pytree itself if all are.
+    """Wraps the leaves of a pytree that are no arrays as structure; returns the pytree itself if there are none.
 
     Args:
       tree: the pytree.
-      *place: what leads to it in ``(args, kwargs, results)``; for messages.
+      *place: its path in ``(args, kwargs, results)``; for messages.
       names: of the positional arguments; for messages.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_sharded_batch)
@@ -153,7 +153,7 @@ def wrap(tree: Any, *place: Any, names: Sequence[str] = ()) -> Any:
 
 
 def argument_name(path: Sequence[Any], names: Sequence[str] = ()) -> str:
-    """What a leaf of ``(args, kwargs, results)`` is called, by its path, as jax calls it.
+    """The name of a leaf of ``(args, kwargs, results)``, by its path, as jax names it.
 
     Args:
       path: its path.
@@ -171,18 +171,18 @@ def argument_name(path: Sequence[Any], names: Sequence[str] = ()) -> str:
 
 
 def positional_name(i: int, names: Sequence[str]) -> str:
-    """What an argument is called, by its position."""
+    """The name of an argument, by its position."""
     return names[i] if i < len(names) else f"argument {i}"
 
 
 def unwrap(tree: Any) -> Any:
-    """A pytree with its leaves that are no arrays as leaves again."""
+    """Undoes `wrap`: static leaves are leaves again."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_static)
     return jax.tree.unflatten(treedef, [leaf.value if is_static(leaf) else leaf for leaf in leaves])
 
 
 def is_static(leaf: Any) -> bool:
-    """Whether something is a leaf that counts as structure; for ``is_leaf``."""
+    """Whether a leaf counts as structure; for ``is_leaf``."""
     return isinstance(leaf, StaticLeaf)
 
 
@@ -193,14 +193,14 @@ def with_static(
     names: Collection[str],
     called: Sequence[str] = (),
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of which some, whole, count as structure: those at some positions, and of some names.
+    """Wraps whole arguments as structure, by position and by name.
 
     Args:
       args: positional arguments.
       kwargs: keyword arguments.
-      positions: of those that count as structure.
-      names: of those that do by keyword.
-      called: what positional arguments are called; for messages.
+      positions: of the static arguments.
+      names: of the static keyword arguments.
+      called: names of the positional arguments; for messages.
     """
 
     def static(name: str, value: Any) -> Any:
@@ -220,10 +220,9 @@ class Call:
       leaves: the arrays, those of all positional arguments and then of the keyword arguments; a sharded batch is one.
       treedef: structure of ``(args, kwargs)``, static leaves included.
       axes: the dimension of each array that carries examples, or None.
-      size: how many examples there are; of batches of several sizes, into how many parts the largest is divided.
+      size: the number of examples; for batches of several sizes, the number of parts of the largest.
       batches: the sizes of the batches, ascending.
-      parts: into how many parts the examples of each array are divided, those of batches that follow each other into
-        as many; None for those that carry none.
+      parts: the number of parts into which each array's examples are divided (`common_parts`); None if it has none.
       names: of the positional arguments, as far as they are known.
     """
 
@@ -239,14 +238,14 @@ class Call:
     def from_arguments(
         cls, args: Sequence[Any], kwargs: dict[str, Any], in_axes: Any, names: Sequence[str], nodes: int
     ) -> Call:
-        """Takes arguments apart.
+        """Flattens the arguments of a call.
 
         Args:
-          args: positional arguments; what counts as structure may be wrapped already.
+          args: positional arguments; static ones may be wrapped already.
           kwargs: keyword arguments.
           in_axes: as for `vnode.virtualize`.
-          names: what the step calls its positional arguments.
-          nodes: among how many nodes examples are divided.
+          names: of the step's positional parameters.
+          nodes: the number of virtual nodes.
 
         Raises:
           BatchError: `in_axes` is no prefix of the arguments, or these do not make up a batch.
@@ -266,7 +265,7 @@ class Call:
         return unwrap(jax.tree.unflatten(self.treedef, leaves))
 
     def flat_function(self, fun: Callable[..., Any], output: OutputTree) -> Callable[..., list[Any]]:
-        """A step as a function of the arrays that returns arrays; `output` is told what else there is."""
+        """The step as a function of flat arrays that returns arrays; `output` records the structure of its result."""
 
         def on_trees(*args: Any, **kwargs: Any) -> list[Any]:
             args, kwargs = unwrap((args, kwargs))
@@ -283,18 +282,18 @@ class Call:
 
 
 class OutputTree:
-    """The structure of what a step returned, as one trace of it found out."""
+    """The structure of a step's result, recorded by one trace of it."""
 
     def __init__(self) -> None:
         self.treedef: Any = None
 
     def flatten(self, out: Any) -> list[Any]:
-        """The arrays of what the step returned; remembers the rest."""
+        """The arrays of the step's result; records the structure."""
         leaves, self.treedef = jax.tree.flatten(wrap(out, 2))
         return leaves
 
     def unflatten(self, arrays: Sequence[Any]) -> Any:
-        """What the step returned, given its arrays; other leaves count as structure."""
+        """The step's result from its arrays; other leaves count as structure."""
         return jax.tree.unflatten(self.treedef, arrays)
 
 
@@ -311,16 +310,16 @@ def leaves_of(tree: Any) -> list[Any]:
 def axes_by_argument(
     in_axes: Any, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """What `in_axes` says of each positional argument, and of keyword arguments by name; nothing of what is not split.
+    """The entry of `in_axes` for each positional argument, and for keyword arguments by name.
 
     Args:
       in_axes: as for `vnode.virtualize`.
       args: positional arguments.
       kwargs: keyword arguments.
-      names: what the step calls its positional arguments.
+      names: of the step's positional parameters.
 
     Raises:
-      BatchError: it speaks of arguments that are not there.
+      BatchError: it names arguments that the call does not have.
 
     Example:
       >>> axes_by_argument((None, 0), ["state"], {"batch": "examples"}, ["state", "batch"])
@@ -366,7 +365,7 @@ def axes_by_argument(
 
 
 def argument_facts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """What a call was given, as facts of a message."""
+    """The arguments of a call, as facts of a message."""
     by_position = [f"by position: {len(args)}"] if args else []
     return [*by_position, *([f"by keyword: {', '.join(kwargs)}"] if kwargs else [])]
 
@@ -405,10 +404,10 @@ def batch_axes(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name
 
 
 def in_axes_hints(in_axes: Any, paths: Sequence[Any], names: Sequence[str]) -> list[str]:
-    """What most steps mean that do not say `in_axes` and should: the last argument is the batch, or the first of two.
+    """A hint at the `in_axes` that the user most likely needs, if the default was used.
 
     Args:
-      in_axes: the default, or something else, to which there is nothing to say.
+      in_axes: the default, or another value, for which there is no hint.
       paths: of all leaves of ``(args, kwargs)``.
       names: of the positional arguments.
     """
@@ -429,10 +428,10 @@ def leaf_name(entry: tuple[Any, Any]) -> str:
 def batch_sizes(
     leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequence[Any], in_axes: Any, names: Sequence[str]
 ) -> list[int | None]:
-    """How many examples each array carries, None for those that carry none.
+    """The number of examples that each array carries; None for an unbatched array.
 
     Raises:
-      BatchError: all carry none, or one of them is empty.
+      BatchError: no array is batched, or a batch is empty.
     """
     sizes: dict[str, int] = {}
     found: list[int | None] = []
@@ -486,15 +485,15 @@ def batch_sizes(
 
 
 def common_parts(sizes: Sequence[int], nodes: int) -> dict[int, int]:
-    """Into how many parts batches are divided, by their sizes.
+    """The number of parts of each batch, by its size.
 
-    Two batches follow each other, in as many parts, where half of the nodes then have some, and they are not padded to
-    more than twice what they would be alone. The largest is asked first. A third joins them only where all nodes, or as
-    many as it has examples, then have some.
+    Two batches get a common number of parts if at least half of the nodes then have examples, and the padded size is at
+    most twice that of separate batches. The largest batch comes first. A third batch joins them only if all nodes, or
+    as many as it has examples, then have some.
 
     Args:
-      sizes: of the batches, different ones, ascending.
-      nodes: how many nodes there are.
+      sizes: of the batches, distinct, ascending.
+      nodes: the number of virtual nodes.
 
     Example:
       >>> common_parts([12, 36], 4), common_parts([10, 33], 4), common_parts([10, 12, 36], 4)

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, paused while a step is traced and rewritten.
+"""Pauses Python's cyclic garbage collector while a step is traced and rewritten.
 
 Knows the collector. Must not know what is made meanwhile.
 """
@@ -10,15 +10,15 @@ import gc
 from collections.abc import Iterator
 
 FROZEN = 10_000
-"""Frozen objects that an interpreter may have of its own. More are the user's, and must not thaw."""
+"""The number of frozen objects that an interpreter itself may have. More are the user's, and stay frozen."""
 
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """A context in which the collector rests: it would walk many equations again and again, with nothing to free.
+    """A context in which the collector is paused: it would walk many equations again and again, with nothing to free.
 
-    Afterwards what was made is put with what is old, or the collector would walk it as soon as it goes on. It walks
-    everything once twice as much has been put there as it walked the last time.
+    Afterwards the new objects join the oldest generation, or the collector would walk them at once. A full collection
+    runs once twice as many objects have joined as it last walked.
     """
     running = gc.isenabled()
     gc.disable()
@@ -36,10 +36,9 @@ kept_frozen = False
 
 
 def frozen_by_others() -> bool:
-    """Whether objects are frozen that must not thaw.
+    """Whether the user has frozen objects, which must stay frozen.
 
-    Seen once is enough: Python counts them one by one, which takes 15 ms where all that was imported is frozen. Where
-    they thaw later, the collector walks more than it would have to.
+    A positive answer is cached: Python counts frozen objects one by one, which may take 15 ms.
     """
     global kept_frozen
     kept_frozen = kept_frozen or gc.get_freeze_count() >= FROZEN
@@ -47,14 +46,14 @@ def frozen_by_others() -> bool:
 
 
 walked: int | None = None
-"""How many objects there were when the collector last walked all of them, as far as is known."""
+"""The number of objects at the last full collection, if it is known."""
 
 unwalked = 0
-"""How many have been put with the old ones since."""
+"""The number of objects that have joined the oldest generation since."""
 
 
 def age_objects() -> None:
-    """Has the collector take all objects for old, or walk all of them if many have not been walked since they were."""
+    """Moves all objects to the oldest generation, after a full collection if many have joined it since the last one."""
     global walked, unwalked
     unwalked += gc.get_count()[0]
     if walked is not None and unwalked > 2 * walked:

@@ -27,10 +27,10 @@ from vnode.step.argument_checks import check_arguments
 
 
 class Worker:
-    """A background thread that does one thing after another, and ends when there is nothing to do.
+    """A background thread that runs tasks in order, and ends when there are none.
 
-    When the process ends, what has not begun is dropped, unlike by the executors of `concurrent.futures`. What is under
-    way ends with the process, which does not wait for it (but see `vnode.threads`).
+    When the process ends, tasks that have not begun are dropped, unlike in the executors of `concurrent.futures`. The
+    process does not wait for a running task (but see `vnode.threads`).
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Worker:
         self.thread: threading.Thread | None = None
 
     def submit(self, task: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-        """Does a task after those before it, unless its future is cancelled until then; in a copy of this context."""
+        """Queues a task, to run in a copy of the present context unless its future is cancelled before."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self.lock:
             self.tasks.append((future, functools.partial(contextvars.copy_context().run, task)))
@@ -48,7 +48,7 @@ class Worker:
         return future
 
     def close(self) -> None:
-        """When the process ends: drops what has not begun, and waits for the rest where it cannot be left alone."""
+        """Drops the queued tasks when the process ends, and joins the thread where it cannot be abandoned."""
         with self.lock:
             dropped, thread = [future for future, _ in self.tasks], self.thread
             self.tasks.clear()
@@ -58,7 +58,7 @@ class Worker:
             thread.join()
 
     def work(self) -> None:
-        """The background thread."""
+        """Runs queued tasks until there are none; the body of the background thread."""
         while True:
             with self.lock:
                 if not self.tasks:
@@ -68,13 +68,13 @@ class Worker:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(task())
-                except BaseException as error:  # it belongs to who asks
+                except BaseException as error:  # raised where the future is read
                     future.set_exception(error)
             del future, task
 
 
 WORKER = Worker()
-"""One for all: several compilations at once would take the processors from training."""
+"""A single worker: several compilations at once would take the processors from training."""
 atexit.register(WORKER.close)
 
 
@@ -140,7 +140,7 @@ class Preparation:
 
 
 def call_seconds(compiler: Callable[[], Any]) -> float:
-    """Seconds that a call takes."""
+    """The seconds that a call takes."""
     start = time.perf_counter()
     compiler()
     return time.perf_counter() - start
@@ -167,7 +167,7 @@ def warm_up_tasks(
     if not leaves or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise BatchError("warm_up runs the step, so it needs arrays: step.warm_up(placements, state, batch)")
     check_arguments(dict(enumerate(args)), kwargs)
-    now = copy_arrays((args, kwargs))  # training goes on and donates its own
+    now = copy_arrays((args, kwargs))  # training continues and donates its own
 
     def warm_up_once(run: Callable[..., Any]) -> None:
         own_args, own_kwargs = copy_arrays(now)

@@ -1,9 +1,9 @@
-"""Refuses couplings that the user does not want, and those that would cost more than the budget; says what helps.
+"""A schedule and its couplings -> an error with remedies, if the user forbids them or they exceed the budget.
 
 Knows schedules, couplings and the user's two options about them. Must not know how a step is traced or emitted.
 
-A remedy is offered only where it helps: what to do follows from the kind of each coupling that costs something, and
-estimating sums locally is tried on the step itself before it is proposed.
+A remedy is offered only where it helps. Remedies follow from the kinds of the couplings that cost something.
+``coupling="local"`` is tried on the step itself before it is proposed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vnode.report.lines import SHOWN
 from vnode.show.units import numbered, several
 
 Option = str | Mapping[str, str]
-"""What the user gives as ``coupling``."""
+"""The user's ``coupling``: a mode, or modes by patterns of name stacks."""
 
 Analysed = tuple[Schedule, Sequence[Coupling]]
 
@@ -36,7 +36,7 @@ GHOST = "each node normalizes by the statistics of its own examples (ghost batch
 
 
 def mode_of(option: Option, eqn: JaxprEqn) -> str:
-    """The coupling mode of an equation, by its name stack."""
+    """The coupling mode that the user's option gives to an equation, by its name stack."""
     if isinstance(option, str):
         return option
     name = scope(eqn)
@@ -50,17 +50,17 @@ def check_couplings(
     budget: float,
     again: Callable[[Option], Analysed],
 ) -> None:
-    """Refuses couplings that the user does not want, and those that would cost more than the budget.
+    """Checks the couplings of a step against the user's ``coupling`` and ``recompute_budget``.
 
     Args:
       made: the schedule of the step.
-      couplings: those of it.
+      couplings: of the schedule.
       option: the user's ``coupling``.
       budget: the user's ``recompute_budget``.
       again: schedules the step with another ``coupling``.
 
     Raises:
-      CouplingError: there are such.
+      CouplingError: a coupling is forbidden, or recomputation exceeds the budget.
     """
     refused = [c for c in couplings if mode_of(option, c.source or c.eqn) == "error"]
     if refused:
@@ -101,13 +101,13 @@ def mode_patterns(option: Option) -> Mapping[str, str]:
 
 
 def couplings_in_schedule(made: Schedule, couplings: Sequence[Coupling]) -> list[Coupling]:
-    """Those couplings that the schedule has: a loop is followed several times, until its carries keep their forms."""
+    """The couplings that are in the schedule. Others are of earlier iterations of a loop's fixpoint."""
     followed = {inner.flow for inner, _ in made.with_inner()}
     return [coupling for coupling in couplings if coupling.flow in followed]
 
 
 def pass_costs(made: Schedule) -> dict[tuple[Flow, int], float]:
-    """What each pass repeats, as a share of the step; passes are told by their flow and level."""
+    """The recomputation of each pass, as a share of the step, by the pass's flow and level."""
     return {
         (inner.flow, level): times * repeated / max(made.flops, 1)
         for inner, times in made.with_inner()
@@ -117,7 +117,7 @@ def pass_costs(made: Schedule) -> dict[tuple[Flow, int], float]:
 
 
 def coupling_facts(made: Schedule, couplings: Sequence[Coupling]) -> list[str]:
-    """Couplings for an error message, each place once and the dearest only, with the passes that it calls for."""
+    """The most expensive couplings for an error message, each source line once, with the passes that they need."""
     cost = pass_costs(made)
     within = {inner.flow: inner for inner, _ in made.with_inner()}
     found: dict[tuple[str, str], list[Coupling]] = {}
@@ -140,9 +140,9 @@ def coupling_facts(made: Schedule, couplings: Sequence[Coupling]) -> list[str]:
 
 
 def shorten_repeated_paths(lines: Iterable[str]) -> Iterator[str]:
-    """Lines that name source lines, the directory of each file once only.
+    """Shortens lines that name source lines: the directory of each file is shown once.
 
-    >>> list(paths_once(["mul at /home/me/net.py:3 (f)", "add at /home/me/net.py:5 (f)"]))
+    >>> list(shorten_repeated_paths(["mul at /home/me/net.py:3 (f)", "add at /home/me/net.py:5 (f)"]))
     ['mul at /home/me/net.py:3 (f)', 'add at net.py:5 (f)']
     """
     named: set[str] = set()
@@ -157,7 +157,7 @@ def shorten_repeated_paths(lines: Iterable[str]) -> Iterator[str]:
 
 
 def memory_fact(made: Schedule, budget: float) -> str:
-    """Why passes do not keep what later ones compute again."""
+    """The fact that tells why passes do not keep more values for later ones."""
     kept = sum(sum(map(nbytes, inner.kept_between_passes)) for inner, _ in made.with_inner())
     held = f", beside the {kept / 2**20:,.1f} MiB that are kept already," if kept else ""
     least = BUDGET_POLICIES[-1 if budget >= FORWARD_SHARE else -2].price
@@ -171,9 +171,9 @@ def source_and_module(eqn: JaxprEqn) -> str:
 
 
 def coupling_remedies(couplings: Sequence[Coupling]) -> list[str]:
-    """What helps against each kind, and which is which where there are several.
+    """The remedies for the kinds of some couplings; with the kind, if there are several.
 
-    Sums of the batch alone come first in a step with others, and cost next to nothing.
+    Sums of the batch alone are left out beside other kinds: they cost next to nothing.
     """
     found: dict[CouplingKind, dict[str, None]] = {}
     for coupling, kind in zip(couplings, kinds_of(couplings), strict=True):
@@ -187,7 +187,7 @@ def coupling_remedies(couplings: Sequence[Coupling]) -> list[str]:
 def local_remedies(
     made: Schedule, couplings: Sequence[Coupling], option: Option, budget: float, again: Callable[[Option], Analysed]
 ) -> list[str]:
-    """The smallest change of ``coupling`` after which the step is accepted, or else costs less, if there is one."""
+    """The smallest change of ``coupling`` that gets the step accepted, or else makes it cheaper; empty if none does."""
     kinds = zip(couplings, kinds_of(couplings), strict=True)
     normalizing = [c.source or c.eqn for c, kind in kinds if c.mode == "exact" and kind is CouplingKind.NORMALIZATION]
     names = dict.fromkeys(map(module_pattern, normalizing))
@@ -212,6 +212,6 @@ def local_remedies(
 
 
 def module_pattern(eqn: JaxprEqn) -> str:
-    """A pattern for the innermost module or scope that the user named, without its number."""
+    """A pattern for the innermost module or scope that the user named, without its trailing number."""
     innermost = user_module(eqn).rpartition("/")[2]
     return re.escape(re.sub(r"_\d+$", "", innermost))

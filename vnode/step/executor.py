@@ -1,4 +1,4 @@
-"""The programs of a step on one placement: traced, compiled, launched and forgotten.
+"""A step and a placement -> compiled programs for its calls: traced, cached, launched and cleared.
 
     Executor(spec, placement)((state, batch), {})  ->  what the step returns, by a program for such arguments
 
@@ -68,12 +68,11 @@ from vnode.step.uneven_state import put_by_name, restore_for_placement
 
 
 def compiler_options(placement: Placement) -> dict[str, Any]:
-    """What is asked of XLA for a placement.
+    """XLA's compiler options for a placement.
 
-    CPU programs that jax finds in its persistent compilation cache have lost the order of their collectives (jaxlib
-    0.10): a device may be in one while others are in another one of the same kind, so that all wait for good, or have
-    values of the other. A program for several CPU devices therefore has an option with a value of this process, by
-    which none is found there.
+    CPU programs from jax's persistent compilation cache have lost the order of their collectives (jaxlib 0.10). Devices
+    may then deadlock, or mix up values of two collectives. So a program for several CPU devices gets an option with a
+    value unique to this process, and is never found in the cache.
     """
     cached = bool(jax.config.jax_compilation_cache_dir)
     if placement.devices[0].platform == "cpu" and len(placement.devices) > 1 and cached:
@@ -82,7 +81,7 @@ def compiler_options(placement: Placement) -> dict[str, Any]:
 
 
 PROCESS_NUMBER = (time.time_ns() // 1000 + os.getpid()) % 2**31
-"""The value of an option that says nothing to CPUs, by which jax knows programs apart."""
+"""The value of an option that CPUs ignore; it makes cache keys unique to this process."""
 
 
 class Executor:
@@ -93,7 +92,7 @@ class Executor:
       placement: where its nodes live.
 
     Attributes:
-      arguments: what brings arguments to their place.
+      arguments: places arguments.
       traced: whether a program was traced since this was last set to False.
     """
 
@@ -107,7 +106,7 @@ class Executor:
         self._fingerprints: dict[Any, Fingerprint] = {}
         self._restored = ShardingRestorer()
         self._unwraps = False
-        self._ahead: list[jax.stages.Compiled] = []  # or jax would forget them
+        self._ahead: list[jax.stages.Compiled] = []  # keeps them in jax's cache
         self._groups: dict[Any, tuple[GroupProgram, OutputTree]] = {}
         jit = functools.partial(
             jax.jit,
@@ -116,11 +115,11 @@ class Executor:
             donate_argnums=tuple(i + 1 for i in spec.donate_argnums),
         )
         options = compiler_options(placement)
-        self._inside = jit()  # of other programs, which are compiled as their own options say
+        self._inside = jit()  # inside of other programs, which have compiler options of their own
         self._jit = jit(compiler_options=options) if options else self._inside
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the step. Of several processes the others learn of an error, so that they need not wait for this one."""
+        """Runs the step. With several processes, reports an error to the others, so that they do not wait."""
         if not self.arguments.across:
             return self._call(args, kwargs)
         with self._world_context():
@@ -133,7 +132,7 @@ class Executor:
                 raise
 
     def _world_context(self) -> contextlib.AbstractContextManager[None]:
-        """The context in which it meets other processes: those of the placement's devices."""
+        """A context in which barriers are among the processes of the placement's devices."""
         return in_world(world_of(self.placement.devices))
 
     @with_jit
@@ -145,7 +144,7 @@ class Executor:
         return self._run(None, args, kwargs)
 
     def _run(self, mesh: Mesh | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the step as traced in a mesh context; itself called outside of any."""
+        """Runs the step, traced in a mesh context. The caller has left that context."""
         if len(self.placement.groups) > 1:
             return self._run_on_groups(mesh, args, kwargs)
         given = self.arguments(args, kwargs)
@@ -155,16 +154,16 @@ class Executor:
         except ProcessError:
             raise
         except Exception as error:
-            # What was taken to be in place may be another object with the same number.
+            # An argument that was taken to be in place may be a new object with the same id.
             trusted = [i for i, arg in enumerate(args) if given[0][i] is arg]
             self.arguments.clear()
             if donated_leaves((args, kwargs), ""):
-                if type(error) is RuntimeError:  # so says jax that an array is no more, but of no failed program
+                if type(error) is RuntimeError:  # jax's error for a deleted array, not for a failed program
                     check_arguments(dict(enumerate(args)), kwargs, self.spec.donate_argnums, self.spec.positional)
-                raise  # given to this very call
+                raise  # donated to this call
             check_donated_once(args, kwargs, self.spec.donate_argnums, self.spec.positional)
             if self.arguments.across and all(self.arguments.are_placed(args[i]) for i in trusted):
-                raise  # the other processes may know of no error, and would not come to place arguments again
+                raise  # other processes may have no error, and would not join another transfer
             again = self.arguments(args, kwargs)
             if all(again[0][i] is args[i] for i in trusted):
                 raise
@@ -183,14 +182,14 @@ class Executor:
     def _launch(self, around: ProgramContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the program for arguments that are in place.
 
-        Several processes compile a new one first, and meet before they run it: whoever is ready first would else wait
-        for the others in its first exchange, which has a deadline of its own.
+        Several processes compile a new program and pass a barrier before they run it. Otherwise the first one would
+        wait in a collective, which has a deadline.
         """
         if tracing():
             return self._inside(around, *args, **kwargs)
         if not self.arguments.across:
             return self._jit(around, *args, **kwargs)
-        from vnode.placement.succession import record_last, smallest  # a single process needs none
+        from vnode.placement.succession import record_last, smallest  # not needed by a single process
 
         leaves, structure = jax.tree.flatten((args, kwargs))
         program = around, structure, tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
@@ -215,13 +214,13 @@ class Executor:
         results, made = self._run_after_previous(waits, around, leaves, structure)
         self._launched[program] = waits, smallest(made)
         record_last(made, smallest(made))
-        del compiled  # until now, or the call would compile it again
+        del compiled  # kept until now, or the call would compile it again
         return results
 
     def _run_after_previous(
         self, waits: int | None, around: ProgramContext, leaves: Sequence[Any], structure: Any
     ) -> tuple[Any, list[Any]]:
-        """Runs a program of several processes after the last one of theirs; its results, and their leaves."""
+        """Runs a program of several processes after their previous one; returns its results, and their leaves."""
         from vnode.placement.succession import order_after_last
 
         world().launches[self._processes] += 1
@@ -230,7 +229,7 @@ class Executor:
         return results, jax.tree.leaves(results)
 
     def _compile(self, lower: Callable[[], Any]) -> jax.stages.Compiled:
-        """Lowers and compiles a program before several processes meet; no longer than these are there."""
+        """Lowers and compiles a program before a barrier of several processes; stops if one of them fails."""
         with self._world_context(), upcoming_meeting(self._processes) as meeting:
             others, name = self._processes - {world().index}, self.spec.name
             lowered = interruptible(lower, f"to trace {name!r}", others, scopes=(meeting,))
@@ -238,7 +237,7 @@ class Executor:
 
     @with_jit
     def lower(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Lowers the step for arguments as they are, or as a call moves them: arrays or `jax.ShapeDtypeStruct`s.
+        """Lowers the step for arguments in the shardings that a call gives them: arrays or `jax.ShapeDtypeStruct`s.
 
         Raises:
           PlacementError: the placement has several groups, hence several programs.
@@ -279,7 +278,7 @@ class Executor:
             return self._jit.lower(self._surroundings(mesh, given), *given, **named_ones)
 
     def _shape_after_transfer(self, leaf: Any, batch: bool, led: bool) -> Any:
-        """What stands for an array as a call moves it, if that does."""
+        """The shape of an array with the sharding to which a call moves it; the leaf itself if it stays."""
         if isinstance(leaf, ShardedBatch):
             away = leaf.placement != self.placement
             return shape_of(leaf).update(sharding=self.placement.sharding()) if away else leaf
@@ -291,7 +290,7 @@ class Executor:
         return shape.update(sharding=arrival_sharding(shape, self.placement, batch))
 
     def lower_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """As `lower`, for arguments that live elsewhere and will have been transferred here."""
+        """As `lower`, for arguments on other devices that will be transferred to the placement."""
         args, kwargs = shapes_of((tuple(args), kwargs), sharding="committed")
         wholes, patterns = self.arguments.wholes(len(args)), self.spec.options.patterns
         args = tuple(
@@ -403,7 +402,7 @@ class Executor:
                 return self._launch(self._surroundings(mesh, placed), placed, named_ones)
 
     def clear(self) -> None:
-        """Forgets all programs; the next call compiles again."""
+        """Drops all programs; the next call compiles again."""
         self._jit.clear_cache()
         self._inside.clear_cache()
         self._ahead.clear()
@@ -413,14 +412,14 @@ class Executor:
         self._restored.clear()
 
     def _surroundings(self, mesh: Mesh | None, args: Sequence[Any]) -> ProgramContext:
-        """What the program for arguments that are in place depends on besides their types."""
+        """The context that the program for placed arguments depends on, besides their types."""
         if tracing():
             return ProgramContext(mesh)
         specs = specs_of(args, self.arguments.wholes(len(args)), self.placement) if self.arguments.sharded else ()
         return ProgramContext(mesh, specs, in_place=True)
 
     def _program(self, around: ProgramContext, *args: Any, **kwargs: Any) -> Any:
-        """What is compiled: from arguments to what the step returns, with what is no array as structure."""
+        """The function that is compiled: from arguments to results, with leaves that are no arrays as structure."""
         check_context(self.placement, jax.tree.leaves((args, kwargs)))
         self.traced = True
         spec, output = self.spec, OutputTree()
@@ -445,7 +444,7 @@ class Executor:
         return results
 
     def _batches(self, call: Call) -> list[Any]:
-        """Arrays with sharded batches as one array, unless the shards are the nodes' of this placement."""
+        """The arrays of a call. A sharded batch becomes one array, unless its shards are this placement's."""
 
         def fits(leaf: Any, axis: int | None, parts: int | None) -> bool:
             one_run = axis == 0 and isinstance(leaf, ShardedBatch) and leaf.size == parts
@@ -455,7 +454,7 @@ class Executor:
         return [leaf if fits(leaf, axis, parts) else whole_batches(leaf) for leaf, axis, parts in several]
 
     def _run_on_groups(self, mesh: Mesh | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call on devices of several programs."""
+        """Runs the step on a placement with several groups of devices, by several programs."""
         if tracing():
             raise PlacementError(
                 layout_message(
@@ -500,7 +499,7 @@ class Executor:
 
 
 def with_name(program: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A function that compilers and profiles call by the name of the user's."""
+    """Wraps a function, so that compilers and profiles show the name of the user's."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return program(*args, **kwargs)

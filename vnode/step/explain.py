@@ -1,6 +1,6 @@
-"""What can be said of a step without running it: its schedule, its report, its memory.
+"""A step and its arguments -> its analysis, its report, and its temporary memory, without a run.
 
-Knows steps, and whom to ask. Must not know how any of it is found out.
+Knows steps, and which modules analyse and describe them. Must not know how any of it is found out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vnode.step.pipeline import Analysis, analyse, emitted_schedule
 from vnode.step.protocol import Resolved
 
 Local = Mapping[Var, tuple[int, ...]]
-"""Shapes of one device's parts of sums over nodes, by what they are sums of."""
+"""The shapes of one device's parts of sums over nodes, by the variables that are summed."""
 
 
 def analyse_step(here: Resolved) -> Analysis:
@@ -37,7 +37,7 @@ def analyse_step(here: Resolved) -> Analysis:
 
 
 def analyse_with_names(here: Resolved) -> tuple[Analysis, Names]:
-    """The step's program, schedule and couplings for these arguments; and what its values are called."""
+    """The step's program, schedule and couplings for these arguments, and the names of its values."""
     spec, output = here.step.spec, OutputTree()
     call = spec.call(here.args, here.kwargs)
     made = analyse(spec.flatten(call, output))
@@ -49,12 +49,12 @@ def analyse_with_names(here: Resolved) -> tuple[Analysis, Names]:
 def reports(
     here: Resolved, places: Sequence[Placement | Layout], local: Callable[[Schedule], Local] | None = None
 ) -> list[Report]:
-    """What `explain` says for several placements, of devices that are there or not; the step is analysed once.
+    """The reports of a step for several placements, existing or hypothetical; the step is analysed once.
 
     Args:
-      here: the step.
-      places: where its nodes would be.
-      local: says of a schedule how large one device's parts of sums over nodes are, if they are divided further.
+      here: the step and its arguments.
+      places: the placements.
+      local: for a schedule, the shapes of one device's parts of sums over nodes, if they are divided further.
     """
     (made, names), spec = analyse_with_names(here), here.step.spec
     flow = made.schedule.flow
@@ -67,19 +67,20 @@ def reports(
         emitted = emitted_schedule(made.schedule, spec.options, place.together)
         parts = {} if local is None else local(emitted)
         reduction = Reduction(spec.options.reduction, spec.options.lane, divided_by_xla, parts)
-        return describe_schedule(emitted, place, spec.name, made.couplings, reduction, names).found_by(here.search_lines)
+        found = describe_schedule(emitted, place, spec.name, made.couplings, reduction, names)
+        return found.found_by(here.search_lines)
 
     return [dataclasses.replace(of_place(place), **several) for place in places]
 
 
 def even_layout(here: Resolved, devices: int) -> Layout:
-    """How `on` would spread the nodes over a number of devices, which need not be there."""
+    """The layout of nodes that `on` would choose for a number of devices, which need not exist."""
     options = here.step.spec.options
     return Layout(tuple(even_counts(options.virtual_nodes, devices, options.lane)))
 
 
 def temporary_bytes(here: Resolved, place: Placement | Layout) -> int | None:
-    """Compiles the step for a place and asks for the bytes of temporary memory that a device needs.
+    """Compiles the step for a placement, and reads how much temporary memory a device needs.
 
     Returns:
       Bytes; None if there are no such devices, or jax cannot say.
@@ -98,7 +99,7 @@ def temporary_bytes(here: Resolved, place: Placement | Layout) -> int | None:
 
 
 def sharded_over_nodes(here: Resolved) -> tuple[str, ...]:
-    """Leaves of arguments that are not split, but sharded over the axis of the nodes."""
+    """The names of unsplit arguments' leaves that are sharded over the nodes' axis."""
     axis = here.step.placement.axis
     return tuple(
         f"{positional_name(i, here.step.spec.positional)}{jax.tree_util.keystr(path)}"

@@ -1,4 +1,4 @@
-"""From a call that fails, or wastes devices, to what its author most likely meant.
+"""A call that fails, or wastes devices -> an error or warning that names the likely mistake.
 
 Knows steps as functions, and arguments. Must not know jaxprs, nor how steps are run.
 
@@ -24,27 +24,27 @@ from vnode.step.argument_checks import by_argument
 from vnode.tracebacks import level_of_caller
 
 DEFAULT_AXES = (None, 0)
-"""The dimensions of examples that nobody has to say: none of the state, the first of the batch."""
+"""The default `in_axes`: the state is not split, the batch is split along its first dimension."""
 
 SHOWN = 8
-"""Leaves that are named."""
+"""The number of leaves that a message names."""
 
 PADDING = 1 / 3
-"""The share of examples that are padding, from which on that is told."""
+"""The share of padding above which a warning is given."""
 
 
 def explain_failure(
     error: Exception, fun: Callable[..., Any], in_axes: Any, args: Sequence[Any], kwargs: Mapping[str, Any], called: Any
 ) -> None:
-    """Looks at a call that failed while it was traced, for what is wrong with it.
+    """Finds the likely mistake in a call whose trace failed.
 
     Args:
-      error: what was raised; it is given notes.
-      fun: the step as its author wrote it.
+      error: the error, to which notes are added.
+      fun: the user's function.
       in_axes: which dimensions hold examples.
       args: positional arguments.
       kwargs: keyword arguments.
-      called: what the positional arguments are called.
+      called: names of the positional arguments.
 
     Raises:
       BatchError: the step works with its two arguments the other way round.
@@ -90,25 +90,25 @@ def can_trace(fun: Callable[..., Any], args: Sequence[Any]) -> bool:
 
 
 def tuple_of(in_axes: Any) -> Any:
-    """`in_axes` with a tuple for a list."""
+    """`in_axes`, with a list as a tuple."""
     return tuple(in_axes) if isinstance(in_axes, list) else in_axes
 
 
 def warn_of_waste(placement: Placement, lane: int, size: int, name: str) -> bool:
-    """Warns where devices have no nodes, or a third of what is computed is padding.
+    """Warns if devices have no nodes, or more than a third of the examples are padding.
 
     Args:
       placement: where the nodes live.
-      lane: nodes that stay on one device together.
+      lane: nodes in a lane, which stay on one device.
       size: examples of the batch.
       name: of the step.
 
     Returns:
-      Whether there was something to warn of.
+      Whether it warned.
     """
     nodes, idle = placement.virtual_nodes, sum(count == 0 for count in placement.counts)
     rows = -(-size // nodes) * nodes
-    if idle and list(placement.counts) == even_counts(nodes, placement.size, lane):  # and not by the user's own
+    if idle and list(placement.counts) == even_counts(nodes, placement.size, lane):  # and not the user's own
         lanes = -(-nodes // lane)
         more = f"virtual_nodes={placement.size} or more" if lane == 1 else f"lanes={placement.size} or more"
         warn(

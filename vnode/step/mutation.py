@@ -1,9 +1,10 @@
-"""Arguments that a step changes in place: what jax traces are copies, so the change would be lost.
+"""The arguments of a step, before and after a trace -> an error, if the step changes objects in place.
 
 Knows pytrees. Must not know what a step computes, nor any framework beyond what to advise.
 
-Dictionaries and lists are left alone: steps fill copies of them as scratch, which `jax.jit` allows as well. Objects
-with attributes (modules, optimizers, metrics) are changed because somebody wants to see it.
+jax traces copies of the arguments, so that such a change would be lost. Dictionaries and lists are not checked: steps
+use copies of them as scratch, which `jax.jit` allows as well. Changes of objects with attributes (modules, optimizers,
+metrics) are meant to last.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ NODES = jax.tree_util.default_registry
 
 
 class MutationCheck:
-    """Arguments as they are before a step runs.
+    """A record of a step's arguments before it runs.
 
     Args:
       args: positional arguments.
@@ -35,13 +36,13 @@ class MutationCheck:
         self._before = [(path, node, children_of(node)) for path, node in (*found, *named)]
 
     def check(self, outputs: Any) -> None:
-        """Refuses changes of objects among the arguments that the step does not return.
+        """Checks that the step returns every object that it has changed.
 
         Args:
-          outputs: what the step returned, a pytree.
+          outputs: the result of the step, a pytree.
 
         Raises:
-          VnodeError: there are some.
+          VnodeError: the step changes an object and does not return it.
         """
         lost = [(path, node) for path, node, before in self._before if is_changed(before, children_of(node), outputs)]
         if not lost:
@@ -62,7 +63,7 @@ class MutationCheck:
 
 
 def is_changed(before: list[Any], after: list[Any], outputs: Any) -> bool:
-    """Whether an object has other children than before, and some of what they hold is not returned."""
+    """Whether an object has new children with an array that is not returned."""
     if len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True)):
         return False
     old = {id(child) for child in before}
@@ -72,7 +73,7 @@ def is_changed(before: list[Any], after: list[Any], outputs: Any) -> bool:
 
 
 def custom_nodes(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The nodes of a pytree that are neither builtin containers nor leaves, with their places."""
+    """The nodes of a pytree that are neither builtin containers nor leaves, with their paths."""
     if tree is None or not (level := NODES.flatten_one_level_with_keys(tree)):
         return
     if not isinstance(tree, BUILTIN):
@@ -82,7 +83,7 @@ def custom_nodes(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def children_of(node: Any) -> list[Any]:
-    """What an object holds."""
+    """The children of an object in a pytree."""
     level = NODES.flatten_one_level(node)
     children: Iterable[Any] = level[0] if level else ()
     return list(children)

@@ -1,11 +1,10 @@
-"""From a function of flat arrays to its schedule, and to its evaluation on nodes; with its derivative.
+"""A function of flat arrays -> its schedule, and its evaluation on nodes, with a derivative.
 
-Knows the order of things: trace, follow the batch, schedule, check the cost, emit. Must not know pytrees.
+Knows the order: trace, follow the batch, schedule, check the cost, emit. Must not know pytrees.
 
-Derivatives. Calls are inlined, and what carries a derivative rule of its own (`jax.custom_jvp`) would lose it. So a
-step is emitted behind a rule of its own: its derivative is the virtualized derivative of the user's function, in which
-jax has applied the user's rules. The emission itself has none: loops of run-time length have no reverse mode, pairwise
-maxima share derivatives otherwise than the whole's, and sums over nodes are read by their bits.
+Derivatives. Inlining loses custom derivative rules (`jax.custom_jvp`). So an emitted step has a rule of its own: its
+derivative is the virtualized derivative of the user's function, in which jax has applied the user's rules. The emission
+itself cannot be differentiated: it has loops of run-time length, pairwise maxima, and sums computed on bits.
 """
 
 from __future__ import annotations
@@ -56,9 +55,12 @@ from vnode.step.uneven_state import UnevenState
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the user asked of `virtualize`, and what a plan decides.
+    """The options of `virtualize`, and a plan's decisions.
 
     Attributes:
+      recomputed: the values that a plan recomputes.
+      offloaded: the residuals that a plan offloads to the host.
+      host_accumulators: the number of pending sums that are on the host, those that are pending longest; 0 for none.
       planned: a plan predicts the passes of the step, which stay as they are.
     """
 
@@ -79,29 +81,29 @@ class Options:
 
     @property
     def lane(self) -> int:
-        """Consecutive nodes that are added one after another."""
+        """The number of consecutive nodes that are summed one after another."""
         return -(-self.virtual_nodes // (self.lanes or self.virtual_nodes))
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The branches of the tree in whose order nodes are added, the lowest level first; nothing for any order."""
+        """The branches per level of the reduction tree, the lowest level first; empty if any order is allowed."""
         return Tree.from_lanes(self.virtual_nodes, self.lane).branches if self.reduction == "invariant" else ()
 
 
 @dataclasses.dataclass(frozen=True)
 class FlatStep:
-    """A function of flat arrays for one call, and what was asked for.
+    """A function of flat arrays for one call, with its options.
 
     Attributes:
       fun: the function, which returns a list of arrays.
       leaves: its arguments, arrays or `jax.ShapeDtypeStruct`s; where it is run, batched ones may be `ShardedBatch` of
         the placement.
       axes: the dimension of each that carries the examples, or None.
-      size: examples of the global batch; of batches of several sizes, into how many parts the largest is divided.
-      options: what the user asked for.
-      specs: how leaves are laid out over the placement's mesh, as far as anybody says; perhaps of the first only.
-      rooms: which leaves are stored in blocks, of which devices have different numbers; None if none are.
-      specs_after: given their types, how what the function returns will be laid out; None if nobody says.
+      size: examples of the global batch; for batches of several sizes, the number of parts of the largest.
+      options: of `virtualize`.
+      specs: the known shardings of leaves over the placement's mesh; maybe of the first leaves only.
+      uneven_state: which leaves are stored in blocks, of which devices have different numbers; None if none are.
+      result_specs: given their types, how what the function returns will be laid out; None if nobody says.
       parts: into how many parts the examples of each argument are divided; `size` where nothing is said.
     """
 
@@ -117,7 +119,7 @@ class FlatStep:
 
     @property
     def shapes(self) -> list[Any]:
-        """The types of its arguments as the function takes them."""
+        """The shapes and dtypes of its arguments, as the function takes them."""
         return [
             shape_of(leaf)
             for leaf in (self.leaves if self.uneven_state is None else self.uneven_state.own_shapes(self.leaves))
@@ -126,7 +128,7 @@ class FlatStep:
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """What is known of a function of flat arrays before it is emitted."""
+    """The analysis of a function of flat arrays, before it is emitted."""
 
     traced: Traced
     schedule: Schedule
@@ -134,7 +136,7 @@ class Analysis:
 
     @property
     def program(self) -> Program:
-        """The function as a list of equations."""
+        """The function's program."""
         return self.traced.program
 
 
@@ -142,11 +144,11 @@ OUTER_DEVICES: contextvars.ContextVar[frozenset[Any] | None] = contextvars.Conte
 
 
 TRACED_PROGRAMS: contextvars.ContextVar[list[Program] | None] = contextvars.ContextVar("programs", default=None)
-"""Where programs are noted, before anything is made of them, as they are traced; None if nobody asks."""
+"""A list to which traced programs are appended; None if they are not recorded."""
 
 
 def outer_devices() -> frozenset[Any] | None:
-    """The devices of the step that is being traced (none if these are not known); None outside of any."""
+    """The devices of the step that is being traced (an empty set if unknown); None outside of any step."""
     return OUTER_DEVICES.get()
 
 
@@ -157,13 +159,13 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
 
     Args:
       flat: the step.
-      devices: on which it is to run, if that is known.
+      devices: on which it will run, if that is known.
 
     Returns:
       The analysis.
 
     Raises:
-      CouplingError: the couplings are not wanted, or cost too much.
+      CouplingError: a coupling is forbidden, or recomputation exceeds the budget.
       UnsupportedPrimitiveError: a batched value meets a primitive that has an effect and no description.
     """
     shapes, options = flat.shapes, flat.options
@@ -178,7 +180,7 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
         parts = parts or flat.size
         if axis is None or parts == 1:
             states.append(State(WHOLE, model=axis is None))
-        else:  # a batch of several times the parts is several runs of them, so that batches can be concatenated
+        else:  # a batch of n times the parts is n runs of them, so that batches can be concatenated
             runs = leaf.shape[axis] // parts
             states.append(State(Slice(Batch(parts), axis % len(leaf.shape), runs, Fraction(1)), materialized=True))
     states += [State(WHOLE, model=True)] * len(traced.captured)
@@ -188,7 +190,7 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
     check_estimates(flat)
     if (seen := TRACED_PROGRAMS.get()) is not None:
         seen.append(program)
-    if options.recomputed or options.offloaded:  # a plan's: other steps need none of what follows
+    if options.recomputed or options.offloaded:  # imported for plans only
         from vnode.remat.apply_memory_plan import apply_memory_plan
 
         program = apply_memory_plan(program, options.recomputed, batched, options.offloaded)
@@ -205,10 +207,10 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
 
 
 def check_estimates(flat: FlatStep) -> None:
-    """Refuses estimates of sums over batches that are divided differently: it is not known of which a sum is made.
+    """Checks that ``coupling="local"`` is not used with batches of different numbers of parts.
 
     Raises:
-      CouplingError: there are several such batches.
+      CouplingError: it is: an estimate would not know which batch a sum is over.
     """
     counts = sorted({parts for parts in flat.parts if parts is not None})
     coupling = flat.options.coupling
@@ -223,16 +225,15 @@ def check_estimates(flat: FlatStep) -> None:
 
 
 def emitted_schedule(made: Schedule, options: Options, together: int) -> Schedule:
-    """The schedule that is emitted for these options: sums that wait in tree order may have passes of their own.
+    """The schedule that is emitted: large sums in tree order may get passes of their own.
 
-    The result depends on the number of nodes, and on whether several devices compute a node, but not on where nodes
-    are. A plan's schedule stays as it was planned.
+    It depends on the number of nodes, and on whether several devices compute a node, but not on the placement. A plan's
+    schedule stays as planned.
 
     Args:
       made: the schedule.
       options: of the step.
-      together: devices that compute a node together. They have parts of sums already, and may have other parts of what
-        these are made of.
+      together: the number of devices that compute a node together. If there are several, single sums are not divided.
     """
     decided = options.planned or options.recomputed or options.offloaded or options.host_accumulators
     if options.reduction != "invariant" or decided:
@@ -293,7 +294,7 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
 
 
 def input_layouts(flat: FlatStep, captured: Sequence[Any], axes: Axes) -> list[Layout | None]:
-    """How the inputs of a step lie over axes of the placement's mesh; None where nobody says."""
+    """The layouts of a step's inputs over axes of the placement's mesh; None where they are unknown."""
     specs: list[Any] = [*flat.specs, *[None] * (len(flat.leaves) - len(flat.specs))]
     specs += [None if isinstance(value, jax.core.Tracer) else partition(value) for value in captured]
     shapes = [np.shape(value) for value in (*flat.leaves, *captured)]
@@ -303,7 +304,7 @@ def input_layouts(flat: FlatStep, captured: Sequence[Any], axes: Axes) -> list[L
 def sharded_result_layouts(
     specs: Sequence[PartitionSpec | None], types: Sequence[Any], axes: Axes
 ) -> list[Layout | None]:
-    """How results of a step shall lie that are sharded; what all devices shall have is left open."""
+    """The layouts required of sharded results; None for replicated and unknown ones."""
     several = zip(specs, types, strict=True)
     found = [None if spec is None else from_spec(spec, each.shape, axes) for spec, each in several]
     return [None if layout is None or layout.is_whole else layout for layout in found]
@@ -318,15 +319,15 @@ def spec_axes(spec: PartitionSpec | None) -> set[str]:
 def with_derivative(
     step: Callable[..., list[Any]], made: Analysis, flat: FlatStep, placement: Placement
 ) -> Callable[..., list[Any]]:
-    """An emitted step whose derivative is the user's function's own, virtualized."""
+    """An emitted step with a derivative rule: the virtualized derivative of the user's function."""
     axes, size, specs, parts = (
         [*flat.axes, *[None] * len(made.traced.captured)],
         flat.size,
         flat.specs,
         [*flat.parts, *[None] * (len(flat.leaves) + len(made.traced.captured) - len(flat.parts))],
-    )  # not `flat`: jax keeps what is kept here
+    )  # not `flat`: jax keeps this closure alive
     in_rooms = flat.uneven_state is not None
-    # The step itself was accepted; of its derivative no plan knows.
+    # The step itself was accepted, and no plan covers its derivative.
     unlimited = dataclasses.replace(flat.options, recompute_budget=math.inf, records=None, recomputed=(), offloaded=())
     step = jax.custom_jvp(step)
 
@@ -379,7 +380,7 @@ def with_derivative(
 
 @collector_paused()
 def program_of_groups(flat: FlatStep, placement: Placement, name: str) -> GroupProgram:
-    """What runs a step on a placement with several groups.
+    """The program of a step on a placement with several groups of devices.
 
     Args:
       flat: the step.
@@ -390,7 +391,7 @@ def program_of_groups(flat: FlatStep, placement: Placement, name: str) -> GroupP
       A callable that takes the arguments and gives the results.
 
     Raises:
-      PlacementError: the step has effects, which every group would have.
+      PlacementError: the step has effects, which every group would run.
     """
     if flat.uneven_state is not None:
         raise PlacementError("a state that is shared out unevenly is for devices of one program, not for groups")
@@ -412,10 +413,10 @@ def program_of_groups(flat: FlatStep, placement: Placement, name: str) -> GroupP
 
 
 def check_effects(program: Program, placement: Placement) -> None:
-    """Refuses ordered printing where jax cannot keep it (ordered `io_callback`s it can).
+    """Checks that a step on several devices does not print in order; jax can order `io_callback`s only.
 
     Raises:
-      PlacementError: there is some, and several devices.
+      PlacementError: it does.
     """
     for eqn in program.equations if len(placement.devices) > 1 else ():
         if any(type(effect).__name__ == "OrderedDebugEffect" for effect in eqn.effects):
@@ -430,10 +431,10 @@ def check_effects(program: Program, placement: Placement) -> None:
 
 
 def check_references(program: Program, placement: Placement) -> None:
-    """Refuses mutable arrays from outside the step that live elsewhere: they cannot be moved under whoever holds them.
+    """Checks that mutable arrays from outside the step are on its devices; they cannot be moved.
 
     Raises:
-      PlacementError: there is one.
+      PlacementError: one is elsewhere.
     """
     for var, value in program.constants.items():
         if not hasattr(var.aval, "inner_aval") or isinstance(value, jax.core.Tracer):

@@ -1,6 +1,6 @@
-"""What every virtualized step can do, whatever it is made of: arrays or a framework's objects, V given or to be found.
+"""The interface of every virtualized step: on arrays or a framework's objects, with V given or to be found.
 
-Knows the names of these abilities. Must not know how any of them is done.
+Knows the names of the methods. Must not know how any of them is done.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Resolved:
       step: the step.
       args: positional arguments.
       kwargs: keyword arguments.
-      found: how the number of nodes was found, in lines; nothing if it was given.
+      search_lines: how the number of nodes was found, in lines; empty if it was given.
       chosen: whether the number of nodes is the step's own; otherwise it is the smallest there may be.
     """
 
@@ -44,7 +44,7 @@ class Resolved:
         found: tuple[str, ...] = (),
         chosen: bool = True,
     ) -> None:
-        self.step = step  # of no dataclass: a step in a class is a method to type checkers
+        self.step = step  # not in a dataclass: to type checkers a step in a class is a method
         self.args = args
         self.kwargs = kwargs
         self.search_lines = found
@@ -83,13 +83,13 @@ class Step(Bound, abc.ABC, Generic[P, R]):
     def resolved(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, choose: bool = True
     ) -> contextlib.AbstractContextManager[Resolved]:
-        """The step and arguments to be looked at, on arrays and with a number of nodes; within the context only.
+        """A context with the step on arrays, with a number of nodes, and its arguments.
 
         Args:
-          args: arguments of a call, arrays or `jax.ShapeDtypeStruct`s. What they hold is not changed. Without any, and
-            without keyword arguments, those of the last call.
+          args: arguments of a call, arrays or `jax.ShapeDtypeStruct`s; they are not changed. Without any arguments,
+            those of the last call.
           kwargs: keyword arguments.
-          choose: whether a step whose number of nodes is still to be found finds it for these arguments.
+          choose: whether a step without a number of nodes chooses it for these arguments.
         """
 
     @api_boundary
@@ -112,7 +112,7 @@ class Step(Bound, abc.ABC, Generic[P, R]):
 
     @api_boundary
     def explain(self, *args: Any, **kwargs: Any) -> Report:
-        """Says what becomes of the step: what is split, hoisted and accumulated, its passes and couplings.
+        """Describes the virtualized step: its split arguments, hoisted equations, accumulators, passes and couplings.
 
         Args:
           *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s; by default of the shapes of the last ones for
@@ -146,10 +146,10 @@ def step_and_arguments(step: Any, args: Sequence[Any], asks: str, remedy: str) -
     """A virtualized step and its arguments; the instance is one of them where the step is a method of a class.
 
     Args:
-      step: what the user gave for a step.
-      args: the arguments that the user gave with it.
-      asks: who takes a step, by name.
-      remedy: how it is called.
+      step: the user's step, maybe a bound method.
+      args: the user's arguments.
+      asks: the name of the function that takes the step.
+      remedy: an example of its call.
 
     Raises:
       VnodeError: it is no virtualized step.

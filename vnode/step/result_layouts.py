@@ -1,11 +1,10 @@
-"""What the layout of a step's results follows: a state comes back in the shards that it came in.
+"""Results and arguments of a step -> results in the shardings of the arguments that they succeed.
 
 Knows pytrees and shardings. Must not know jaxprs or nodes.
 
-A result is taken for the successor of an argument if it stands at the same path, counted from the end, and has the same
-shape and dtype: ``state.params["w"]`` of what is returned, and ``params["w"]`` of the second argument. An argument that
-is returned whole is found first. Where several arguments are alike (parameters and their momentum), they are succeeded
-in order.
+A result succeeds an argument's leaf if it has the same path, counted from the end, and the same shape and dtype:
+``state.params["w"]`` of the result, and ``params["w"]`` of the second argument. Arguments that are returned whole are
+matched first. Equal arguments (parameters and their momentum) are matched in order.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ Specs = tuple[PartitionSpec | None, ...]
 
 
 class ProgramContext(NamedTuple):
-    """What a program depends on besides its arguments' types.
+    """The context that a program depends on, besides its arguments' types.
 
     Attributes:
-      mesh: the mesh context in which the step is traced; None: that of the program around it, if any.
-      specs: what `specs_of` says of the arguments.
+      mesh: the mesh context in which the step is traced; None for that of the surrounding program, if any.
+      specs: the arguments' specs (`specs_of`).
       in_place: whether arguments are on the placement's devices, as specs say, rather than within another program.
     """
 
@@ -43,7 +42,7 @@ class ProgramContext(NamedTuple):
 
 
 def specs_of(args: Sequence[Any], wholes: Sequence[int], placement: Placement) -> Specs:
-    """How the leaves of arguments are laid out over the placement's mesh.
+    """The specs of arguments' leaves over the placement's mesh.
 
     Args:
       args: arrays or `jax.ShapeDtypeStruct`s in pytrees.
@@ -63,7 +62,7 @@ def specs_of(args: Sequence[Any], wholes: Sequence[int], placement: Placement) -
 
 
 def typed_specs(args: Sequence[Any], wholes: Sequence[int]) -> Specs:
-    """The same of arguments within a program, as far as a mesh with explicit axes is part of their types."""
+    """The specs of arguments within a program, from types with explicit mesh axes."""
     return tuple(
         jax.typeof(leaf).sharding.spec if i in wholes and is_typed(leaf) else None
         for i, arg in enumerate(args)
@@ -72,13 +71,13 @@ def typed_specs(args: Sequence[Any], wholes: Sequence[int]) -> Specs:
 
 
 def constrain_results(results: Any, args: Sequence[Any], specs: Specs, mesh: Mesh | AbstractMesh) -> Any:
-    """Results in the layouts of the arguments that they succeed, and in the memory, the host's or that of devices.
+    """Constrains results to the shardings and the memory (host or device) of the arguments that they succeed.
 
     Args:
       results: a pytree of arrays.
       args: the arguments of the step.
-      specs: what `specs_of` or `types_of` says of them.
-      mesh: that which specs speak of.
+      specs: of the arguments (`specs_of` or `typed_specs`).
+      mesh: the mesh of the specs.
 
     Returns:
       The same pytree.
@@ -102,7 +101,7 @@ def constrain_results(results: Any, args: Sequence[Any], specs: Specs, mesh: Mes
 
 
 def replicated_specs(args: Sequence[Any], wholes: Sequence[int]) -> Specs:
-    """What `specs_of` leaves out where nothing is sharded: whole arguments are, and stay, on all devices."""
+    """The specs that `specs_of` omits where nothing is sharded: unsplit arguments are replicated."""
     return tuple(
         PartitionSpec() if i in wholes else None
         for i, arg in enumerate(args)
@@ -111,11 +110,10 @@ def replicated_specs(args: Sequence[Any], wholes: Sequence[int]) -> Specs:
 
 
 class ShardingRestorer:
-    """Results with the very shardings of the arguments that they succeed.
+    """Gives results exactly the shardings of the arguments that they succeed.
 
-    `laid_out` has them lie so, but XLA gives back neither the dimensions at a spec's end that are not sharded, nor axes
-    of a single device, nor how an array without elements lies. Who reads how a state is sharded must find what was
-    given, and a program that is given it again must be found again.
+    After `constrain_results` they are equivalent, but XLA drops unsharded dimensions at a spec's end, axes of size one,
+    and the sharding of empty arrays. A state must keep its sharding for the user, and for the cache of programs.
     """
 
     def __init__(self) -> None:
@@ -163,7 +161,7 @@ class ShardingRestorer:
 
 
 def empty_array(leaf: jax.Array, target: NamedSharding) -> jax.Array:
-    """An array without elements on devices of several processes, each of which makes its own parts."""
+    """An empty array on devices of several processes, each of which makes its own shards."""
     part = target.shard_shape(leaf.shape)
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.make_array_from_callback(leaf.shape, target, lambda _: np.zeros(part, leaf.dtype))
@@ -176,16 +174,16 @@ def leaves_of(arg: Any) -> list[Any]:
 
 
 def result_specs(results: Any, args: Sequence[Any], specs: Specs) -> list[PartitionSpec | None]:
-    """For each leaf of a step's results how it will be laid out, as `laid_out` has it; None where nobody says."""
+    """The spec of each leaf of a step's results after `constrain_results`; None where it is unknown."""
     before = successors(results, args, [spec is not None for spec in specs])
     return [None if i is None else specs[i] for i in before]
 
 
 def successors(results: Any, args: Sequence[Any], counting: Sequence[bool]) -> list[int | None]:
-    """For each leaf of a step's results, the number of the arguments' leaf that it succeeds; None for most.
+    """For each leaf of a step's results, the number of the arguments' leaf that it succeeds; None if there is none.
 
     Args:
-      results: a pytree of arrays, or of what stands for them.
+      results: a pytree of arrays, or of shapes.
       args: the arguments of the step, likewise.
       counting: whether a leaf of the arguments can have a successor.
     """
@@ -213,9 +211,9 @@ def successors(results: Any, args: Sequence[Any], counting: Sequence[bool]) -> l
 def whole_successors(
     results: Sequence[tuple[Any, Any]], given: Sequence[tuple[Any, Any]], counting: Sequence[bool]
 ) -> dict[int, int]:
-    """Of arguments that are returned whole: the numbers of their leaves, by those of the results' leaves.
+    """Matches arguments that are returned whole: numbers of results' leaves -> numbers of arguments' leaves.
 
-    The largest first: a copy of the parameters is not to take the place of the parameters of a state.
+    The largest argument comes first, so that a copy of the parameters does not match those of a state.
 
     Args:
       results: the leaves of a step's results, with their paths.

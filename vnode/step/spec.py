@@ -1,8 +1,8 @@
-"""What a step is on any devices: the user's function and what was asked of `virtualize`, applied to calls.
+"""The user's function, the options of `virtualize`, and a call's arguments -> a function of arrays for the pipeline.
 
     StepSpec(fun, options, in_axes=(None, 0), ...)
     spec.call((state, batch), {}).axes     ->  [None, None, 0]: which arrays carry examples, and along which dimension
-    spec.flatten(call, output)                ->  the function of arrays that the pipeline traces
+    spec.flatten(call, output)             ->  the function of arrays that the pipeline traces
 
 Knows the user's function, its signature and `in_axes`. Must not know devices, programs, or who runs them.
 """
@@ -26,13 +26,13 @@ from vnode.step.uneven_state import find_uneven_state
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepSpec:
-    """What a step is on any devices: the user's function, and what was asked of `virtualize`.
+    """A step on any devices: the user's function, and the options of `virtualize`.
 
     Attributes:
       fun: the function.
-      options: how nodes are made and combined.
+      options: of `virtualize`.
       in_axes: which dimension of each argument carries the examples.
-      donate_argnums: arguments whose buffers may be re-used.
+      donate_argnums: positions of donated arguments.
       static_argnums: positions of arguments that are compile-time constants.
       static_argnames: names of such, where they are given by keyword.
     """
@@ -54,7 +54,7 @@ class StepSpec:
 
         Raises:
           TypeError: the function does not take so many, or wants more.
-          BatchError: as `Call.of`.
+          BatchError: as `Call.from_arguments`.
         """
         in_order = isinstance(self.in_axes, tuple | list)
         if isinstance(self.in_axes, Mapping) or (in_order and len(self.in_axes) > len(args)):
@@ -64,16 +64,16 @@ class StepSpec:
 
     @functools.cached_property
     def positional(self) -> tuple[str, ...]:
-        """What the function calls the arguments that can be given by position; nothing if it does not tell."""
+        """The names of the function's positional parameters; empty if it has no signature."""
         return positional_names(self.fun)
 
     def bind_positional(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments with a batch by position that is given by keyword, and what stands before it, if it can be.
+        """Moves a batch that is passed by keyword to its position, with the arguments before it, if possible.
 
-        So there is one program however it is given. A loop that has a state and a batch gives both by position: a batch
-        that can only be given by keyword is then given so.
+        So there is one program for both ways. If the batch is a keyword-only parameter, and a loop passes it by
+        position, it becomes a keyword argument.
         """
         names, kwargs = self.positional, dict(kwargs)
         if isinstance(self.in_axes, Mapping):
@@ -91,13 +91,13 @@ class StepSpec:
         return args, kwargs
 
     def with_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments, those that are compile-time constants as structure."""
+        """The arguments, with compile-time constants as structure."""
         return with_static(args, kwargs, self.static_argnums, self.static_argnames, self.positional)
 
     def flatten(
         self, call: Call, output: OutputTree, leaves: Sequence[Any] | None = None, specs: Specs = ()
     ) -> FlatStep:
-        """The step on the arrays of a call, or on others in their place; `output` is told what else it returns."""
+        """The step as a function of a call's arrays, or of `leaves`; `output` records the structure of the result."""
         given = call.leaves if leaves is None else leaves
         rooms = find_uneven_state(call, output, self.options.patterns, self.unsplit_positions)
         after = functools.partial(self.result_specs, call, output, specs) if any(specs) else None
@@ -106,30 +106,30 @@ class StepSpec:
 
     @staticmethod
     def result_specs(call: Call, output: OutputTree, specs: Specs, types: Sequence[Any]) -> list[PartitionSpec | None]:
-        """How the arrays that a call returns will be laid out, given their types; None where nobody says."""
+        """The specs of the arrays that a call returns, given their types; None where they are unknown."""
         args, _ = jax.tree.unflatten(call.treedef, call.leaves)
         return result_specs(output.unflatten(types), args, specs)
 
     def splits_keyword(self, name: str) -> bool:
-        """Whether an argument is split that is given by keyword."""
+        """Whether a keyword argument is split."""
         if isinstance(self.in_axes, Mapping):
             return self.in_axes.get(name) is not None
         return name in self.positional and dict(zip(self.positional, self.axes, strict=False)).get(name) is not None
 
     @property
     def has_one_state(self) -> bool:
-        """Whether nothing is split of one argument alone, as far as `in_axes` says."""
+        """Whether exactly one argument is not split, by `in_axes`."""
         count = len(self.positional) if isinstance(self.in_axes, Mapping) else len(self.axes)
         return count > 0 and len(self.unsplit_positions(count)) == 1
 
     @functools.cached_property
     def axes(self) -> Sequence[Any]:
-        """What `in_axes` says of positional arguments, one after another; nothing if it says the same of all."""
+        """The entries of `in_axes` for positional arguments; empty if it is one integer for all."""
         if isinstance(self.in_axes, Mapping):
             return [self.in_axes.get(name) for name in self.positional]
         return self.in_axes if isinstance(self.in_axes, tuple | list) else ()
 
     def unsplit_positions(self, count: int) -> list[int]:
-        """Positions of the arguments of which nothing is split, of `count`."""
+        """The positions of the unsplit arguments, among `count` arguments."""
         axes = (self.in_axes,) * count if isinstance(self.in_axes, int) else self.axes
         return [i for i in range(count) if i not in self.static_argnums and (i >= len(axes) or axes[i] is None)]

@@ -1,4 +1,4 @@
-"""What identifies a step and its program, so that several processes can tell whether they run the same.
+"""A step and its program -> its identity, as JSON, by which several processes check that they run the same.
 
 Knows steps and fingerprints of programs. Must not know processes.
 """
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from vnode.step.spec import StepSpec
 
 SHOWN = 6
-"""Operations that differ, of which an error tells."""
+"""The number of differing operations that an error shows."""
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """The versions of what computes."""
+    """The versions of jax, jaxlib and vnode."""
     found = {}
     for name in ("jax", "jaxlib", "vnode"):
         try:
@@ -33,7 +33,7 @@ def versions() -> dict[str, str]:
 
 
 def step_facts(options: Any) -> dict[str, Any]:
-    """What was asked of `virtualize` that decides what a step computes, fit for JSON."""
+    """The options of `virtualize` that affect a step's result, for JSON."""
     return {
         "virtual_nodes": options.virtual_nodes,
         "reduction": options.reduction,
@@ -44,12 +44,12 @@ def step_facts(options: Any) -> dict[str, Any]:
 
 
 def identity_of(spec: StepSpec, placement: Placement, program: Fingerprint | None) -> dict[str, Any]:
-    """What processes compare before they run a program for the first time.
+    """The facts that processes compare before they run a program for the first time.
 
     Args:
       spec: the step.
-      placement: where it is to run.
-      program: what it computes; None if that is not known.
+      placement: where it will run.
+      program: its fingerprint; None if it is unknown.
     """
     return {
         "versions": versions(),
@@ -62,11 +62,11 @@ def identity_of(spec: StepSpec, placement: Placement, program: Fingerprint | Non
 
 
 def argument_types(leaves: Sequence[Any], structure: Any) -> Any:
-    """What a program is known by: the structure of its arguments, and the types of the arrays in them."""
+    """The key of a program: the structure of its arguments, and the shapes and dtypes of their arrays."""
     return structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
 
 
 def program_differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """How two programs differ, given as `Fingerprint.to_json` says them; a line each."""
+    """The differences of two programs, given as `Fingerprint.to_json`; a line each."""
     lines = Fingerprint.from_json(one).differences(Fingerprint.from_json(other))
     return [*lines[:SHOWN], *([f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])]

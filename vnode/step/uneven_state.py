@@ -1,9 +1,10 @@
-"""Leaves of a state of which unequal devices have pieces of different lengths: which they are, stored and not stored.
+"""A state with an uneven partition -> leaves stored in padded blocks on unequal devices, and back.
 
 Knows pytrees, patterns, and how blocks are stored. Must not know jaxprs, nor how a step computes with them.
 
-A leaf is told to be stored by its shape, as the counts of an `UnevenSpec` say how long its dimension is, and how long
-it is as it is stored; and by lying along the axis, or a dimension could be taken for a stored one.
+    w: [6, 3], counts (4, 2)   ->   stored: [8, 3], 4 rows on each of two devices, of which the second uses 2
+
+A stored leaf is recognized by two signs: its dimension has the stored length, and it is sharded along the axis.
 """
 
 from __future__ import annotations
@@ -30,29 +31,29 @@ from vnode.step.result_layouts import successors
 
 
 def share_of(patterns: Patterns) -> Share | None:
-    """The blocks of all that is shared out unevenly; None if nothing is.
+    """The blocks of all unevenly partitioned leaves; None if there are none.
 
     Raises:
-      ValueError: two leaves are shared out in other proportions.
+      ValueError: two patterns have different proportions.
     """
     found = {Share((spec.axis,), spec.blocks): spec for _, spec in patterns if isinstance(spec, UnevenSpec)}
     if len(found) > 1:
         shown = ", ".join(sorted(f"{spec.counts} along {spec.axis!r}" for spec in found.values()))
-        raise ValueError(f"partition: all that is shared out unevenly is so in the same proportions, not {shown}")
+        raise ValueError(f"partition: all uneven dimensions must use the same proportions, not {shown}")
     return next(iter(found), None)
 
 
 def spec_of(path: tuple[Any, ...], leaf: Any, patterns: Patterns) -> UnevenSpec | None:
-    """How a leaf is shared out unevenly; None if it is not."""
+    """The uneven spec of a leaf; None if it has none."""
     spec = first_match(patterns, name_of(path), np.shape(leaf))
     return spec if isinstance(spec, UnevenSpec) else None
 
 
 def stored_dim(path: tuple[Any, ...], leaf: Any, patterns: Patterns) -> int | None:
-    """The dimension along which a leaf is stored in blocks; None if it is in its own shape.
+    """The dimension along which a leaf is stored in blocks; None if it has its own shape.
 
     Raises:
-      PlacementError: it is neither.
+      PlacementError: its shape is neither its own nor the stored one.
     """
     spec = spec_of(path, leaf, patterns)
     shape = np.shape(leaf)
@@ -73,7 +74,7 @@ def stored_dim(path: tuple[Any, ...], leaf: Any, patterns: Patterns) -> int | No
 
 
 def own_shape(leaf: Any, dim: int | None, share: Share | None) -> Any:
-    """The shape and type of a leaf that is not stored in blocks along a dimension."""
+    """The shape and dtype of a leaf without the padding of stored blocks."""
     if dim is None or share is None:
         return leaf
     kind = shape_of(leaf)
@@ -119,28 +120,28 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
 
 
 def has_uneven_axis(placement: Placement, share: Share) -> bool:
-    """Whether a placement's mesh has an axis along which devices are unequal; where it has none, nothing is stored."""
+    """Whether a placement's mesh has the uneven axis; without it, no leaf is stored in blocks."""
     return any(name in long_axes(placement.mesh) for name in share.axes)
 
 
 def restore_for_placement(tree: Any, patterns: Patterns, placement: Placement) -> Any:
-    """A tree that goes to a mesh without the axis of unequal devices, where its leaves have their own shapes."""
+    """A tree for a placement: with leaves in their own shapes, if its mesh lacks the uneven axis."""
     share = share_of(patterns)
     return tree if share is None or has_uneven_axis(placement, share) else restore_shapes(tree, patterns)
 
 
 def lies_along(spec: UnevenSpec, leaf: Any) -> bool:
-    """Whether an array is divided along the axis as stored ones are, on whatever devices."""
+    """Whether an array is sharded along the axis of an uneven spec, on any devices."""
     sharding = getattr(leaf, "sharding", None)
     names = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     return len(names) > spec.dim and names[spec.dim] in (spec.axis, (spec.axis,))
 
 
 def is_known_stored(path: tuple[Any, ...], leaf: Any, spec: UnevenSpec) -> bool:
-    """Whether an array with the length of a stored one is known to be stored: by lying as such ones do.
+    """Whether an array of the stored length is stored in blocks, by its sharding.
 
     Raises:
-      PlacementError: it does not, and lengths differ: the dimension may be as long by mistake, and would be cut off.
+      PlacementError: it is not sharded so, and the lengths differ: the length may be a mistake.
     """
     if lies_along(spec, leaf) or spec.room == spec.size:
         return lies_along(spec, leaf)
@@ -159,10 +160,10 @@ def is_known_stored(path: tuple[Any, ...], leaf: Any, spec: UnevenSpec) -> bool:
 
 
 def check_known(args: Sequence[Any], wholes: Sequence[int], patterns: Patterns) -> None:
-    """Refuses arguments of which it is not known whether they are stored: those within another program.
+    """Checks, for arguments within another program, that it is known whether they are stored in blocks.
 
     Raises:
-      PlacementError: there is one.
+      PlacementError: it is unknown for one of them.
     """
     if share_of(patterns) is not None:
         for i in wholes:
@@ -197,12 +198,12 @@ def restore_shapes(tree: Any, patterns: Patterns) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class UnevenState:
-    """What of a call is stored in blocks.
+    """The arrays of a call that are stored in blocks.
 
     Attributes:
-      share: whose blocks are how many.
-      inputs: for each array of the call the dimension that is, or None.
-      outputs: the same of results, given types of them in their own shapes: of those that succeed such an array.
+      share: the number of blocks of each device.
+      inputs: for each array of the call, the stored dimension, or None.
+      outputs: the same for results, given their own shapes: for those that succeed a stored array.
     """
 
     share: Share
@@ -210,20 +211,20 @@ class UnevenState:
     outputs: Callable[[Sequence[Any]], list[int | None]]
 
     def own_shapes(self, leaves: Sequence[Any]) -> list[Any]:
-        """The types of arrays in their own shapes."""
+        """The shapes of arrays without padding."""
         return [own_shape(leaf, dim, self.share) for leaf, dim in zip(leaves, self.inputs, strict=True)]
 
 
 def find_uneven_state(
     call: Call, output: OutputTree, patterns: Patterns, wholes: Callable[[int], Sequence[int]]
 ) -> UnevenState | None:
-    """What of a call is stored in blocks; None if nothing is.
+    """Finds the arrays of a call that are stored in blocks; None if there are none.
 
     Args:
       call: the call.
-      output: what the step returns, once it was traced.
+      output: the structure of the step's result, once it was traced.
       patterns: of names.
-      wholes: the positions of arguments of which nothing is split, of so many.
+      wholes: the positions of unsplit arguments, for a number of arguments.
     """
     share = share_of(patterns)
     if share is None:

@@ -35,7 +35,7 @@ from vnode.step.uneven_state import put_by_name, restore_for_placement, restore_
 from vnode.tracebacks import api_boundary, remove_frames
 
 MAX_PLACEMENTS = 16
-"""Placements whose programs are kept; those that were asked for longest ago are compiled again."""
+"""The number of placements whose programs are kept; the least recently used are dropped."""
 
 
 class VirtualStep(Step[P, R]):
@@ -44,12 +44,12 @@ class VirtualStep(Step[P, R]):
     Calling it runs the step. It composes with `jax.jit`, `jax.lax.scan`, `jax.eval_shape` and `jax.vmap`.
 
     Attributes:
-      spec: what the step is on any devices.
+      spec: the step on any devices.
       family: the step on all placements.
     """
 
     def __init__(self, spec: StepSpec, placement: Placement | None, family: StepFamily | None = None) -> None:
-        world()  # from here on the others learn of this process's end
+        world()  # from here on other processes learn of this process's end
         functools.update_wrapper(self, spec.fun)
         self.spec = spec
         self._placement = placement
@@ -67,7 +67,7 @@ class VirtualStep(Step[P, R]):
 
     @property
     def options(self) -> Options:
-        """What was asked of `virtualize`."""
+        """The options of `virtualize`."""
         return self.spec.options
 
     @property
@@ -80,7 +80,7 @@ class VirtualStep(Step[P, R]):
 
     @property
     def executor(self) -> Executor:
-        """What runs the step on its placement."""
+        """The programs of the step on its placement."""
         if self._executor is None:
             self.family.check(self.placement)
             self._executor = Executor(self.spec, self.placement)
@@ -112,7 +112,7 @@ class VirtualStep(Step[P, R]):
         return self.family.member(placement) or VirtualStep(self.spec, placement, self.family)
 
     def forget(self) -> None:
-        """Forgets the programs on this placement, whose devices are no more; the others stay."""
+        """Drops the programs on this placement, whose devices are lost; all other programs stay."""
         self.family.drop(self)
         self.family.forget_shapes(self.placement)
 
@@ -213,7 +213,7 @@ class VirtualStep(Step[P, R]):
         check_placed(tree)
         patterns, host = self.options.patterns, self.options.host
         self.family.check(self.placement)
-        if self.spec.has_one_state:  # what a plan names is in all arguments, the batch's too
+        if self.spec.has_one_state:  # a plan's names cover all arguments, the batch too
             check_matched([tree], tuple(each for each in patterns if not isinstance(each[0], Exactly)))
         with without_mesh():
             placed = put(restore_for_placement(tree, patterns, self.placement), self.placement)
@@ -253,7 +253,7 @@ class VirtualStep(Step[P, R]):
             raise
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call, with arguments in their place."""
+        """Runs the step, with arguments bound to their positions."""
         around = outer_devices()
         if around is not None:
             return self._call_inside(around, args, kwargs)
@@ -280,10 +280,10 @@ class VirtualStep(Step[P, R]):
         return f"VirtualStep({self.spec.name}, {self._placement or f'{self.options.virtual_nodes} nodes'})"
 
     def _call_inside(self, around: frozenset[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call within another virtualized step, whose nodes then divide this one too.
+        """Runs the step inside of another virtualized step, whose nodes then divide this one too.
 
         Raises:
-          PlacementError: this one is to run on other devices, or would not give what it gives alone.
+          PlacementError: this one is for other devices, or has a ``coupling`` that would not count.
         """
         devices = frozenset(self._placement.devices if self._placement and self._chosen else ())
         if devices and around and devices != around:
@@ -343,9 +343,9 @@ class VirtualStep(Step[P, R]):
         return self.family.last
 
     def _await(self) -> None:
-        """Waits for the program that is being compiled, or this call would compile it once more."""
+        """Waits for the program that is being compiled; otherwise this call would compile it again."""
         preparation, self._preparation = self._preparation, None
-        # What it raised, the call itself will raise.
+        # The call itself will raise the error again.
         with contextlib.suppress(Exception, concurrent.futures.CancelledError):
             assert preparation is not None
             preparation.wait(self.placement)
@@ -354,15 +354,15 @@ class VirtualStep(Step[P, R]):
 class StepFamily:
     """A step on all placements.
 
-    A step may leave a mesh for devices without some of its axes, over which nothing is divided then. But axes that no
-    placement ever had were meant for one that is missing.
+    A step may move to devices without some of its mesh's axes; leaves are then not divided over these. Axes that no
+    placement has ever had are most likely a mistake.
 
     Args:
-      patterns: over which axes leaves are divided.
+      patterns: the partition of leaves over mesh axes.
 
     Attributes:
-      last: shapes of the arguments for which one of them was traced last.
-      warned: whether it was looked whether devices are idle, for the first batch.
+      last: shapes of the arguments of the last trace.
+      warned: whether idle devices and padding were checked, for the first batch.
     """
 
     def __init__(self, patterns: Patterns = ()) -> None:
@@ -379,15 +379,15 @@ class StepFamily:
         return found
 
     def note_axes(self, placement: Placement) -> None:
-        """Takes note of a placement that the step is for."""
+        """Notes the mesh axes of a placement that the step has."""
         if all(name in placement.mesh.shape for _, spec in self.unmet_patterns for name in axes_of(spec)):
             self.unmet_patterns = ()
 
     def check(self, placement: Placement) -> None:
-        """Refuses to divide nothing on a placement, for want of axes that no other one had either.
+        """Checks the patterns' mesh axes.
 
         Raises:
-          PlacementError: there are such axes.
+          PlacementError: neither this placement nor any other one has had the pattern's axes.
         """
         check_axes(self.unmet_patterns, placement.mesh.axis_names)
 
@@ -468,7 +468,7 @@ def first_nodes(
 
 
 def leading_examples(leaf: Any, axis: int, stop: int) -> Any:
-    """The first `stop` examples of an array, or of what stands for one."""
+    """The first `stop` examples of an array, or of a shape."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         shape = list(leaf.shape)
         shape[axis] = stop
@@ -477,7 +477,7 @@ def leading_examples(leaf: Any, axis: int, stop: int) -> Any:
 
 
 def prepare_steps(steps: Sequence[VirtualStep], tasks: Sequence[Callable[[], Any]]) -> Preparation:
-    """Does a task for each of several steps in the background; a call of one of them waits for its own."""
+    """Runs a task for each of several steps in the background; a call of a step waits for its task."""
     preparation = Preparation({step.placement: task for step, task in zip(steps, tasks, strict=True)})
     for step in steps:
         step._preparation = preparation
@@ -485,7 +485,7 @@ def prepare_steps(steps: Sequence[VirtualStep], tasks: Sequence[Callable[[], Any
 
 
 def check_lanes(placement: Placement, lane: int) -> None:
-    """Refuses a placement that divides a lane.
+    """Checks that a placement divides no lane.
 
     Raises:
       PlacementError: it does.

@@ -174,12 +174,12 @@ class Plan(Drawn, Bound):
     @property
     def away(self) -> tuple[ResultIndex, ...]:
         """What loops keep on the host for later ones: results of equations; for those that they carry, beginnings."""
-        return self.pattern.options.away
+        return self.pattern.options.offloaded
 
     @property
     def again(self) -> tuple[ResultIndex, ...]:
         """What the step does not keep for its backward pass, which computes it again: results of equations."""
-        return self.pattern.options.again
+        return self.pattern.options.recomputed
 
     def step(self, devices: Sequence[Any] | None = None) -> VirtualStep[..., Any]:
         """The step, to be run as planned.

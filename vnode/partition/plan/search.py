@@ -270,7 +270,7 @@ class _Search:
             plain = False
             if self.chosen is not None:
                 options = self.chosen[0].step.options
-                plain = not (self.chosen[1].uses_host or options.again or options.away)
+                plain = not (self.chosen[1].uses_host or options.recomputed or options.offloaded)
             if over or plain:  # else more nodes may need neither the host nor more work
                 return
 

@@ -178,7 +178,7 @@ def subject_of(step: Any, args: Sequence[Any]) -> Subject:
     placed = jax.tree.map(
         lambda leaf: shape_of(leaf) if is_number(leaf) else leaf, tuple(wrap(arg, 0, i) for i, arg in enumerate(given))
     )
-    wholes = set(spec.wholes(len(placed)))
+    wholes = set(spec.unsplit_positions(len(placed)))
     leaves = [(path[0].idx, path[1:]) for path, _ in jax.tree.leaves_with_path(placed)]
     named = [name_of(path) if i in wholes else None for i, path in leaves]
     kept = loop_residuals(program)

@@ -34,7 +34,7 @@ from vnode.show.units import several
 from vnode.tracebacks import api_boundary
 
 Counts = dict[str, tuple[int, ...]]
-"""Of each kind in use, the nodes of each of its devices that has some."""
+"""For each kind in use, the nodes of each of its devices that has some."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Candidate:
     """A placement by kind, and the time of a step on it.
 
     Attributes:
-      counts: of each kind in use, the nodes of each of its devices that has some.
+      counts: for each kind in use, the nodes of each of its devices that has some.
       seconds: of a step, predicted.
     """
 
@@ -51,7 +51,7 @@ class Candidate:
 
     @property
     def devices(self) -> int:
-        """How many take part."""
+        """The number of devices with nodes."""
         return sum(map(len, self.counts.values()))
 
 
@@ -75,7 +75,7 @@ class Balance:
     """The placement with the shortest step; `str` of it is a table.
 
     Attributes:
-      profiles: what it was computed from.
+      profiles: the times that it was computed from.
       virtual_nodes: V.
       best: the placement chosen.
       single: the best placement on devices of one kind, for each kind on which there is one.
@@ -92,12 +92,12 @@ class Balance:
 
     @property
     def counts(self) -> Counts:
-        """Of each kind in use, the nodes of each of its devices that has some."""
+        """For each kind in use, the nodes of each of its devices that has some."""
         return self.best.counts
 
     @property
     def seconds(self) -> float:
-        """Of a step, predicted."""
+        """The predicted seconds of a step."""
         return self.best.seconds
 
     @property
@@ -110,7 +110,7 @@ class Balance:
         return None if fastest is None else fastest / self.seconds - 1
 
     def rate(self, batch: int) -> float:
-        """Examples per second, predicted, of a batch of so many."""
+        """The predicted examples per second, for a batch size."""
         return batch / self.seconds
 
     def placement(self, devices: Mapping[str, Sequence[Any]] | Sequence[Any] | None = None) -> Placement:
@@ -296,12 +296,12 @@ class CountSearch:
         return found
 
     def fixed_seconds(self, use: Sequence[int]) -> float:
-        """Seconds besides the nodes."""
+        """The seconds of a step besides the nodes."""
         kinds = [profile for profile, n in zip(self.profiles.kinds, use, strict=True) if n]
         return self.profiles.rest(kinds, sum(use))
 
     def seconds(self, use: Sequence[int]) -> float:
-        """Of a step, with the nodes spread best."""
+        """The seconds of a step, with the best spread of nodes."""
         return self.slowest(use) + self.fixed_seconds(use)
 
     def slowest(self, use: Sequence[int]) -> float:
@@ -352,10 +352,10 @@ def device_counts(low: Sequence[int], high: Sequence[int]) -> Iterator[tuple[int
 
 
 def capacity(profile: Profile, virtual_nodes: int, memory: int | str | Mapping[str, int | str] | None) -> int:
-    """How many nodes a device of a kind holds, at most all.
+    """The number of nodes that a device of a kind can hold, at most all.
 
     Raises:
-      ProfileError: it has a limit, and nobody knows what a node needs.
+      ProfileError: its memory is limited, and that of a node is unknown.
     """
     most = memory.get(profile.kind, profile.memory) if isinstance(memory, Mapping) else memory
     most = profile.memory if most is None else byte_count(most) if isinstance(most, str) else most
@@ -412,7 +412,7 @@ def place_nodes(
 def counts_text(counts: Mapping[str, Sequence[int]]) -> str:
     """Counts for people; runs of equal ones are counted.
 
-    >>> text({"V100": (6, 6), "P100": (1, 1, 1, 1)})
+    >>> counts_text({"V100": (6, 6), "P100": (1, 1, 1, 1)})
     'V100 6 6, P100 4 x 1'
     """
     parts = []

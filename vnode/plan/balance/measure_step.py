@@ -116,7 +116,7 @@ def measure_groups(
     mixed: bool,
     path: Path | None,
 ) -> Profiles:
-    """`profile` of a step on arrays, by kinds of devices."""
+    """Measures a step on arrays, by kinds of devices; the body of `profile`."""
     shape = step_signature(step, args, None if nodes is None else 1)
     if path is not None and path.exists():
         return check_loaded(Profiles.load(path), shape, groups, path)
@@ -180,7 +180,7 @@ def largest_size(sizes: Sequence[int], total: int, devices: int) -> int:
 def usable_sizes(nodes: Sequence[int], total: int, lane: int) -> list[int]:
     """Numbers of nodes in whole lanes, as far as the batch has that many.
 
-    >>> usable((2, 4, 8), 6, 1), usable((2, 4, 8), 1, 1), usable((2, 4), 32, 4)
+    >>> usable_sizes((2, 4, 8), 6, 1), usable_sizes((2, 4, 8), 1, 1), usable_sizes((2, 4), 32, 4)
     ([2, 4], [1], [4])
     """
     if not nodes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in nodes):
@@ -192,7 +192,7 @@ def usable_sizes(nodes: Sequence[int], total: int, lane: int) -> list[int]:
 def compile_part(
     step: VirtualStep, args: tuple[Any, ...], devices: Sequence[Any], counts: Sequence[int]
 ) -> tuple[Callable[[], float], int | None]:
-    """A compiled step on the first nodes of the batch: what runs and times it, and the memory it needs on a device."""
+    """Compiles a step on the first nodes of the batch; returns a timed run, and the bytes that a device needs."""
     total = sum(counts)
     with note_part_of_batch(total, step.options.virtual_nodes):
         placement = Placement(total, devices, counts=counts)
@@ -212,7 +212,7 @@ def compile_part(
 
 @contextlib.contextmanager
 def note_part_of_batch(nodes: int, virtual_nodes: int) -> Iterator[None]:
-    """Says in errors of the user's step that it was run on a part of the batch."""
+    """A context that adds a note to errors of the user's step: it was run on a part of the batch."""
     try:
         yield
     except Exception as error:
@@ -225,7 +225,7 @@ def note_part_of_batch(nodes: int, virtual_nodes: int) -> Iterator[None]:
 
 
 def needed_bytes(compiled: Any) -> int | None:
-    """Bytes that a compiled program needs on a device; None where the compiler does not say."""
+    """Bytes that a compiled program needs on a device; None if the compiler does not report them."""
     try:
         return program_memory(compiled)
     except MemoryLimitError:
@@ -233,7 +233,7 @@ def needed_bytes(compiled: Any) -> int | None:
 
 
 def memory_limit(kind: str, group: Sequence[Any], memory: int | str | Mapping[str, int | str] | None) -> int | None:
-    """Bytes of a device of a kind, the smallest of what the devices say unless the user does."""
+    """The bytes of a device of a kind: the user's limit, or else the smallest that the devices report."""
     if memory is not None:
         given = memory.get(kind) if isinstance(memory, Mapping) else memory
         return None if given is None else byte_count(given)
@@ -241,7 +241,7 @@ def memory_limit(kind: str, group: Sequence[Any], memory: int | str | Mapping[st
 
 
 def step_signature(step: VirtualStep, args: tuple[Any, ...], nodes: int | None) -> Signature:
-    """Of which program times are: the step cut to so many nodes, or whole."""
+    """The signature of the measured program: the step cut to a number of nodes, or the whole step."""
     whole = step.options.virtual_nodes
     size = -(-step.spec.call(args, {}).size // whole)
     cut, few = first_nodes(step, nodes, None, args) if nodes else (step, args)
@@ -258,7 +258,7 @@ def step_signature(step: VirtualStep, args: tuple[Any, ...], nodes: int | None) 
 
 
 def check_loaded(found: Profiles, shape: Signature, groups: Mapping[str, Sequence[Any]], path: Path) -> Profiles:
-    """Profiles from a file, of these devices, if they are of this step and these kinds.
+    """Checks that profiles from a file are of this step and these kinds; returns them with these devices' numbers.
 
     Raises:
       ProfileError: they are not.

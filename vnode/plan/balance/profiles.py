@@ -10,8 +10,8 @@ nodes, and then the time of what follows the loop, for which everybody waits,
 `node` is the time of one node on a device of the kind; `fixed` that of everything else in a step (the reduction on the
 device, the update, the start); `peer` what each further device adds to the exchange; `between` what an exchange takes
 longer when the devices are of several kinds. The first three are fitted to the measurements of a kind alone by least
-squares of relative errors, none of them negative. What the measurements cannot tell apart is given to the first of
-these that may explain it: of one measurement all time is the nodes'.
+squares of relative errors, none of them negative. If the measurements do not determine them, the first of these gets
+all: with one measurement, all time is the nodes'.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """Of which program times were measured.
+    """The program whose times were measured.
 
     Attributes:
       step: its name, for people.

@@ -1,6 +1,6 @@
-"""What `check` answers: the arrays that a step returns, each beside the plain step's, and its bits on every place.
+"""The answer of `check`: each array that a step returns, compared with the plain step's, and its bits everywhere.
 
-Knows what was found of each array, and how that is said. Must not know steps, nor how it was found out.
+Knows the comparison of each array, and how it is shown. Must not know steps, nor how it was found out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHOWN = 16
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Check(Drawn):
-    """What `check` found; print it.
+    """The answer of `check`; print it.
 
     Attributes:
       name: of the step.
@@ -29,7 +29,7 @@ class Check(Drawn):
       places: on which devices it ran, in words.
       promised: whether the step promises the same bits on all of them.
       repeatable: whether a second run on the first place gave the bits of the first.
-      plain: why there is nothing to compare with; nothing if there is.
+      plain: why there is no plain step to compare with; empty if there is one.
       exact: whether the step means to equal the plain one: couplings that are estimated do not.
     """
 
@@ -81,7 +81,7 @@ class Check(Drawn):
         return f"{join_names(differ)} than on {self.places[0]}"
 
     def page(self) -> Page:
-        """What there is to see."""
+        """The page that is drawn."""
         facts = [
             Fact("plain step", self.plain or "as written, compiled whole, on one device"),
             Fact(
@@ -136,7 +136,7 @@ class Check(Drawn):
 def join_names(names: Sequence[str]) -> str:
     """Names in a row.
 
-    >>> listed(["1 cpu device", "2 cpu devices", "3 cpu devices"])
+    >>> join_names(["1 cpu device", "2 cpu devices", "3 cpu devices"])
     '1, 2 and 3 cpu devices'
     """
     parts = [name.partition(" ") for name in names]

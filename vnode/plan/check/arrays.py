@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 MULTIPLE = 8.0
-"""How many times as far as by other roundings an element may be from the plain step's."""
+"""An element may differ from the plain step's by so many times the effect of other roundings."""
 
 EQUAL, ROUNDING, DIFFERENT, UNKNOWN = "same bits", "rounding", "DIFFERENT", "not compared"
 
@@ -73,7 +73,7 @@ def distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def compare_leaf(path: str, got: np.ndarray, want: Any, spread: Any, bits: tuple[bool, ...], known: bool) -> Leaf:
-    """What there is to say of an array.
+    """Compares an array with the plain step's.
 
     Args:
       path: of it.

@@ -130,7 +130,7 @@ def copy_arrays(tree: Any) -> Any:
 
 
 def named_results(tree: Any) -> list[tuple[str, Any]]:
-    """Path and value of every array of what a step returned."""
+    """The path and value of every array in a step's result."""
     return [
         (jax.tree_util.keystr(path, simple=True, separator="/") or "the result", to_host(leaf))
         for path, leaf in jax.tree.leaves_with_path(whole_batches(tree))
@@ -139,7 +139,7 @@ def named_results(tree: Any) -> list[tuple[str, Any]]:
 
 
 def requested_places(step: Any, devices: Any) -> list[Any]:
-    """What the user means by devices, as `on` takes it.
+    """The devices that the user requests, in forms that `on` takes.
 
     Raises:
       PlacementError: there are none, or not so many.

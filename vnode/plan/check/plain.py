@@ -2,8 +2,8 @@
 
 Knows steps and what fits in a device's memory. Must not know virtual nodes, nor what is said of a difference.
 
-What counts as equal is not a number somebody chose: the plain step is run again with its roundings changed
-(`vnode.runtime.rounding_noise`), and each element may differ by a small multiple of what it then moved by.
+The tolerance is measured: the plain step is run again with its roundings changed (`vnode.runtime.rounding_noise`). Each
+element may differ by a small multiple of the change that this causes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Reference:
                 pass
 
     def results(self, count: int) -> list[tuple[Any, Any]]:
-        """What it returned, and how far each element moves with other roundings; None for what is not known."""
+        """The results, and how far each element moves with other roundings; None where they are unknown."""
         wants = [None] * count if self.absent else self._wants
         return list(zip(wants, self._spreads if self.noisy else [None] * count, strict=True))
 

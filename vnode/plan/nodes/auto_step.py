@@ -39,7 +39,7 @@ NO_LIMIT = 2**62
 
 
 class SharedChoice:
-    """What the members of a family, one for each set of devices, have in common: the number, once it is found.
+    """The number of nodes, once it is chosen; shared by the steps on all sets of devices.
 
     Attributes:
       search: how it was found.
@@ -264,7 +264,7 @@ class AutoStep(Step[P, R]):
 
 
 def common_limit(memory: int | None, devices: Sequence[Any]) -> int:
-    """What the smallest of the devices of several processes can hold, each of which knows only its own.
+    """The memory of the smallest device of several processes, each of which knows only its own devices.
 
     Args:
       memory: what the user says.
@@ -318,12 +318,12 @@ def split_words(number: int) -> tuple[int, int]:
 def join_words(high: int, low: int) -> int:
     """The number that two words are.
 
-    >>> join(*split(10**12))
+    >>> join_words(*split_words(10**12))
     1000000000000
     """
     return (high << 32) + low
 
 
 def abstract_tracer(leaf: Any) -> Any:
-    """What a value within `jax.jit` will be; others stay."""
+    """The shape of a tracer; any other leaf as it is."""
     return shape_of(leaf) if isinstance(leaf, jax.core.Tracer) else leaf

@@ -40,7 +40,7 @@ and its siblings), divided by the devices of a chip, less what is reserved.
 """
 
 REFUSAL = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMGT])")
-"""How the TPU compiler says what a program that it refuses would need."""
+"""The TPU compiler's words for the memory that a refused program needs."""
 
 
 def byte_count(memory: Any) -> int:
@@ -72,7 +72,7 @@ def byte_count(memory: Any) -> int:
 
 
 def device_memory(devices: Sequence[Any]) -> int:
-    """What the smallest of some devices can hold.
+    """The memory of the smallest of some devices.
 
     Args:
       devices: as jax counts them; those of a topology description too.
@@ -161,7 +161,7 @@ def memory_refusal(error: Exception) -> tuple[bool, int | None]:
       Whether it is; and the bytes that the program would need, if the compiler says.
 
     Example:
-      >>> refusal(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 18.5G of 15.75G hbm."))
+      >>> memory_refusal(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 18.5G of 15.75G hbm."))
       (True, 19864223744)
     """
     if not isinstance(error, jax.errors.JaxRuntimeError) or "RESOURCE_EXHAUSTED" not in str(error):

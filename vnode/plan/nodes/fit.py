@@ -1,4 +1,4 @@
-"""Which numbers of virtual nodes fit in the memory of devices that are not there.
+"""A step and a description of devices -> the numbers of virtual nodes that fit in their memory, by compilation alone.
 
 Knows topologies and limits. Must not know how a step is compiled, or how the search goes.
 
@@ -32,13 +32,13 @@ ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""What libtpu reads when it starts: which machine this is, instead of asking a metadata server, and that several
-processes may compile. Set on machines without a TPU only, and only what is not set."""
+"""Environment variables that libtpu reads when it starts: the kind of machine, which it would ask a metadata server
+for, and that several processes may compile. They are set on machines without a TPU only, if they are not set yet."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class KindFit:
-    """What fits on one kind of device.
+    """The numbers of nodes that fit on one kind of device.
 
     Attributes:
       name: of the topology.
@@ -65,7 +65,7 @@ class KindFit:
 
 
 class Fit(Mapping[str, KindFit]):
-    """What `fit` found, by topology; `str` of it is a table."""
+    """The answer of `fit`, by topology; `str` of it is a table."""
 
     def __init__(self, entries: Sequence[KindFit]) -> None:
         self._entries = {entry.name: entry for entry in entries}

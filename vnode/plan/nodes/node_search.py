@@ -88,9 +88,9 @@ class NodeSearch:
 
 
 def lanes_text(lanes: int | None) -> str:
-    """So many lanes, after something else; nothing where there are as many as nodes.
+    """A number of lanes as a suffix; empty if there are as many lanes as nodes.
 
-    >>> in_lanes(4), in_lanes(1), in_lanes(None)
+    >>> lanes_text(4), lanes_text(1), lanes_text(None)
     (' in 4 lanes', ' in 1 lane', '')
     """
     return "" if lanes is None else f" in {several(lanes, 'lane')}"
@@ -150,7 +150,7 @@ def smallest_fitting(count: int, measure: Callable[[int], Trial]) -> int | None:
       >>> def measure(i):
       ...     asked.append(i)
       ...     return Trial(i, 1, 1, 1000 // (i + 1), 1000 // (i + 1) <= 100)
-      >>> smallest(100, measure), asked
+      >>> smallest_fitting(100, measure), asked
       (9, [0, 1, 3, 7, 15, 11, 9, 8])
     """
     seen: dict[int, Trial] = {}
@@ -199,7 +199,7 @@ Need = tuple[bool, int | None]
 
 
 def own_need(need: Need) -> Need:
-    """What one process finds, by itself."""
+    """The answer of a single process."""
     return need
 
 
