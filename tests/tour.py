@@ -21,6 +21,7 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 
+
 def execute(folder: Path) -> nbformat.NotebookNode:
     """The tour with outputs, run in a process of its own; its last cell, `where`, says by what.
 

@@ -12,6 +12,7 @@ from tests.ahead import program
 
 SEEDS = ("11", "13", "12") if os.environ.get("VNODE_TEST_ALL") == "1" else ("11", "13")
 
+
 @pytest.mark.thorough
 def test_plans_are_alike_in_all_processes():
     running = [

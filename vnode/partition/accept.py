@@ -17,11 +17,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from vnode.errors import ProfileError, layout_message
-from vnode.partition.bipartite_pairing import most_paired
+from vnode.partition.bipartite_pairing import maximum_pairing
 from vnode.partition.cost.collective_cost import NAMES
 from vnode.partition.cost.program_memory import Memory
-from vnode.partition.cost.split_cost import Planned, ProgramCost
-from vnode.partition.hlo import Found, found_collectives, found_fetches, parse
+from vnode.partition.cost.split_cost import PlannedCollective, ProgramCost
+from vnode.partition.hlo import HloCollective, find_collectives, find_fetches, parse
 from vnode.placement.temporary import temporary_of
 from vnode.show.drawable import Drawn
 from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
@@ -64,7 +64,7 @@ class Acceptance(Drawn):
       extra: collectives that are there and not planned.
       rewritten: those that are planned, with those that a compiler is known to make of them, and that are there.
       added: those by which a compiler puts in place what a sum over padded arrays has left elsewhere
-        (`vnode.partition.hlo.found_collectives`); listed, and neither found nor extra.
+        (`vnode.partition.hlo.find_collectives`); listed, and neither found nor extra.
       combined: how many arrays each collective sends that sends several.
       predicted: the memory of one device.
       arguments: bytes of them in the compiled program.
@@ -269,10 +269,12 @@ def accept(compiled: Any, cost: ProgramCost, *, tolerance: float = TOLERANCE) ->
       >>> found.accepted, found.found, found.memory
       (True, {'all-reduce': 16384}, 98304)
     """
-    return compared(compiled, counted_plan((*cost.collectives, *cost.others)), cost.memory, tolerance=tolerance)
+    return compare_collectives(
+        compiled, count_planned((*cost.collectives, *cost.others)), cost.memory, tolerance=tolerance
+    )
 
 
-def compared(
+def compare_collectives(
     compiled: Any,
     wanted: Counts,
     predicted: Memory,
@@ -311,16 +313,16 @@ def compared(
             )
         )
     module, temporary = parse(text), temporary_of(compiled)
-    found = found_collectives(module, over_nodes)
-    there = counted(each for each in found if not each.added)
-    missing, extra, rewritten = matched(wanted, there)
+    found = find_collectives(module, over_nodes)
+    there = count_compiled(each for each in found if not each.added)
+    missing, extra, rewritten = match_rewrites(wanted, there)
     return Acceptance(
-        planned=by_kind(wanted),
-        found=by_kind(there),
-        missing=exchanges(missing),
-        extra=exchanges(extra),
+        planned=bytes_by_kind(wanted),
+        found=bytes_by_kind(there),
+        missing=sorted_exchanges(missing),
+        extra=sorted_exchanges(extra),
         rewritten=rewritten,
-        added=exchanges(counted(each for each in found if each.added)),
+        added=sorted_exchanges(count_compiled(each for each in found if each.added)),
         combined=tuple(len(each.arrays) for each in found if len(each.arrays) > 1 and each.kind != "all-to-all"),
         predicted=predicted,
         arguments=memory.argument_size_in_bytes,
@@ -333,7 +335,7 @@ def compared(
         limit=limit,
         platforms=platforms,
         on_host=getattr(memory, "host_temp_size_in_bytes", 0),
-        fetched=(fetched, found_fetches(module, over_nodes)),
+        fetched=(fetched, find_fetches(module, over_nodes)),
     )
 
 
@@ -341,7 +343,7 @@ Counts = collections.Counter[tuple[str, int, int]]
 """How often a collective of a kind, with so many bytes, among so many devices runs."""
 
 
-def counted_plan(planned: Iterable[Planned]) -> Counts:
+def count_planned(planned: Iterable[PlannedCollective]) -> Counts:
     """The collectives of a plan."""
     found: Counts = collections.Counter()
     for each in planned:
@@ -351,7 +353,7 @@ def counted_plan(planned: Iterable[Planned]) -> Counts:
     return found
 
 
-def counted_exchanges(several: Iterable[Exchange]) -> Counts:
+def count_exchanges(several: Iterable[Exchange]) -> Counts:
     """Collectives that were written down."""
     found: Counts = collections.Counter()
     for each in several:
@@ -359,7 +361,7 @@ def counted_exchanges(several: Iterable[Exchange]) -> Counts:
     return found
 
 
-def counted(collectives_found: Iterable[Found]) -> Counts:
+def count_compiled(collectives_found: Iterable[HloCollective]) -> Counts:
     """The collectives of a compiled program; the arrays of an all-to-all are parts of one."""
     found: Counts = collections.Counter()
     for each in collectives_found:
@@ -382,7 +384,7 @@ ROW = 128 * 4
 """Bytes of a row of a TPU's tiles in float32: parts that are no whole rows are not gathered, but summed."""
 
 
-def matched(wanted: Counts, there: Counts) -> tuple[Counts, Counts, tuple[tuple[Exchange, Exchange], ...]]:
+def match_rewrites(wanted: Counts, there: Counts) -> tuple[Counts, Counts, tuple[tuple[Exchange, Exchange], ...]]:
     """What is left of differences where planned exchanges are carried out as others that are known, and these pairs.
 
     All are paired at once, and as many as can be: one that is there as planned may still be another that is carried out
@@ -396,10 +398,15 @@ def matched(wanted: Counts, there: Counts) -> tuple[Counts, Counts, tuple[tuple[
     >>> print(before, "as", after)
     1 x reduce-scatter of 64 bytes among 4 as 1 x all-reduce of 64 bytes among 4
     """
-    ranks = {(one, other): rank for one in sorted(+wanted) for other, rank in outcomes(one).items() if there[other] > 0}
+    ranks = {
+        (one, other): rank
+        for one in sorted(+wanted)
+        for other, rank in possible_rewrites(one).items()
+        if there[other] > 0
+    }
     missing, extra = +wanted, +there
     pairs = list[tuple[Exchange, Exchange]]()
-    for (one, other), runs in most_paired(wanted, there, ranks).items():
+    for (one, other), runs in maximum_pairing(wanted, there, ranks).items():
         missing[one] -= runs
         extra[other] -= runs
         if one != other:
@@ -408,7 +415,7 @@ def matched(wanted: Counts, there: Counts) -> tuple[Counts, Counts, tuple[tuple[
     return +missing, +extra, tuple(pairs)
 
 
-def outcomes(planned: tuple[str, int, int]) -> dict[tuple[str, int, int], int]:
+def possible_rewrites(planned: tuple[str, int, int]) -> dict[tuple[str, int, int], int]:
     """As what an exchange may be carried out, with its rank: 0 as planned, then as `REWRITES` are ordered."""
     kind, n, devices = planned
     found = {planned: 0}
@@ -419,7 +426,7 @@ def outcomes(planned: tuple[str, int, int]) -> dict[tuple[str, int, int], int]:
     return found
 
 
-def by_kind(counts: Counts) -> dict[str, int]:
+def bytes_by_kind(counts: Counts) -> dict[str, int]:
     """Bytes by kind."""
     found: dict[str, int] = {}
     for (kind, n, _), runs in sorted(counts.items()):
@@ -427,7 +434,7 @@ def by_kind(counts: Counts) -> dict[str, int]:
     return found
 
 
-def exchanges(counts: Counts) -> tuple[Exchange, ...]:
+def sorted_exchanges(counts: Counts) -> tuple[Exchange, ...]:
     """The largest first."""
     found = [Exchange(kind, n, devices, runs) for (kind, n, devices), runs in counts.items()]
     return tuple(sorted(found, key=lambda each: (-each.bytes * each.runs, str(each))))

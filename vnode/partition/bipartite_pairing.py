@@ -12,7 +12,7 @@ import numpy as np
 import scipy.optimize
 
 
-def most_paired(
+def maximum_pairing(
     left: Mapping[Any, int], right: Mapping[Any, int], ranks: Mapping[tuple[Any, Any], int]
 ) -> dict[tuple[Any, Any], int]:
     """Pairs as many as can be, and of such pairings takes the one with the least sum of ranks.

@@ -154,7 +154,7 @@ def parse(text: str) -> Module:
     return Module(entry, computations)
 
 
-def members(instruction: Instruction) -> int:
+def group_size(instruction: Instruction) -> int:
     """How many devices a group of a collective has: of three notations."""
     found = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]|mesh\[(.*?)\][^{]*\{(.*?)\})", instruction.rest)
     if found is None:
@@ -173,7 +173,7 @@ _MESHED = re.compile(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\)(?= 
 _PAIRS = re.compile(r"source_target_pairs=\{([\d,{}]*)\}")
 
 
-def groups(instruction: Instruction) -> tuple[tuple[int, ...], ...]:
+def device_groups(instruction: Instruction) -> tuple[tuple[int, ...], ...]:
     """The devices of each group of a collective, by number; of a permute its pairs; nothing where it names none.
 
     XLA lists them, or counts along the axes of an array, or names axes of a mesh. ``"x:(2)4"`` is a part of an axis:
@@ -219,13 +219,13 @@ def _counted(said: str) -> np.ndarray:
     return (numbers.transpose([*map(int, order.strip("()").split(","))]) if order else numbers).ravel()
 
 
-def arrays(instruction: Instruction) -> list[int]:
+def array_bytes(instruction: Instruction) -> list[int]:
     """Bytes of each array of the result."""
     return [_width(kind) * _product(dims) // 8 for kind, dims in _SHAPE.findall(instruction.type)]
 
 
 @dataclass(frozen=True)
-class Found:
+class HloCollective:
     """A collective in a compiled program.
 
     Attributes:
@@ -237,8 +237,8 @@ class Found:
         open: Whether it is in such a loop.
         name: In the text.
         type: Of the result, as the text has it.
-        added: Whether it only puts in place what a sum over padded arrays has left elsewhere (`found_collectives`).
-        groups: Numbers of the devices that exchange (`groups`).
+        added: Whether it only puts in place what a sum over padded arrays has left elsewhere (`find_collectives`).
+        groups: Numbers of the devices that exchange (`device_groups`).
     """
 
     kind: str
@@ -268,15 +268,15 @@ def scope_of(loop: Instruction) -> str:
     return path[-2] if len(path) > 1 and path[-1] == "while" else ""
 
 
-def found_collectives(module: Module, over_nodes: int | None = None) -> list[Found]:
+def find_collectives(module: Module, over_nodes: int | None = None) -> list[HloCollective]:
     """All collectives of more than one device that a module runs.
 
     A collective that begins and ends in two places has its operands and its results in the first one's type. The TPU
     compiler spreads some over a chain of fusions that compute beside it; each of these names the whole collective,
     which counts once, wherever on the chip or off it a link has the result. It carries out some sums of which everybody
     keeps a part as fusions of a sum and a slice: these count as what they are, with the bytes before it pads them to
-    another length; the parts then lie at other places than they should, and a permute, `Found.added`, moves what is
-    beyond the border to the neighbour.
+    another length; the parts then lie at other places than they should, and a permute, `HloCollective.added`, moves
+    what is beyond the border to the neighbour.
 
     Args:
         module: The module.
@@ -284,14 +284,14 @@ def found_collectives(module: Module, over_nodes: int | None = None) -> list[Fou
     """
     nodes = loops_over_nodes(module)
     found, chains = [], set[tuple[str, ...]]()
-    scattered = _scattered(module)
-    moved = _beyond_the_border(module, scattered)
+    scattered = _sliced_sums(module)
+    moved = _border_permutes(module, scattered)
     for visit in module.walk(conditions=True):
         instruction = visit.instruction
         kind = instruction.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:
             continue
-        devices = 0 if kind in ("collective-permute", "collective-broadcast") else members(instruction)
+        devices = 0 if kind in ("collective-permute", "collective-broadcast") else group_size(instruction)
         if devices == 1:
             continue
         chain = _CHAIN.search(instruction.rest) if visit.fused else None
@@ -300,7 +300,7 @@ def found_collectives(module: Module, over_nodes: int | None = None) -> list[Fou
             if link in chains:
                 continue
             chains.add(link)
-        own = arrays(instruction)
+        own = array_bytes(instruction)
         if instruction.opcode == "collective-permute-start":
             own = own[1:2]
         elif instruction.opcode == "all-gather-start":
@@ -309,10 +309,10 @@ def found_collectives(module: Module, over_nodes: int | None = None) -> list[Fou
             own = [n * devices for n in own]
         if instruction.name in scattered:
             kind, own = "reduce-scatter", [scattered[instruction.name]]
-        runs, open_ = runs_of(visit, nodes, over_nodes)
+        runs, open_ = visit_runs(visit, nodes, over_nodes)
         added = instruction.name in moved
-        said = instruction.name, instruction.type, added, groups(instruction)
-        found.append(Found(kind, tuple(own), devices, runs, open_, *said))
+        said = instruction.name, instruction.type, added, device_groups(instruction)
+        found.append(HloCollective(kind, tuple(own), devices, runs, open_, *said))
     return found
 
 
@@ -321,7 +321,7 @@ def loops_over_nodes(module: Module) -> set[str]:
     return {v.instruction.name for v in module.walk() if scope_of(v.instruction) in OVER_NODES}
 
 
-def runs_of(visit: Visit, nodes: Set[str], over_nodes: int | None) -> tuple[int, bool]:
+def visit_runs(visit: Visit, nodes: Set[str], over_nodes: int | None) -> tuple[int, bool]:
     """How often an instruction runs, and whether it is in a loop whose length the text does not tell: these count once.
 
     Args:
@@ -336,7 +336,7 @@ def runs_of(visit: Visit, nodes: Set[str], over_nodes: int | None) -> tuple[int,
     return runs, bool(unknown)
 
 
-def found_fetches(module: Module, over_nodes: int | None = None) -> int:
+def find_fetches(module: Module, over_nodes: int | None = None) -> int:
     """Bytes of slices that a module begins to fetch from the host's memory, each as often as that runs.
 
     Those in other loops whose length the text does not tell are left out: sums that wait come back in such loops.
@@ -352,7 +352,7 @@ def found_fetches(module: Module, over_nodes: int | None = None) -> int:
         (_, _, layout), *others = _LAID_OUT.findall(visit.instruction.type)
         if HOST in layout:
             sizes = [_width(kind) * _product(dims) // 8 for kind, dims, where in others if HOST not in where]
-            runs, open_ = runs_of(visit, nodes, over_nodes)
+            runs, open_ = visit_runs(visit, nodes, over_nodes)
             total += 0 if open_ else max(sizes, default=0) * runs
     return total
 
@@ -361,7 +361,7 @@ HOST = "S(5)"
 """How a layout says that an array is in the host's memory."""
 
 
-def _scattered(module: Module) -> dict[str, int]:
+def _sliced_sums(module: Module) -> dict[str, int]:
     """Sums in fusions of which only a slice is used: by name the bytes that are summed, without padding."""
     found = {}
     fusions = (each for instructions in module.computations.values() for each in instructions)
@@ -378,7 +378,7 @@ def _scattered(module: Module) -> dict[str, int]:
     return found
 
 
-def _beyond_the_border(module: Module, scattered: Mapping[str, int]) -> set[str]:
+def _border_permutes(module: Module, scattered: Mapping[str, int]) -> set[str]:
     """Permutes of slices of what fusions with such sums give."""
     found = set()
     for instructions in module.computations.values():
@@ -408,7 +408,7 @@ def cycles(module: Module, turns: Mapping[str, float], in_loops: bool = False) -
     return round(sum(v.instruction.cycles * v.times(turns) for v in counted))
 
 
-def loops(module: Module) -> list[int | None]:
+def trip_counts(module: Module) -> list[int | None]:
     """Trip counts of the outermost loops in order; None where the text does not tell."""
     return [module._trips(v.instruction) for v in module.walk() if v.instruction.opcode == "while" and not v.loops]
 

@@ -186,7 +186,7 @@ class CompilePool:
                 each.job.seconds = time.monotonic() - each.began
                 if not each.job.failure:
                     with contextlib.suppress(ProfileError):  # the folder cannot be written to: asked again next time
-                        self.cache.put(each.key, answered(each.job))
+                        self.cache.put(each.key, job_content(each.job))
         busy = sum(each.process is not None or each.thread is not None for each in self.queue)
         for each in self.queue:
             if busy >= (min(AT_ONCE, (os.cpu_count() or 1) // CORES) if self.target.separate else 1) and busy:
@@ -256,7 +256,7 @@ class CompilePool:
             shutil.rmtree(each.folder, ignore_errors=True)
 
 
-def answered(job: CompileJob) -> dict[str, Any]:
+def job_content(job: CompileJob) -> dict[str, Any]:
     """What is kept of an answer."""
     if job.stats is not None:
         return {"stats": job.stats.to_json()}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from vnode.partition.hlo import Module, found_collectives, found_fetches, loops_over_nodes, parse, runs_of
+from vnode.partition.hlo import Module, find_collectives, find_fetches, loops_over_nodes, parse, visit_runs
 from vnode.placement.temporary import temporary_of
 
 
@@ -108,7 +108,7 @@ def compiled_stats(compiled: Any, over_nodes: int | None = None) -> CompiledStat
     """
     said, module, temporary = compiled.memory_analysis(), parse(compiled.as_text()), temporary_of(compiled)
     counted: dict[tuple[str, int, int, tuple[tuple[int, ...], ...]], int] = {}
-    for each in found_collectives(module, over_nodes):
+    for each in find_collectives(module, over_nodes):
         key = each.kind, each.bytes, each.devices, each.groups
         counted[key] = counted.get(key, 0) + (0 if each.added else each.runs)
     return CompiledStats(
@@ -118,7 +118,7 @@ def compiled_stats(compiled: Any, over_nodes: int | None = None) -> CompiledStat
         temporary=temporary.held,
         gaps=temporary.gaps,
         host=getattr(said, "host_temp_size_in_bytes", 0),
-        fetched=found_fetches(module, over_nodes),
+        fetched=find_fetches(module, over_nodes),
         cycles=estimated_cycles(module, over_nodes),
         collectives=tuple(
             CompiledCollective(kind, size, devices, runs, groups)
@@ -132,4 +132,4 @@ def estimated_cycles(module: Module, over_nodes: int | None) -> int:
     """The compiler's cycles of a step; loops of unknown length that are not over nodes count once."""
     nodes = loops_over_nodes(module)
     visits = (visit for visit in module.walk() if not visit.fused and visit.instruction.cycles)
-    return sum(visit.instruction.cycles * runs_of(visit, nodes, over_nodes)[0] for visit in visits)
+    return sum(visit.instruction.cycles * visit_runs(visit, nodes, over_nodes)[0] for visit in visits)

@@ -49,7 +49,7 @@ class Calibration:
     time: Quantiles | None = None
 
     @staticmethod
-    def on(platform: str, kind: str = "") -> Calibration:
+    def for_platform(platform: str, kind: str = "") -> Calibration:
         """The entry of a kind, if it belongs to the platform that is compiled for; otherwise that of the platform.
 
         >>> Calibration.on("tpu", "TPU v5e").recomputes, Calibration.on("cpu", "TPU v5e").recomputes
@@ -59,7 +59,7 @@ class Calibration:
         return entries().get(own, Calibration())
 
     @staticmethod
-    def of(kind: Kind) -> Calibration:
+    def for_kind(kind: Kind) -> Calibration:
         """The entry of a kind with the figures of its data sheet; measured figures are what programs reach already."""
         sheet = KINDS.get(kind.name)
         same = sheet is not None and (kind.bandwidth, kind.peak) == (sheet.bandwidth, sheet.peak)

@@ -59,7 +59,7 @@ class Transfer:
     among: tuple[tuple[int, ...], ...] = ()
 
     @property
-    def sent(self) -> float:
+    def bytes_sent(self) -> float:
         """Bytes that each device sends, by the algorithms that move least (`vnode.spmd.resharding.Move.sent`)."""
         rest = (self.devices - 1) / self.devices
         return self.bytes * {"all-reduce": 2 * rest, "permute": 1.0}.get(self.kind, rest)

@@ -31,8 +31,8 @@ class Operation:
 
     writes: Mapping[Var, int]
     reads: frozenset[Var]
-    inside: int
-    over: tuple[tuple[Var, Var], ...]
+    scratch_bytes: int
+    in_place: tuple[tuple[Var, Var], ...]
     needs: frozenset[int]
 
 
@@ -40,24 +40,24 @@ Moment = tuple[int, int, dict[Var, int]]
 """The number of an operation, bytes that are held while it runs, and the values that are, with their bytes."""
 
 
-def held_in_best_order(operations: Sequence[Operation], kept: frozenset[Var] = frozenset()) -> list[Moment]:
+def liveness_in_best_order(operations: Sequence[Operation], kept: frozenset[Var] = frozenset()) -> list[Moment]:
     """What is held while each operation runs, in the better of two orders.
 
     Args:
       operations: in an order in which they can run.
       kept: values that are held to the end.
     """
-    orders = range(len(operations)), freeing_first(operations, kept)
-    several = [[(k, now, dict(sizes)) for k, now, sizes in held(operations, order, kept)] for order in orders]
-    return min(several, key=peak)
+    orders = range(len(operations)), memory_greedy_order(operations, kept)
+    several = [[(k, now, dict(sizes)) for k, now, sizes in liveness(operations, order, kept)] for order in orders]
+    return min(several, key=peak_bytes)
 
 
-def peak(moments: Sequence[Moment]) -> int:
+def peak_bytes(moments: Sequence[Moment]) -> int:
     """The most bytes that are held at a time."""
     return max((now for _, now, _ in moments), default=0)
 
 
-def held(operations: Sequence[Operation], order: Sequence[int], kept: frozenset[Var]) -> Iterator[Moment]:
+def liveness(operations: Sequence[Operation], order: Sequence[int], kept: frozenset[Var]) -> Iterator[Moment]:
     """What is held while each operation runs, in an order."""
     last: dict[Var, int] = {}
     for place, k in enumerate(order):
@@ -70,19 +70,19 @@ def held(operations: Sequence[Operation], order: Sequence[int], kept: frozenset[
         free = {var for var in own.reads if last[var] == place}
         taken = set[Var]()
         for var, need in own.writes.items():
-            below = next((v for result, v in own.over if result is var and v in free - taken), None)
+            below = next((v for result, v in own.in_place if result is var and v in free - taken), None)
             if below is None:
                 sizes[var] = need
                 now += need
             else:
                 taken.add(below)
                 sizes[var] = sizes.pop(below, 0)  # of an argument nothing is counted
-        yield k, max(now + own.inside, 0), sizes
+        yield k, max(now + own.scratch_bytes, 0), sizes
         for var in {*free, *(v for v in own.writes if last[v] == place)}:
             now -= sizes.pop(var, 0)
 
 
-def freeing_first(operations: Sequence[Operation], kept: frozenset[Var]) -> list[int]:
+def memory_greedy_order(operations: Sequence[Operation], kept: frozenset[Var]) -> list[int]:
     """Of the operations that can run always the one after which least more is held."""
     left: dict[Var, int] = {}
     readers: dict[Var, list[int]] = {}

@@ -24,7 +24,7 @@ from vnode.analysis.meshless import NO_MESH
 from vnode.analysis.program import Program, inline
 from vnode.operators import kind_to_keep
 from vnode.operators.control_flow import region_of
-from vnode.partition.cost.simplify_loops import invariants_first, without_single_turns
+from vnode.partition.cost.simplify_loops import hoist_invariants, inline_single_iterations
 from vnode.spmd.device_program import run
 from vnode.spmd.layout import Axes
 from vnode.spmd.resharding_collectives import convert
@@ -37,7 +37,7 @@ class DeviceProgram:
     """What one device of a mesh runs.
 
     Attributes:
-      program: its equations at local sizes; those of loops and branches are in their bodies (`bodies_of`).
+      program: its equations at local sizes; those of loops and branches are in their bodies (`body_programs`).
       axes: of the mesh, those longer than one.
       donated: the inputs whose memory results may take.
     """
@@ -90,11 +90,11 @@ def device_program(
     with jax.sharding.use_abstract_mesh(NO_MESH):  # whatever mesh the user has set
         traced = jax.make_jaxpr(on_one, axis_env=list(axes.items()))(*local)
     program = inline(traced.jaxpr, traced.consts)
-    program = simplified(program if single_turns else without_single_turns(program))
-    return DeviceProgram(simplified(invariants_first(program)), dict(axes), frozenset(donated))
+    program = simplify(program if single_turns else inline_single_iterations(program))
+    return DeviceProgram(simplify(hoist_invariants(program)), dict(axes), frozenset(donated))
 
 
-def simplified(program: Program) -> Program:
+def simplify(program: Program) -> Program:
     """The program without equations that repeat others, that turn back what others turned, or that nobody reads.
 
     The only effect that equations have here is that they name mesh axes: `vnode.spmd` refuses others.
@@ -104,15 +104,15 @@ def simplified(program: Program) -> Program:
     equations: list[JaxprEqn] = []
     turned: dict[Var, JaxprEqn] = {}  # the results of transpositions
 
-    def first(atom: Any) -> Any:
+    def first_equal(atom: Any) -> Any:
         return atom if isinstance(atom, Literal) else same.get(atom, atom)
 
     for eqn in program.equations:
         if any(isinstance(atom, Var) and atom in same for atom in eqn.invars):
-            eqn = eqn.replace(invars=[first(atom) for atom in eqn.invars])
+            eqn = eqn.replace(invars=[first_equal(atom) for atom in eqn.invars])
         if region_of(eqn) is None:
             of = kind_to_keep(eqn) or repr(sorted(eqn.params.items(), key=str))
-            key = eqn.primitive, tuple(map(identity, eqn.invars)), of
+            key = eqn.primitive, tuple(map(operand_key, eqn.invars)), of
             other = known.setdefault(key, eqn)
             if other is not eqn:
                 same.update(zip(eqn.outvars, other.outvars, strict=True))
@@ -121,11 +121,11 @@ def simplified(program: Program) -> Program:
         if order is not None and isinstance(source, Var):
             before = turned.get(source)
             if before is not None and [before.params["permutation"][i] for i in order] == sorted(order):
-                same[eqn.outvars[0]] = first(before.invars[0])
+                same[eqn.outvars[0]] = first_equal(before.invars[0])
                 continue
             turned[eqn.outvars[0]] = eqn
         equations.append(eqn)
-    outputs = [first(atom) for atom in program.outputs]
+    outputs = [first_equal(atom) for atom in program.outputs]
     wanted = {atom for atom in outputs if isinstance(atom, Var)}
     kept: list[JaxprEqn] = []
     for eqn in reversed(equations):
@@ -135,19 +135,19 @@ def simplified(program: Program) -> Program:
     return program.derived(program.inputs, kept[::-1], outputs)
 
 
-def identity(atom: Any) -> object:
+def operand_key(atom: Any) -> object:
     """The key of an operand: literals are the same if their values and types are."""
     return (np.asarray(atom.val).tobytes(), atom.aval) if isinstance(atom, Literal) else atom
 
 
-def bodies_of(eqn: JaxprEqn) -> Sequence[Program]:
+def body_programs(eqn: JaxprEqn) -> Sequence[Program]:
     """The programs of the bodies of a loop or branch; nothing for any other equation."""
-    return [] if region_of(eqn) is None else bodies_of_region(eqn)
+    return [] if region_of(eqn) is None else region_programs(eqn)
 
 
 @functools.lru_cache(maxsize=8)
-def bodies_of_region(eqn: JaxprEqn) -> Sequence[Program]:
+def region_programs(eqn: JaxprEqn) -> Sequence[Program]:
     """The programs of the bodies of a loop or branch, the same for who asks for their time, and for their memory."""
     region = region_of(eqn)
     assert region is not None
-    return tuple(simplified(inline(body.jaxpr, body.constants, eqn)) for body in region.bodies)
+    return tuple(simplify(inline(body.jaxpr, body.constants, eqn)) for body in region.bodies)

@@ -23,7 +23,7 @@ import numpy as np
 
 from vnode.partition.cost.cache import Cache
 from vnode.partition.cost.roofline import Time
-from vnode.partition.cost.timed_pieces import Piece
+from vnode.partition.cost.timed_pieces import TimedOp
 from vnode.partition.machine import Kind
 from vnode.partition.machine.known_kinds import JAX_NAMES
 
@@ -61,7 +61,7 @@ class Measured:
         self.cache = Cache() if cache is None else cache
         self.batches = batches
 
-    def key(self, piece: Piece) -> dict[str, str]:
+    def key(self, piece: TimedOp) -> dict[str, str]:
         """Under which a piece's time is kept: the computation, where, and with what it is compiled."""
         return {
             "source": "measured",
@@ -72,10 +72,10 @@ class Measured:
             "jaxlib": importlib.metadata.version("jaxlib"),
         }
 
-    def time(self, piece: Piece, kind: Kind) -> Time | None:
+    def time(self, piece: TimedOp, kind: Kind) -> Time | None:
         """See `Source`: None for another kind of device than the one that is here, and for operands that are keys."""
         mine = {self.device.device_kind, JAX_NAMES.get(self.device.device_kind)}
-        if kind.name not in mine or not all(map(is_plain, piece.shapes)):
+        if kind.name not in mine or not all(map(is_numeric, piece.shapes)):
             return None
         key = self.key(piece)
         found = self.cache.numbers(key)
@@ -85,35 +85,37 @@ class Measured:
             self.cache.put(key, found)
         return Time(found["seconds"], "measured", found["noise"])
 
-    def measure(self, piece: Piece) -> tuple[float, float]:
+    def measure(self, piece: TimedOp) -> tuple[float, float]:
         """Seconds of a run, and the noise: of the quietest of some measurements, the first that is quiet enough."""
         found = list[tuple[float, float]]()
         while len(found) < TRIES and not (found and found[-1][1] <= QUIET * found[-1][0]):
             found.append(self.measure_once(piece))
         return min(found, key=lambda each: each[1])
 
-    def measure_once(self, piece: Piece) -> tuple[float, float]:
+    def measure_once(self, piece: TimedOp) -> tuple[float, float]:
         """Seconds of a run, and the noise, of one measurement."""
         with jax.default_device(self.device):
-            values = [example(shape, i) for i, shape in enumerate(piece.shapes)]
+            values = [example_array(shape, i) for i, shape in enumerate(piece.shapes)]
             run = jax.jit(piece.function)
             nothing = jax.jit(lambda x: x + 1)
             scalar = jnp.zeros((), jnp.float32)
             pair: Sequence[Callable[[], Any]] = (lambda: run(*values), lambda: nothing(scalar))
-            counts = [runs_of(function) for function in pair]
-            samples = np.array([[batch(f, n) for f, n in zip(pair, counts, strict=True)] for _ in range(self.batches)])
+            counts = [runs_per_batch(function) for function in pair]
+            samples = np.array(
+                [[seconds_per_run(f, n) for f, n in zip(pair, counts, strict=True)] for _ in range(self.batches)]
+            )
         middle = np.median(samples, axis=0)
         low, high = np.percentile(samples, [25, 75], axis=0)
         noise = float((high - low).max() / 2)
         return max(float(middle[0] - middle[1]), time.get_clock_info("perf_counter").resolution), noise
 
 
-def is_plain(shape: Any) -> bool:
+def is_numeric(shape: Any) -> bool:
     """Whether arrays of a type can be made of numbers."""
     return not jnp.issubdtype(shape.dtype, jax.dtypes.extended)
 
 
-def example(shape: Any, seed: int) -> Any:
+def example_array(shape: Any, seed: int) -> Any:
     """An array to measure with: numbers in [0.5, 1.5), so that nothing overflows or is denormal; whole ones are 0 or 1,
     which are indices of everything."""
     generator = np.random.default_rng(seed)
@@ -122,7 +124,7 @@ def example(shape: Any, seed: int) -> Any:
     return jnp.asarray(generator.integers(0, 2, shape.shape)).astype(shape.dtype)
 
 
-def batch(function: Callable[[], Any], runs: int) -> float:
+def seconds_per_run(function: Callable[[], Any], runs: int) -> float:
     """Seconds of a run, of so many in a row."""
     start = time.perf_counter()
     result = None
@@ -132,8 +134,8 @@ def batch(function: Callable[[], Any], runs: int) -> float:
     return (time.perf_counter() - start) / runs
 
 
-def runs_of(function: Callable[[], Any]) -> int:
+def runs_per_batch(function: Callable[[], Any]) -> int:
     """How many runs make up a batch; compiles the function, and warms it up."""
-    batch(function, 1)
-    once = min(batch(function, 1) for _ in range(3))
+    seconds_per_run(function, 1)
+    once = min(seconds_per_run(function, 1) for _ in range(3))
     return int(np.clip(BATCH / max(once, 1e-9), 1, MOST_RUNS))

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from vnode.operators.cost import Cost
 from vnode.partition.cost.calibration import Calibration
-from vnode.partition.cost.timed_pieces import Piece
+from vnode.partition.cost.timed_pieces import TimedOp
 from vnode.partition.machine import Kind
 
 
@@ -35,7 +35,7 @@ class Time:
 class Source(Protocol):
     """Something that knows how long pieces take."""
 
-    def time(self, piece: Piece, kind: Kind) -> Time | None:
+    def time(self, piece: TimedOp, kind: Kind) -> Time | None:
         """The time of one run of a piece on a device of a kind; None if it cannot say."""
         ...
 
@@ -69,19 +69,19 @@ class Roofline:
 
     def seconds(self, cost: Cost, kind: Kind) -> float:
         """The time of this many operations and bytes."""
-        reached = Calibration.of(kind) if self.calibrated else Calibration()
+        reached = Calibration.for_kind(kind) if self.calibrated else Calibration()
         matrix = sum(operations / kind.rate(dtype) for dtype, operations in cost.matrix.items()) / reached.products
         vector = (cost.vector + (TRANSCENDENTAL - 1) * cost.transcendental) / kind.vector
         memory = (cost.read + cost.written) / (kind.bandwidth * reached.passes)
         longest = max(matrix, vector, memory)
         return longest + (reached.launch if self.launch is None else self.launch) if longest else 0.0
 
-    def time(self, piece: Piece, kind: Kind) -> Time:
+    def time(self, piece: TimedOp, kind: Kind) -> Time:
         """See `Source`."""
         return Time(self.seconds(piece.cost, kind), "roofline")
 
 
-def by_source(times: Sequence[tuple[Time, float]]) -> Mapping[str, float]:
+def seconds_by_source(times: Sequence[tuple[Time, float]]) -> Mapping[str, float]:
     """Seconds by who says so, of times that are run so often."""
     found: dict[str, float] = {}
     for time, runs in times:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from vnode.partition.cost.roofline import Roofline, Source, Time
-from vnode.partition.cost.timed_pieces import Piece
+from vnode.partition.cost.timed_pieces import TimedOp
 from vnode.partition.machine import Kind
 
 
@@ -31,7 +31,7 @@ class Times:
 
     sources: Sequence[Source] = (Roofline(),)
 
-    def time(self, piece: Piece, kind: Kind) -> Time:
+    def time(self, piece: TimedOp, kind: Kind) -> Time:
         """The time of a piece on a device of a kind."""
         for source in self.sources:
             found = source.time(piece, kind)
@@ -44,13 +44,13 @@ class Times:
         """Whether no source but the roofline is asked."""
         return all(isinstance(source, Roofline) for source in self.sources)
 
-    def known(self, piece: Piece, kinds: Sequence[Kind]) -> Time | None:
+    def known(self, piece: TimedOp, kinds: Sequence[Kind]) -> Time | None:
         """The time on the slowest of several kinds, if a source other than the roofline says it of all of them."""
         sources = [source for source in self.sources if not isinstance(source, Roofline)]
         found = [next((t for source in sources if (t := source.time(piece, kind)) is not None), None) for kind in kinds]
         said = [time for time in found if time is not None]
         return max(said, key=lambda time: time.seconds) if said and len(said) == len(found) else None
 
-    def slowest(self, piece: Piece, kinds: Sequence[Kind]) -> Time:
+    def slowest(self, piece: TimedOp, kinds: Sequence[Kind]) -> Time:
         """The time on the kind of several that takes longest: all wait for it."""
         return max((self.time(piece, kind) for kind in kinds), key=lambda found: found.seconds)

@@ -26,7 +26,7 @@ from vnode.spmd.op_sharding import Choice
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
+class TimedOp:
     """A few equations, at the sizes that one device has, with what they read and what is wanted of them.
 
     Attributes:
@@ -59,7 +59,7 @@ class Piece:
         for eqn in reversed(self.equations):
             sizes = {atom: nbytes(atom.aval) for atom in eqn.invars if isinstance(atom, Var)}
             each, whole = cost_of(eqn), sum(sizes.values())
-            moves = region_of(eqn) is None and of_one(eqn).moves
+            moves = region_of(eqn) is None and eqn_cost(eqn).moves
             own = shares.get(eqn.outvars[0], 1.0) if moves else 1.0
             for var in sizes:  # of an operand that is looked up in only a part is read
                 part = own if each.read >= whole else own * each.read / max(whole, 1)
@@ -77,21 +77,21 @@ class Piece:
         """A text that is the same for the same computation, and for no other."""
         names: dict[Var, str] = {}
 
-        def said(atom: Any) -> str:
+        def atom_text(atom: Any) -> str:
             if isinstance(atom, Literal):
                 return f"{atom.val!r}:{atom.aval.str_short()}"
             return f"{names.setdefault(atom, f'v{len(names)}')}:{atom.aval.str_short()}"
 
         def parameters(params: Mapping[str, Any]) -> str:
-            return ", ".join(f"{name}={stable(params[name])}" for name in sorted(params))
+            return ", ".join(f"{name}={stable_text(params[name])}" for name in sorted(params))
 
-        lines = [f"({', '.join(map(said, self.reads))})"]
+        lines = [f"({', '.join(map(atom_text, self.reads))})"]
         for eqn in self.equations:
-            operands, results = map(said, eqn.invars), map(said, eqn.outvars)
+            operands, results = map(atom_text, eqn.invars), map(atom_text, eqn.outvars)
             lines.append(
                 f"{', '.join(results)} = {eqn.primitive.name}[{parameters(eqn.params)}]({', '.join(operands)})"
             )
-        lines.append(f"({', '.join(map(said, self.writes))})")
+        lines.append(f"({', '.join(map(atom_text, self.writes))})")
         return "\n".join(lines)
 
     @property
@@ -119,22 +119,22 @@ class Piece:
         return " + ".join(dict.fromkeys(eqn.primitive.name for eqn in self.equations))
 
 
-def stable(value: Any) -> str:
+def stable_text(value: Any) -> str:
     """A parameter without what differs from run to run: addresses of objects, names of variables."""
     if isinstance(value, ClosedJaxpr | Jaxpr):
         inner = value.jaxpr if isinstance(value, ClosedJaxpr) else value
         program = inline(inner, value.consts if isinstance(value, ClosedJaxpr) else [None] * len(inner.constvars))
         outputs = tuple(atom for atom in program.outputs if isinstance(atom, Var))
-        return f"{{{Piece(tuple(program.equations), tuple(program.inputs), outputs).key}}}"
+        return f"{{{TimedOp(tuple(program.equations), tuple(program.inputs), outputs).key}}}"
     if isinstance(value, tuple | list):
-        return f"({', '.join(map(stable, value))})"
+        return f"({', '.join(map(stable_text, value))})"
     if callable(value) and not isinstance(value, type):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     return repr(value)
 
 
 @dataclasses.dataclass(frozen=True)
-class OfOne:
+class EqnCost:
     """What is asked for about an equation again and again.
 
     Attributes:
@@ -146,37 +146,37 @@ class OfOne:
     moves: bool
 
 
-KNOWN = Remembered[OfOne](20_000)
+EQN_COSTS = Remembered[EqnCost](20_000)
 """By all that it depends on: layers, and the candidates of a search, have many equations that are alike."""
 
 
-def of_one(eqn: JaxprEqn) -> OfOne:
+def eqn_cost(eqn: JaxprEqn) -> EqnCost:
     """What there is to know of an equation, no loop or branch."""
     of = kind_to_keep(eqn)
     if of is None:
-        return looked_at(eqn)
+        return described_eqn_cost(eqn)
     own: dict[Any, int] = {}
     operands = tuple(None if isinstance(a, Literal) else own.setdefault(a, len(own)) for a in eqn.invars)
     there = tuple(on_host(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
-    return KNOWN.found((of, operands, there), lambda: looked_at(eqn))
+    return EQN_COSTS.found((of, operands, there), lambda: described_eqn_cost(eqn))
 
 
-def looked_at(eqn: JaxprEqn) -> OfOne:
+def described_eqn_cost(eqn: JaxprEqn) -> EqnCost:
     """What there is to know of an equation, no loop or branch, by its description; of one without that its bytes."""
     of = describe(eqn)
     if of is None:
         read = sum(nbytes(atom.aval) for atom in {*(a for a in eqn.invars if isinstance(a, Var))})
-        return OfOne(Cost(read=read, written=sum(nbytes(var.aval) for var in eqn.outvars)), False)
+        return EqnCost(Cost(read=read, written=sum(nbytes(var.aval) for var in eqn.outvars)), False)
     moves = not of.reduced and not of.has(Algebra.CONTRACTS) and len(eqn.outvars) == 1
-    return OfOne(described_cost(eqn, of), moves)
+    return EqnCost(described_cost(eqn, of), moves)
 
 
 def cost_of(eqn: JaxprEqn) -> Cost:
     """The cost of one equation, loops and branches included."""
-    return of_one(eqn).cost if region_of(eqn) is None else equation_cost(eqn)
+    return eqn_cost(eqn).cost if region_of(eqn) is None else equation_cost(eqn)
 
 
-def piece_of(equations: Sequence[JaxprEqn], writes: Iterable[Var] | None = None) -> Piece:
+def timed_op_of(equations: Sequence[JaxprEqn], writes: Iterable[Var] | None = None) -> TimedOp:
     """Some equations as a piece.
 
     Args:
@@ -186,30 +186,30 @@ def piece_of(equations: Sequence[JaxprEqn], writes: Iterable[Var] | None = None)
     made = dict.fromkeys(var for eqn in equations for var in eqn.outvars)
     read = dict.fromkeys(a for eqn in equations for a in eqn.invars if isinstance(a, Var))
     wanted = [var for var in made if var not in read] if writes is None else list(writes)
-    return Piece(tuple(equations), tuple(var for var in read if var not in made), tuple(wanted))
+    return TimedOp(tuple(equations), tuple(var for var in read if var not in made), tuple(wanted))
 
 
-def traced_piece(function: Callable[..., Any], *args: Any) -> Piece:
+def traced_op(function: Callable[..., Any], *args: Any) -> TimedOp:
     """What a function of arrays does, calls inlined.
 
     >>> traced_piece(lambda x: jnp.exp(x) + 1, jnp.ones((4, 8))).cost
     Cost(matrix={}, vector=64, transcendental=32, read=128, written=128)
     """
     traced = jax.make_jaxpr(function)(*args)
-    return program_piece(inline(traced.jaxpr, traced.consts))
+    return program_op(inline(traced.jaxpr, traced.consts))
 
 
-def program_piece(program: Program) -> Piece:
+def program_op(program: Program) -> TimedOp:
     """A whole program as a piece."""
     if not program.constants and all(isinstance(atom, Var) for atom in program.outputs):
         outputs = dict.fromkeys(atom for atom in program.outputs if isinstance(atom, Var))
-        return Piece(tuple(program.equations), tuple(program.inputs), tuple(outputs))
+        return TimedOp(tuple(program.equations), tuple(program.inputs), tuple(outputs))
     reads = (*program.inputs, *program.constants)
     outputs = dict.fromkeys(atom for atom in program.outputs if isinstance(atom, Var))
-    return Piece(tuple(program.equations), reads, tuple(outputs), program.constants)
+    return TimedOp(tuple(program.equations), reads, tuple(outputs), program.constants)
 
 
-def copy_of(eqn: JaxprEqn, choice: Choice, platform: str = "") -> Piece:
+def copy_of(eqn: JaxprEqn, choice: Choice, platform: str = "") -> TimedOp:
     """What one device does of an equation that is cut: its copy at local sizes, without the exchange before and after.
 
     Args:
@@ -240,11 +240,11 @@ def copy_of(eqn: JaxprEqn, choice: Choice, platform: str = "") -> Piece:
     ]
     lengths = {f: choice.parts[f][0][0].length for way in choice.ways for f in way.lead}
 
-    def evaluated(*values: Any) -> list[Any]:
+    def divided_evaluation(*values: Any) -> list[Any]:
         left = iter(values)
         operands = [atom.val if isinstance(atom, Literal) else next(left) for atom in eqn.invars]
         positions = {f: functools.partial(jnp.arange, n, dtype=jnp.int32) for f, n in lengths.items()}
         with context_of(eqn):
             return evaluate(description, eqn, operands, sizes, positions, platform)
 
-    return traced_piece(evaluated, *shapes)
+    return traced_op(divided_evaluation, *shapes)

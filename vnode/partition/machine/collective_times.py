@@ -54,7 +54,7 @@ class Cost:
 
 
 @dataclasses.dataclass
-class Busy:
+class PhaseLoads:
     """A phase of all groups: the longest latency, and what each resource carries."""
 
     latency: float = 0.0
@@ -81,7 +81,7 @@ class Fabric:
     networks: tuple[Network, ...]
 
     @functools.cached_property
-    def first(self) -> tuple[int, ...]:
+    def first_resources(self) -> tuple[int, ...]:
         """The number of each network's first resource; and of what comes after the last."""
         found = [0]
         for network in self.networks:
@@ -93,7 +93,7 @@ class Fabric:
         """Those of all networks."""
         return tuple(resource for network in self.networks for resource in network.resources)
 
-    def home(self, group: Sequence[int]) -> int:
+    def nearest_common_network(self, group: Sequence[int]) -> int:
         """The first network that joins all of a group."""
         for i, network in enumerate(self.networks):
             if network.members.issuperset(group):
@@ -115,8 +115,8 @@ class Fabric:
         """A transfer between two devices."""
         if source == target:
             return Cost(0.0, 0.0, ())
-        home = self.home((source, target))
-        found = tuple(self.first[home] + r for r in self.networks[home].route(source, target))
+        home = self.nearest_common_network((source, target))
+        found = tuple(self.first_resources[home] + r for r in self.networks[home].route(source, target))
         return Cost(
             self.networks[home].delay(source, target), max(1 / self.resources[r].bandwidth for r in found), found
         )
@@ -125,7 +125,7 @@ class Fabric:
         """The cost of a collective by all groups at once, but for a permute; see `Machine.collective`."""
         if name == "all_to_all":
             return self.cost(self.all_to_all(groups))
-        phases = dict[tuple[int, int], Busy]()
+        phases = dict[tuple[int, int], PhaseLoads]()
         for group in groups:
             self.gather(group, 1.0, 0, phases)
         cost = self.cost(phases.values())
@@ -133,19 +133,19 @@ class Fabric:
             return Cost(2 * cost.latency, 2 * cost.per_byte, cost.resources)
         return cost
 
-    def gather(self, group: Group, share: float, depth: int, phases: dict[tuple[int, int], Busy]) -> None:
+    def gather(self, group: Group, share: float, depth: int, phases: dict[tuple[int, int], PhaseLoads]) -> None:
         """Adds an all-gather of this share of the array, to phases by depth in the hierarchy and by order."""
         if len(group) == 1:
             return
-        home = self.home(group)
+        home = self.nearest_common_network(group)
         parts = self.parts(group, home)
         if len({len(part) for part in parts}) > 1:
-            phases.setdefault((depth, 0), Busy()).add(self.ring(group), 0, share)
+            phases.setdefault((depth, 0), PhaseLoads()).add(self.ring(group), 0, share)
             return
         within = len(parts[0])
         for rail in zip(*parts, strict=True):
             for t, phase in enumerate(self.networks[home].gather(rail)):
-                phases.setdefault((depth, t), Busy()).add(phase, self.first[home], share / within)
+                phases.setdefault((depth, t), PhaseLoads()).add(phase, self.first_resources[home], share / within)
         for part in parts:
             self.gather(part, share, depth + 1, phases)
 
@@ -160,32 +160,32 @@ class Fabric:
 
     def permute(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> Cost:
         """Some devices of each group send to others, all at once; the pair that is farthest apart is waited for."""
-        busy = Busy()
+        busy = PhaseLoads()
         for group in groups:
             for source, target in pairs:
                 cost = self.route(group[source], group[target])
                 busy.add(Phase(cost.latency, tuple((resource, 1.0) for resource in cost.resources)), 0)
         return self.cost([busy])
 
-    def all_to_all(self, groups: Sequence[Group]) -> list[Busy]:
+    def all_to_all(self, groups: Sequence[Group]) -> list[PhaseLoads]:
         """Every device sends a p-th part to every other, straight, over all networks at once."""
-        total = Busy()
+        total = PhaseLoads()
         for group in groups:
             latency, pending = 0.0, [group]
             while pending:
                 part = pending.pop()
                 if len(part) == 1:
                     continue
-                home = self.home(part)
+                home = self.nearest_common_network(part)
                 parts = self.parts(part, home)
                 waits, loads = self.networks[home].exchange(parts)
                 latency += waits
-                total.add(Phase(0.0, tuple(loads.items())), self.first[home], 1 / len(group))
+                total.add(Phase(0.0, tuple(loads.items())), self.first_resources[home], 1 / len(group))
                 pending += parts
             total.latency = max(total.latency, latency)
         return [total]
 
-    def cost(self, phases: Iterable[Busy]) -> Cost:
+    def cost(self, phases: Iterable[PhaseLoads]) -> Cost:
         """Phases one after another."""
         phases = list(phases)
         seconds = [
@@ -213,7 +213,7 @@ def checked_groups(groups: Sequence[Sequence[int]], devices: int) -> tuple[Group
     return found
 
 
-def shifted(devices: int, offset: int, around: bool) -> tuple[tuple[int, int], ...]:
+def shift_pairs(devices: int, offset: int, around: bool) -> tuple[tuple[int, int], ...]:
     """Who sends to whom if each device does to the one so many places further on.
 
     >>> shifted(3, 1, False), shifted(3, 1, True)

@@ -12,7 +12,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from vnode.errors import MachineError
-from vnode.partition.machine.description_checks import LARGEST, SLOWEST, inside, real, text, whole, wrong
+from vnode.partition.machine.description_checks import (
+    LARGEST,
+    SLOWEST,
+    error_context,
+    one_line,
+    positive_number,
+    whole_number,
+    wrong_value,
+)
 
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8", "int8", "int4")
 """Names under which a kind may have a rate; all formats of eight bits count as ``float8``."""
@@ -60,22 +68,24 @@ class Kind:
     source: str = ""
 
     def __post_init__(self) -> None:
-        text(self.name, "name")
+        one_line(self.name, "name")
         if not isinstance(self.peak, Mapping):
-            raise wrong("peak", "rates by dtype", self.peak)
+            raise wrong_value("peak", "rates by dtype", self.peak)
         for dtype in self.peak:
             if dtype not in DTYPES:
-                raise wrong("peak", f"dtypes among {', '.join(DTYPES)}", dtype)
-        with inside("peak"):
-            peak = {dtype: real(rate, str(dtype), "operations a second") for dtype, rate in self.peak.items()}
+                raise wrong_value("peak", f"dtypes among {', '.join(DTYPES)}", dtype)
+        with error_context("peak"):
+            peak = {
+                dtype: positive_number(rate, str(dtype), "operations a second") for dtype, rate in self.peak.items()
+            }
         values = {
             "peak": peak,
-            "vector": real(self.vector, "vector", "operations a second"),
-            "memory": whole(self.memory, "memory", "bytes", 1, LARGEST),
-            "bandwidth": real(self.bandwidth, "bandwidth", "bytes a second"),
-            "host_bandwidth": real(self.host_bandwidth, "host_bandwidth", "bytes a second"),
-            "host_latency": real(self.host_latency, "host_latency", "seconds", SLOWEST, zero=True),
-            "source": text(self.source, "source", empty=True),
+            "vector": positive_number(self.vector, "vector", "operations a second"),
+            "memory": whole_number(self.memory, "memory", "bytes", 1, LARGEST),
+            "bandwidth": positive_number(self.bandwidth, "bandwidth", "bytes a second"),
+            "host_bandwidth": positive_number(self.host_bandwidth, "host_bandwidth", "bytes a second"),
+            "host_latency": positive_number(self.host_latency, "host_latency", "seconds", SLOWEST, zero=True),
+            "source": one_line(self.source, "source", empty=True),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)

@@ -14,7 +14,7 @@ from vnode.partition.machine.networks import Network, Pairs, Switch
 from vnode.partition.machine.torus import Torus
 
 
-def doubled(machine: Machine) -> Machine:
+def double_machine(machine: Machine) -> Machine:
     """A machine, and the same once more.
 
     The network that joins all devices joins these as well: a switch has twice the ports, a torus is twice as long along
@@ -33,17 +33,17 @@ def doubled(machine: Machine) -> Machine:
     more = (dataclasses.replace(device, host=device.host + hosts) for device in machine.devices)
     devices = (*machine.devices, *more)
     inner = machine.networks[:-1]
-    last = joined(machine.networks[-1], count) if machine.networks else by_hosts(devices)
-    return Machine(f"2 x ({machine.name})", devices, (*inner, *(shifted(each, count) for each in inner), last))
+    last = double_network(machine.networks[-1], count) if machine.networks else host_network(devices)
+    return Machine(f"2 x ({machine.name})", devices, (*inner, *(shift_network(each, count) for each in inner), last))
 
 
-def by_hosts(devices: Sequence[Device]) -> Network:
+def host_network(devices: Sequence[Device]) -> Network:
     """What joins devices that nothing else joins."""
     kind = devices[0].kind
     return Link("host", kind.host_bandwidth, kind.host_latency).network(hosts_of(devices))
 
 
-def shifted(network: Network, by: int) -> Network:
+def shift_network(network: Network, by: int) -> Network:
     """The same network among devices of other numbers."""
     if isinstance(network, Switch):
         return dataclasses.replace(network, ports=tuple(tuple(i + by for i in port) for port in network.ports))
@@ -51,9 +51,9 @@ def shifted(network: Network, by: int) -> Network:
     return dataclasses.replace(network, devices=tuple(i + by for i in network.devices))
 
 
-def joined(network: Network, by: int) -> Network:
+def double_network(network: Network, by: int) -> Network:
     """The same network, which joins as many devices again."""
-    other = shifted(network, by)
+    other = shift_network(network, by)
     if isinstance(network, Switch):
         assert isinstance(other, Switch)
         return dataclasses.replace(network, ports=(*network.ports, *other.ports))

@@ -12,8 +12,18 @@ from typing import Any
 from vnode.errors import MachineError
 from vnode.partition.machine.device_kind import Kind
 from vnode.partition.machine.known_kinds import JAX_NAMES, KINDS
-from vnode.partition.machine.machine_builders import DCN, HOP, LINKS, SLICES, Device, Link, Parts, hosts_of, wraps
-from vnode.partition.machine.measure_machine import Measured, host_memory, measured
+from vnode.partition.machine.machine_builders import (
+    DCN,
+    HOP,
+    LINKS,
+    SLICES,
+    Device,
+    Link,
+    Parts,
+    hosts_of,
+    wrapped_axes,
+)
+from vnode.partition.machine.measure_machine import MeasuredKind, host_memory, measure_kind
 from vnode.partition.machine.networks import Network
 from vnode.partition.machine.torus import Axis, Torus
 from vnode.placement.placement import device_list
@@ -21,7 +31,7 @@ from vnode.placement.world import is_local
 from vnode.plan.nodes.device_memory import reported
 
 
-def here(devices: Sequence[Any] | None, measure: bool) -> Parts:
+def this_machine(devices: Sequence[Any] | None, measure: bool) -> Parts:
     """See `Machine.here`."""
     found = device_list(devices)
     if not found:
@@ -34,22 +44,22 @@ def here(devices: Sequence[Any] | None, measure: bool) -> Parts:
         known = KINDS.get(JAX_NAMES.get(name, ""))
         memory = min((n for n in map(reported, group) if n), default=0)
         if known is None or measure:
-            result = own(name, group, memory)
-            kinds[name], links[name] = result.kind, link(result)
+            result = measure_local_devices(name, group, memory)
+            kinds[name], links[name] = result.kind, link_of_measured(result)
         else:
             kinds[name] = dataclasses.replace(known, memory=memory or known.memory)
             links[name] = LINKS.get(known.name, (None, None))[0]
     hosts: dict[Any, int] = {}
-    made = tuple(Device(kinds[d.device_kind], hosts.setdefault(host_of(d), len(hosts))) for d in found)
+    made = tuple(Device(kinds[d.device_kind], hosts.setdefault(host_key(d), len(hosts))) for d in found)
     name = " + ".join(f"{len(group)} x {kind}" for kind, group in by_kind.items())
     if len(found) == 1:
         return name, made, ()
-    if not measure and (networks := slices(found)):
+    if not measure and (networks := slice_networks(found)):
         return name, made, networks
-    return name, made, between(made, links, [d.device_kind for d in found])
+    return name, made, switch_networks(made, links, [d.device_kind for d in found])
 
 
-def own(name: str, group: Sequence[Any], memory: int) -> Measured:
+def measure_local_devices(name: str, group: Sequence[Any], memory: int) -> MeasuredKind:
     """Measures those devices of a kind that are this process's."""
     mine = [device for device in group if is_local(device)]
     if not mine:
@@ -57,22 +67,22 @@ def own(name: str, group: Sequence[Any], memory: int) -> Measured:
             f"{name!r} is no known kind, and no device of it is in this process, where it could be measured.",
             remedies=["describe the machine: Machine(...).save('machine.json'), and Machine.load it in every process"],
         )
-    return measured(name, mine, memory or host_memory(len(mine)))
+    return measure_kind(name, mine, memory or host_memory(len(mine)))
 
 
-def link(found: Measured) -> Link | None:
+def link_of_measured(found: MeasuredKind) -> Link | None:
     """How devices are joined that were measured."""
     return None if found.bandwidth is None else Link("measured", found.bandwidth, found.latency)
 
 
-def host_of(device: Any) -> Any:
+def host_key(device: Any) -> Any:
     """What devices of one host have in common: jax counts GPUs that NVLink can join as a slice, others by process."""
     if device.platform == "gpu" and getattr(device, "slice_index", None) is not None:
         return device.slice_index
     return device.process_index
 
 
-def slices(devices: Sequence[Any]) -> tuple[Network, ...]:
+def slice_networks(devices: Sequence[Any]) -> tuple[Network, ...]:
     """The torus of each slice of TPU chips, and the network between slices; nothing where they are none."""
     names = {JAX_NAMES.get(device.device_kind, "") for device in devices}
     made = [found for found in SLICES.values() if {found.kind} == names]
@@ -89,7 +99,7 @@ def slices(devices: Sequence[Any]) -> tuple[Network, ...]:
         low = [min(axis) for axis in zip(*points, strict=True)]
         points = [tuple(n - least for n, least in zip(point, low, strict=True)) for point in points]
         sizes = tuple(max(axis) + 1 for axis in zip(*points, strict=True))
-        axes = tuple(map(Axis, sizes, wraps(sizes)))
+        axes = tuple(map(Axis, sizes, wrapped_axes(sizes)))
         networks.append(Torus(f"ICI of slice {index}", axes, tuple(mine), tuple(points), made[0].bandwidth, HOP))
     if len(networks) > 1:
         hosts: dict[int, list[int]] = {}
@@ -99,7 +109,9 @@ def slices(devices: Sequence[Any]) -> tuple[Network, ...]:
     return tuple(networks)
 
 
-def between(devices: Sequence[Device], links: dict[str, Link | None], names: Sequence[str]) -> tuple[Network, ...]:
+def switch_networks(
+    devices: Sequence[Device], links: dict[str, Link | None], names: Sequence[str]
+) -> tuple[Network, ...]:
     """The networks of devices that a switch joins, or measured ones; the slower where kinds meet."""
     hosts = hosts_of(devices)
     near, far = list[Network](), list[Link]()

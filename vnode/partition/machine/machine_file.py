@@ -36,7 +36,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from vnode.errors import MachineError
-from vnode.partition.machine.description_checks import MOST_DEVICES, inside, several, text, whole, wrong
+from vnode.partition.machine.description_checks import (
+    MOST_DEVICES,
+    error_context,
+    nonempty_list,
+    one_line,
+    whole_number,
+    wrong_value,
+)
 from vnode.partition.machine.device_kind import Kind
 from vnode.partition.machine.machine_builders import Device, Parts
 from vnode.partition.machine.networks import Network, Pairs, Switch
@@ -48,7 +55,7 @@ VERSION = 1
 TYPES: dict[str, type[Network]] = {"switch": Switch, "pairs": Pairs, "torus": Torus}
 
 
-def written(name: str, devices: Sequence[Device], networks: Sequence[Network]) -> str:
+def machine_to_json(name: str, devices: Sequence[Device], networks: Sequence[Network]) -> str:
     """A machine as JSON; a row for each kind, run of devices and network."""
     kinds = {device.kind.name: dataclasses.asdict(device.kind) for device in devices}
     for kind in kinds.values():
@@ -60,74 +67,76 @@ def written(name: str, devices: Sequence[Device], networks: Sequence[Network]) -
         "devices": [json.dumps({"kind": d.kind.name, "host": d.host, "count": n}) for d, n in runs],
         "networks": [json.dumps({"type": types[type(net)], **dataclasses.asdict(cast(Any, net))}) for net in networks],
     }
-    said = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head(name).items()]
+    said = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in file_head(name).items()]
     for key, lines in rows.items():
         opened, closed = "{}" if key == "kinds" else "[]"
         said.append(f" {json.dumps(key)}: {opened}" + ",".join(f"\n  {line}" for line in lines) + f"\n {closed}")
     return "{\n" + ",\n".join(said) + "\n}\n"
 
 
-def head(name: str) -> dict[str, Any]:
+def file_head(name: str) -> dict[str, Any]:
     """What comes first in a file."""
     return {"format": FORMAT, "version": VERSION, "name": name}
 
 
-def read(said: str) -> Parts:
+def machine_from_json(said: str) -> Parts:
     """Reads the parts of a machine from JSON.
 
     Raises:
       MachineError: the text is no JSON, of another version, or an entry is missing, unknown or wrong; it says which.
     """
     try:
-        content = json.loads(said, object_pairs_hook=entries, parse_constant=no_number)
+        content = json.loads(said, object_pairs_hook=entries, parse_constant=reject_number)
     except (ValueError, RecursionError) as error:
         raise MachineError(f"the file is no JSON: {error or type(error).__name__}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise wrong("format", repr(FORMAT), content.get("format") if isinstance(content, dict) else content)
+        raise wrong_value("format", repr(FORMAT), content.get("format") if isinstance(content, dict) else content)
     if content.get("version") != VERSION or isinstance(content["version"], bool):
-        raise wrong("version", f"{VERSION}, the only one that this version of vnode reads", content.get("version"))
+        raise wrong_value(
+            "version", f"{VERSION}, the only one that this version of vnode reads", content.get("version")
+        )
     found = record(content, "", ("format", "version", "name", "kinds", "devices", "networks"))
     if not isinstance(found["kinds"], Mapping):
-        raise wrong("kinds", "a kind by each name", found["kinds"])
+        raise wrong_value("kinds", "a kind by each name", found["kinds"])
     kinds = dict[str, Kind]()
     for name, entry in found["kinds"].items():
-        with inside(f"kinds[{json.dumps(name)}]"):
-            kinds[name] = made(Kind, entry, name=name)
+        with error_context(f"kinds[{json.dumps(name)}]"):
+            kinds[name] = dataclass_from_entry(Kind, entry, name=name)
     devices = list[Device]()
-    for i, entry in enumerate(several(found["devices"], "devices", "devices")):
-        with inside(f"devices[{i}]"):
+    for i, entry in enumerate(nonempty_list(found["devices"], "devices", "devices")):
+        with error_context(f"devices[{i}]"):
             row = record(entry, "", ("kind", "host"), ("count",))
             if not isinstance(row["kind"], str) or row["kind"] not in kinds:
-                raise wrong("kind", f"one of the kinds {', '.join(kinds) or '(there are none)'}", row["kind"])
+                raise wrong_value("kind", f"one of the kinds {', '.join(kinds) or '(there are none)'}", row["kind"])
             room = MOST_DEVICES - len(devices)
-            count = whole(row.get("count", 1), "count", "devices", 1, max(room, 1))
+            count = whole_number(row.get("count", 1), "count", "devices", 1, max(room, 1))
             devices += [Device(kinds[row["kind"]], row["host"])] * count
     if not isinstance(found["networks"], list):
-        raise wrong("networks", "a list of networks", found["networks"])
+        raise wrong_value("networks", "a list of networks", found["networks"])
     networks = list[Network]()
     for i, entry in enumerate(found["networks"]):
-        with inside(f"networks[{i}]"):
+        with error_context(f"networks[{i}]"):
             networks.append(network(entry))
-    return text(found["name"], "name"), tuple(devices), tuple(networks)
+    return one_line(found["name"], "name"), tuple(devices), tuple(networks)
 
 
 def network(entry: Any) -> Network:
     """A network from its entry."""
     if not isinstance(entry, Mapping) or "type" not in entry:
-        raise wrong("", f"an object with a type, {' or '.join(TYPES)}", entry)
+        raise wrong_value("", f"an object with a type, {' or '.join(TYPES)}", entry)
     if not isinstance(entry["type"], str) or entry["type"] not in TYPES:
-        raise wrong("type", f"{' or '.join(TYPES)}", entry["type"])
+        raise wrong_value("type", f"{' or '.join(TYPES)}", entry["type"])
     kind, rest = TYPES[entry["type"]], {key: value for key, value in entry.items() if key != "type"}
     if kind is Torus and isinstance(rest.get("axes"), list):
         axes = list[Axis]()
         for i, axis in enumerate(rest["axes"]):
-            with inside(f"axes[{i}]"):
-                axes.append(made(Axis, axis))
+            with error_context(f"axes[{i}]"):
+                axes.append(dataclass_from_entry(Axis, axis))
         rest["axes"] = axes
-    return made(kind, rest)
+    return dataclass_from_entry(kind, rest)
 
 
-def made(kind: Callable[..., Any], entry: Any, **given: Any) -> Any:
+def dataclass_from_entry(kind: Callable[..., Any], entry: Any, **given: Any) -> Any:
     """An object of a dataclass from the entries that are named as its attributes."""
     fields = [field for field in dataclasses.fields(kind) if field.name not in given]  # pyright: ignore
     needed = [field.name for field in fields if field.default is dataclasses.MISSING]
@@ -138,7 +147,7 @@ def made(kind: Callable[..., Any], entry: Any, **given: Any) -> Any:
 def record(value: Any, place: str, needed: Sequence[str], more: Sequence[str] = ()) -> dict[str, Any]:
     """An object that has these entries and no others."""
     if not isinstance(value, dict):
-        raise wrong(place, f"an object with {', '.join(needed)}", value)
+        raise wrong_value(place, f"an object with {', '.join(needed)}", value)
     for name in needed:
         if name not in value:
             raise MachineError(
@@ -159,6 +168,6 @@ def entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def no_number(name: str) -> Any:
+def reject_number(name: str) -> Any:
     """JSON proper has no such numbers."""
     raise ValueError(f"{name} is no number")

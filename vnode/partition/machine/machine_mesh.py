@@ -55,7 +55,7 @@ class MachineMesh:
         return tuple(tuple(int(device) for device in row) for row in rows)
 
 
-def laid_out(sizes: Mapping[str, int], networks: Sequence[Network], devices: int) -> MachineMesh:
+def lay_out_mesh(sizes: Mapping[str, int], networks: Sequence[Network], devices: int) -> MachineMesh:
     """A mesh over all devices.
 
     Where the devices are one torus, or several of one shape (the axes in front then go from one to the next), each axis
@@ -73,14 +73,14 @@ def laid_out(sizes: Mapping[str, int], networks: Sequence[Network], devices: int
             remedies=["let the sizes of the axes multiply to the number of devices"],
         )
     names = tuple(map(str, sizes))
-    grids = [grid(network) for network in networks if isinstance(network, Torus)]
+    grids = [torus_grid(network) for network in networks if isinstance(network, Torus)]
     whole = [found for found in grids if found is not None]
     if not whole or sum(found.size for found in whole) != devices or len({found.shape for found in whole}) > 1:
         return MachineMesh(names, np.arange(devices).reshape(shape))
-    return MachineMesh(names, over(whole, shape).reshape(shape))
+    return MachineMesh(names, mesh_order(whole, shape).reshape(shape))
 
 
-def grid(torus: Torus) -> np.ndarray | None:
+def torus_grid(torus: Torus) -> np.ndarray | None:
     """The devices of a torus at their points, if it is full."""
     found = np.full([axis.size for axis in torus.axes], -1)
     for device, point in torus.at.items():
@@ -88,11 +88,11 @@ def grid(torus: Torus) -> np.ndarray | None:
     return None if (found < 0).any() else found
 
 
-def over(grids: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
+def mesh_order(grids: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
     """Devices in the order of a mesh of this shape."""
     for front in range(len(shape) + 1):
         if math.prod(shape[:front]) == len(grids):
-            taken = assigned(shape[front:], list(enumerate(grids[0].shape)))
+            taken = assign_torus_axes(shape[front:], list(enumerate(grids[0].shape)))
             if taken is not None:
                 order = [axis for axes in taken for axis in axes]
                 rest = [axis for axis in range(grids[0].ndim) if axis not in order]  # of size 1
@@ -100,7 +100,7 @@ def over(grids: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
     return np.concatenate([found.ravel() for found in grids])
 
 
-def assigned(sizes: Sequence[int], axes: list[tuple[int, int]]) -> list[tuple[int, ...]] | None:
+def assign_torus_axes(sizes: Sequence[int], axes: list[tuple[int, int]]) -> list[tuple[int, ...]] | None:
     """Whole axes of a torus for each axis of a mesh, or None if there are none that fit.
 
     >>> assigned((4, 16), [(0, 4), (1, 4), (2, 4)])
@@ -111,7 +111,7 @@ def assigned(sizes: Sequence[int], axes: list[tuple[int, int]]) -> list[tuple[in
     for chosen in range(1 << len(axes)):
         mine = [axis for i, axis in enumerate(axes) if chosen >> i & 1]
         if math.prod(size for _, size in mine) == sizes[0] and (sizes[0] > 1 or not mine):
-            rest = assigned(sizes[1:], [axis for axis in axes if axis not in mine])
+            rest = assign_torus_axes(sizes[1:], [axis for axis in axes if axis not in mine])
             if rest is not None:
                 return [tuple(axis for axis, _ in mine), *rest]
     return None

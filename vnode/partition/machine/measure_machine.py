@@ -55,7 +55,7 @@ Run = Callable[[], float]
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class MeasuredKind:
     """What was found.
 
     Attributes:
@@ -69,7 +69,7 @@ class Measured:
     latency: float
 
 
-def measured(name: str, devices: Sequence[Any], memory: int) -> Measured:
+def measure_kind(name: str, devices: Sequence[Any], memory: int) -> MeasuredKind:
     """Measures devices of one kind, all at once.
 
     Args:
@@ -86,16 +86,16 @@ def measured(name: str, devices: Sequence[Any], memory: int) -> Measured:
     runs["steps"] = program(mesh, many_steps, stream // 16 + 1)
     runs["start"] = program(mesh, lambda x: -x, SMALL // 4)
     for size in (SMALL, LARGE):
-        runs[f"host {size}"] = from_host(mesh, size)
+        runs[f"host {size}"] = copy_from_host(mesh, size)
         if len(devices) > 1:
-            runs[f"send {size}"] = program(mesh, summed(mesh), size // 4)
-    seconds = medians(runs)
+            runs[f"send {size}"] = program(mesh, sum_over_devices(mesh), size // 4)
+    seconds = median_seconds(runs)
     between, latency = None, 0.0
     if len(devices) > 1:
         steps = 2 * (len(devices) - 1)
-        whole, start = line(seconds[f"send {SMALL}"], seconds[f"send {LARGE}"], seconds["start"])
+        whole, start = fit_bandwidth(seconds[f"send {SMALL}"], seconds[f"send {LARGE}"], seconds["start"])
         between, latency = whole * steps / len(devices), start / steps
-    host, host_latency = line(seconds[f"host {SMALL}"], seconds[f"host {LARGE}"], 0.0)
+    host, host_latency = fit_bandwidth(seconds[f"host {SMALL}"], seconds[f"host {LARGE}"], 0.0)
     kind = Kind(
         name,
         {name: 2 * rows**3 * times / seconds[f"product {name}"] for name, (_, times) in products.items()},
@@ -106,10 +106,10 @@ def measured(name: str, devices: Sequence[Any], memory: int) -> Measured:
         host_latency=host_latency,
         source=f"measured on {len(devices)} at once, jax {jax.__version__}",
     )
-    return Measured(kind, between, latency)
+    return MeasuredKind(kind, between, latency)
 
 
-def line(small: float, large: float, nothing: float) -> tuple[float, float]:
+def fit_bandwidth(small: float, large: float, nothing: float) -> tuple[float, float]:
     """Bytes a second, and seconds of a transfer of nothing, from the times of two sizes and of what else they hold.
 
     At least half of what the large one takes is put down to its bytes, whatever noise says.
@@ -118,7 +118,7 @@ def line(small: float, large: float, nothing: float) -> tuple[float, float]:
     return 1 / per_byte, min(max(small - nothing - SMALL * per_byte, LEAST), 1.0)
 
 
-def medians(runs: dict[str, Run]) -> dict[str, float]:
+def median_seconds(runs: dict[str, Run]) -> dict[str, float]:
     """The median time of each, in interleaved rounds."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     began = time.perf_counter()
@@ -130,7 +130,7 @@ def medians(runs: dict[str, Run]) -> dict[str, float]:
     return {name: max(statistics.median(found), LEAST) for name, found in times.items()}
 
 
-def timed(run: Callable[[], Any]) -> Run:
+def timer_of(run: Callable[[], Any]) -> Run:
     """Seconds until its result is there; it has been run before."""
 
     def seconds() -> float:
@@ -147,7 +147,7 @@ def program(mesh: Mesh, function: Callable[[Any], Any], elements: int) -> Run:
     sharding = NamedSharding(mesh, PartitionSpec("d"))
     values = jax.jit(functools.partial(jnp.ones, (mesh.size * elements,)), out_shardings=sharding)()
     compiled = jax.jit(function).lower(values).compile()
-    return timed(lambda: compiled(values))
+    return timer_of(lambda: compiled(values))
 
 
 def product(mesh: Mesh, dtype: Any, n: int) -> tuple[Run, int] | None:
@@ -155,17 +155,17 @@ def product(mesh: Mesh, dtype: Any, n: int) -> tuple[Run, int] | None:
     sharding = NamedSharding(mesh, PartitionSpec("d"))
     wide = jnp.int32 if dtype == jnp.int8 else dtype
 
-    def once(_: Any, a: Any) -> Any:
+    def one_product(_: Any, a: Any) -> Any:
         return jnp.einsum("dij,djk->dik", a, b, preferred_element_type=wide).astype(dtype)
 
     try:
         a, b = jax.jit(lambda: (jnp.ones((mesh.size, n, n), dtype),) * 2, out_shardings=sharding)()
-        compiled = jax.jit(lambda a, times: jax.lax.fori_loop(0, times, once, a)).lower(a, 1).compile()
-        one = timed(lambda: compiled(a, 1))
+        compiled = jax.jit(lambda a, times: jax.lax.fori_loop(0, times, one_product, a)).lower(a, 1).compile()
+        one = timer_of(lambda: compiled(a, 1))
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError, TypeError):
         return None
     times = int(min(max(TARGET / max(min(one(), one()), LEAST), 1), MOST_PRODUCTS))
-    return timed(lambda: compiled(a, times)), times
+    return timer_of(lambda: compiled(a, times)), times
 
 
 def many_steps(x: Any) -> Any:
@@ -175,16 +175,16 @@ def many_steps(x: Any) -> Any:
     return x
 
 
-def summed(mesh: Mesh) -> Callable[[Any], Any]:
+def sum_over_devices(mesh: Mesh) -> Callable[[Any], Any]:
     """The sum of what all devices have."""
     add = functools.partial(jax.lax.psum, axis_name="d")
     return jax.shard_map(add, mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec())
 
 
-def from_host(mesh: Mesh, size: int) -> Run:
+def copy_from_host(mesh: Mesh, size: int) -> Run:
     """Copies so many bytes of the host to each device."""
     sharding, values = NamedSharding(mesh, PartitionSpec("d")), np.ones(mesh.size * size, np.uint8)
-    return timed(lambda: jax.device_put(values, sharding, may_alias=False))
+    return timer_of(lambda: jax.device_put(values, sharding, may_alias=False))
 
 
 def host_memory(devices: int) -> int:

@@ -21,7 +21,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from vnode.errors import MachineError
-from vnode.partition.machine.description_checks import SLOWEST, devices, inside, real, several, text
+from vnode.partition.machine.description_checks import (
+    SLOWEST,
+    device_numbers,
+    error_context,
+    nonempty_list,
+    one_line,
+    positive_number,
+)
 from vnode.show.units import through
 
 MOST_IN_PAIRS = 256
@@ -141,11 +148,13 @@ class Switch(Network):
     latency: float
 
     def __post_init__(self) -> None:
-        with inside("ports"):
-            ports = tuple(devices(port, f"[{i}]") for i, port in enumerate(several(self.ports, "", "ports")))
-            devices([device for port in ports for device in port], "")
+        with error_context("ports"):
+            ports = tuple(
+                device_numbers(port, f"[{i}]") for i, port in enumerate(nonempty_list(self.ports, "", "ports"))
+            )
+            device_numbers([device for port in ports for device in port], "")
         object.__setattr__(self, "ports", ports)
-        settle(self)
+        check_network(self)
 
     @functools.cached_property
     def members(self) -> frozenset[int]:
@@ -161,8 +170,8 @@ class Switch(Network):
         """Of each port the way out, on which the latency is counted, and the way in."""
         found = list[Resource]()
         for port in self.ports:
-            found.append(Resource(f"{self.name}: out of {ranges(port)}", self.bandwidth, self.latency))
-            found.append(Resource(f"{self.name}: into {ranges(port)}", self.bandwidth, 0.0))
+            found.append(Resource(f"{self.name}: out of {ranges_text(port)}", self.bandwidth, self.latency))
+            found.append(Resource(f"{self.name}: into {ranges_text(port)}", self.bandwidth, 0.0))
         return tuple(found)
 
     def route(self, source: int, target: int) -> tuple[int, ...]:
@@ -204,10 +213,10 @@ class Pairs(Network):
     latency: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "devices", devices(self.devices, "devices"))
+        object.__setattr__(self, "devices", device_numbers(self.devices, "devices"))
         if len(self.devices) > MOST_IN_PAIRS:
             raise MachineError(f"expected at most {MOST_IN_PAIRS} devices, each of which has a link to each other")
-        settle(self)
+        check_network(self)
 
     @functools.cached_property
     def members(self) -> frozenset[int]:
@@ -237,14 +246,14 @@ class Pairs(Network):
         return self.latency, super().exchange(parts)[1]
 
 
-def settle(network: Any) -> None:
+def check_network(network: Any) -> None:
     """Checks what all networks have."""
-    text(network.name, "name")
-    object.__setattr__(network, "bandwidth", real(network.bandwidth, "bandwidth", "bytes a second"))
-    object.__setattr__(network, "latency", real(network.latency, "latency", "seconds", SLOWEST, zero=True))
+    one_line(network.name, "name")
+    object.__setattr__(network, "bandwidth", positive_number(network.bandwidth, "bandwidth", "bytes a second"))
+    object.__setattr__(network, "latency", positive_number(network.latency, "latency", "seconds", SLOWEST, zero=True))
 
 
-def ranges(numbers: Sequence[int]) -> str:
+def ranges_text(numbers: Sequence[int]) -> str:
     """Numbers for people.
 
     >>> ranges([0, 1, 2, 5, 7, 8])

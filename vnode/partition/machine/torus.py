@@ -18,8 +18,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vnode.errors import MachineError
-from vnode.partition.machine.description_checks import MOST_DEVICES, devices, inside, several, truth, whole, wrong
-from vnode.partition.machine.networks import Network, Phase, Resource, settle
+from vnode.partition.machine.description_checks import (
+    MOST_DEVICES,
+    boolean,
+    device_numbers,
+    error_context,
+    nonempty_list,
+    whole_number,
+    wrong_value,
+)
+from vnode.partition.machine.networks import Network, Phase, Resource, check_network
 
 Point = tuple[int, ...]
 
@@ -39,8 +47,8 @@ class Axis:
     wrap: bool = False
 
     def __post_init__(self) -> None:
-        whole(self.size, "size", "devices along an axis", 1, MOST_DEVICES)
-        truth(self.wrap, "wrap")
+        whole_number(self.size, "size", "devices along an axis", 1, MOST_DEVICES)
+        boolean(self.wrap, "wrap")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,23 +113,23 @@ class Torus(Network):
     latency: float
 
     def __post_init__(self) -> None:
-        axes = tuple(several(self.axes, "axes", "axes"))
+        axes = tuple(nonempty_list(self.axes, "axes", "axes"))
         for i, axis in enumerate(axes):
             if not isinstance(axis, Axis):
-                raise wrong(f"axes[{i}]", "an Axis", axis)
+                raise wrong_value(f"axes[{i}]", "an Axis", axis)
         if len(axes) > MOST_AXES or math.prod(axis.size for axis in axes) > MOST_DEVICES:
             raise MachineError(f"expected at most {MOST_AXES} axes and {MOST_DEVICES} points", place="axes")
-        found = devices(self.devices, "devices")
-        points = several(self.points, "points", "points")
+        found = device_numbers(self.devices, "devices")
+        points = nonempty_list(self.points, "points", "points")
         if len(points) != len(found):
             raise MachineError(f"expected a point for each of {len(found)} devices, not {len(points)}", place="points")
-        with inside("points"):
+        with error_context("points"):
             checked = tuple(point(place, axes, f"[{i}]") for i, place in enumerate(points))
             if len(set(checked)) != len(checked):
                 raise MachineError("two devices are at one point")
         for name, value in {"axes": axes, "devices": found, "points": checked}.items():
             object.__setattr__(self, name, value)
-        settle(self)
+        check_network(self)
 
     @functools.cached_property
     def members(self) -> frozenset[int]:
@@ -149,7 +157,7 @@ class Torus(Network):
         """A link from every point to each of its neighbours."""
 
         def name(place: Point, axis: int, way: int) -> str:
-            return f"{self.name}: {said(place)} to {said(self._step(place, axis, way))}"
+            return f"{self.name}: {point_text(place)} to {point_text(self._step(place, axis, way))}"
 
         return tuple(Resource(name(*link), self.bandwidth, self.latency) for link in self._links)
 
@@ -238,13 +246,15 @@ class Torus(Network):
 
 def point(value: Any, axes: Sequence[Axis], place: str) -> Point:
     """A point of a grid, or a `MachineError`."""
-    numbers = several(value, place, f"{len(axes)} numbers, one for each axis")
+    numbers = nonempty_list(value, place, f"{len(axes)} numbers, one for each axis")
     if len(numbers) != len(axes):
-        raise wrong(place, f"{len(axes)} numbers, one for each axis", value)
+        raise wrong_value(place, f"{len(axes)} numbers, one for each axis", value)
     found = zip(numbers, axes, strict=True)
-    return tuple(whole(n, f"{place}[{i}]", "a place along the axis", 0, a.size - 1) for i, (n, a) in enumerate(found))
+    return tuple(
+        whole_number(n, f"{place}[{i}]", "a place along the axis", 0, a.size - 1) for i, (n, a) in enumerate(found)
+    )
 
 
-def said(place: Point) -> str:
+def point_text(place: Point) -> str:
     """A point for people."""
     return f"({', '.join(map(str, place))})"

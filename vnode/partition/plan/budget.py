@@ -52,13 +52,13 @@ class Budget:
         return self.until - time.monotonic()
 
     @property
-    def over(self) -> bool:
+    def is_spent(self) -> bool:
         """Whether they are."""
         return self.left <= 0
 
     def lacks(self, seconds: float = 0.0, predictions: int = 1) -> bool:
         """Whether they are over, or fewer are left than something will take, and predictions after it."""
-        return self.over or self.left < seconds + predictions * MARGIN * self.usual
+        return self.is_spent or self.left < seconds + predictions * MARGIN * self.usual
 
     @property
     def usual(self) -> float:

@@ -1,14 +1,15 @@
 """Which values a step keeps for its backward pass, which it computes again there, and which it has on the host.
 
 Knows what is read late (`vnode.remat.recompute`), what loops keep (`vnode.remat.residual_remat`) and can have on
-the host (`vnode.remat.offload`), kernels, rooflines and integer programmes. Must not know meshes, nor how much
+the host (`vnode.remat.offload`), fused ops, rooflines and integer programs. Must not know meshes, nor how much
 memory a device has.
 
 What is read beyond the turning point of a program is read at times in a row. A value is there at the turning point, or
 it is computed at one of these times, for which all that it is computed from has to be there then; and it is there until
 it is read last. At no time more may be there than a limit; of all such choices this is the one that takes least time:
-Checkmate's programme (Jain et al., MLSys 2020, section 4) for the second half of a program, with few times, and each
-value computed once more at most. What only one other reads is computed with that, inside of its kernel if that can be.
+Checkmate's program (Jain et al., MLSys 2020, section 4) for the second half of a program, with few times, and each
+value computed once more at most. What only one other reads is computed with that, inside of its fused op if that can
+be.
 
 Of what loops keep there is a third choice: it lies on the host in between, and a device holds that of one turn. That
 takes the time of its bytes on the link to the host, there and back, as if nothing were computed beside it. So does what
@@ -33,8 +34,8 @@ from vnode.analysis.program import Made
 from vnode.analysis.scan_rewriting import stacked
 from vnode.operators.cost import all_bytes
 from vnode.partition.cost.calibration import Calibration
-from vnode.partition.cost.fusion import kernels_of
-from vnode.partition.cost.op_kinds import Kernel, Kernels
+from vnode.partition.cost.fusion import fuse_program
+from vnode.partition.cost.op_kinds import FusedOp, FusedProgram
 from vnode.partition.cost.roofline import Roofline
 from vnode.partition.machine import Kind, Machine
 from vnode.partition.plan.search_subject import Subject
@@ -63,7 +64,7 @@ SOLVING = 5.0
 
 
 @dataclasses.dataclass(eq=False)
-class Value:
+class LateValue:
     """Something that may be there.
 
     Attributes:
@@ -82,7 +83,7 @@ class Value:
     reads: tuple[int, ...] = ()
 
 
-class Less(NamedTuple):
+class MemoryPlan(NamedTuple):
     """What a step does not keep on the device, results of equations in order.
 
     Attributes:
@@ -90,12 +91,12 @@ class Less(NamedTuple):
       away: what is on the host; results that a loop carries stand for what its turns begin with.
     """
 
-    again: tuple[Made, ...] = ()
-    away: tuple[Made, ...] = ()
+    recomputed: tuple[Made, ...] = ()
+    offloaded: tuple[Made, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Stacked:
+class StackedValue:
     """Something that a loop could keep of every turn.
 
     Attributes:
@@ -110,12 +111,12 @@ class Stacked:
     bytes: int
     part: int
     seconds: float | None
-    way: float | None = None
+    transfer_seconds: float | None = None
     begins: tuple[int, ...] = ()
     optional: bool = False
 
 
-class Keeping:
+class MemoryPlanner:
     """What a step keeps, less and less of it.
 
     Args:
@@ -129,14 +130,14 @@ class Keeping:
         self.late = late
         self.stacked = stacked_of(late, kept, kind, platform != "cpu")
         without = {late.program.equations[k].outvars[j] for k, j in kept}
-        kernels = kernels_of(late.program, Calibration.on(platform, kind.name).recomputes)
-        self.values = _Values(late, kernels, without, kind).all()
-        self.found: dict[tuple[int, bool], Less | None] = {(0, False): Less(), (0, True): Less()}
+        fused = fuse_program(late.program, Calibration.for_platform(platform, kind.name).recomputes)
+        self.values = _LateValues(late, fused, without, kind).all()
+        self.found: dict[tuple[int, bool], MemoryPlan | None] = {(0, False): MemoryPlan(), (0, True): MemoryPlan()}
 
     @property
     def host(self) -> bool:
         """Whether anything could be on the host."""
-        return any(each.way is not None for each in self.stacked.values())
+        return any(each.transfer_seconds is not None for each in self.stacked.values())
 
     def levels(self, host: bool) -> int:
         """How many choices there are beside keeping all: each holds less than the one before, if that is possible.
@@ -148,12 +149,12 @@ class Keeping:
         return LIMITS + WITH_HOST * (host and self.host) if some or self.stacked else 0
 
     @staticmethod
-    def of(subject: Subject, machine: Machine, platform: str) -> Keeping:
+    def for_subject(subject: Subject, machine: Machine, platform: str) -> MemoryPlanner:
         """That of a step, on the first kind of a machine's devices."""
         kind = machine.kinds[0]
-        return Keeping(subject.late, subject.kept, kind, platform)
+        return MemoryPlanner(subject.late_reads, subject.kept, kind, platform)
 
-    def chosen(self, level: int, seconds: float, host: bool = True) -> Less:
+    def plan_at_level(self, level: int, seconds: float, host: bool = True) -> MemoryPlan:
         """What is computed again, or on the host.
 
         Args:
@@ -165,15 +166,15 @@ class Keeping:
           The choice; if so little cannot be held, what holds least of what was found.
         """
         if (level, host) not in self.found:
-            self.found[level, host] = self.solved(STEP**level, seconds, host)
+            self.found[level, host] = self.solve_share(STEP**level, seconds, host)
         found = self.found[level, host]
-        return self.chosen(level - 1, seconds, host) if found is None else found
+        return self.plan_at_level(level - 1, seconds, host) if found is None else found
 
-    def solved(self, share: float, seconds: float, host: bool) -> Less | None:
+    def solve_share(self, share: float, seconds: float, host: bool) -> MemoryPlan | None:
         """What is not kept so that at no time more is there than a share of what is if all is kept."""
-        several = [each if host else dataclasses.replace(each, way=None) for each in self.stacked.values()]
-        programme = Programme(self.values, several)
-        chosen = programme.solved(share, seconds)
+        several = [each if host else dataclasses.replace(each, transfer_seconds=None) for each in self.stacked.values()]
+        program = IntegerProgram(self.values, several)
+        chosen = program.solve_share(share, seconds)
         if chosen is None:
             return None
         again, places = chosen
@@ -182,10 +183,10 @@ class Keeping:
         made = {each for each, var in self.late.repeatable.items() if each[0] in numbers and var not in kept}
         several = [(each, of, place) for (each, of), place in zip(self.stacked.items(), places, strict=True)]
         made |= {each for each, of, place in several if place is NOWHERE and not of.optional}
-        return Less(tuple(sorted(made)), tuple(sorted(each for each, _, place in several if place is HOST)))
+        return MemoryPlan(tuple(sorted(made)), tuple(sorted(each for each, _, place in several if place is HOST)))
 
 
-class Place(enum.Enum):
+class StackLocation(enum.Enum):
     """Where something that a loop stacks is."""
 
     DEVICE = "device"
@@ -193,10 +194,10 @@ class Place(enum.Enum):
     NOWHERE = "nowhere"
 
 
-DEVICE, HOST, NOWHERE = Place.DEVICE, Place.HOST, Place.NOWHERE
+DEVICE, HOST, NOWHERE = StackLocation.DEVICE, StackLocation.HOST, StackLocation.NOWHERE
 
 
-def stacked_of(late: Late, kept: Mapping[Made, Kept], kind: Kind, host: bool) -> dict[Made, Stacked]:
+def stacked_of(late: Late, kept: Mapping[Made, Kept], kind: Kind, host: bool) -> dict[Made, StackedValue]:
     """What loops could keep: what they stack, and what their turns begin with, called by what is carried.
 
     Args:
@@ -208,7 +209,7 @@ def stacked_of(late: Late, kept: Mapping[Made, Kept], kind: Kind, host: bool) ->
     rate = max(kind.rate("float32"), kind.vector)
     equations = late.program.equations
 
-    def way(var: Var, like: Var, turns: int) -> float | None:
+    def transfer_seconds(var: Var, like: Var, turns: int) -> float | None:
         """Seconds of something's way to the host and back, turn by turn, if it depends on examples as `like` does."""
         if not host or like not in late.varying or not is_movable(var):
             return None
@@ -218,58 +219,60 @@ def stacked_of(late: Late, kept: Mapping[Made, Kept], kind: Kind, host: bool) ->
     others = {(k, n): each.turns for (k, _), each in kept.items() for n in each.begins if (k, n) not in begun}
     numbers = {made: i for i, made in enumerate((*kept, *others))}
     numbers.update({place: numbers[made] for place, made in begun.items()})
-    found: dict[Made, Stacked] = {}
+    found: dict[Made, StackedValue] = {}
     for (k, j), each in kept.items():
         var = equations[k].outvars[j]
         seconds = None if each.is_begin else each.flops / rate
         needs = () if each.is_begin else tuple(numbers[k, n] for n in each.begins)
-        found[k, j] = Stacked(each.bytes, each.bytes // each.turns, seconds, way(var, var, each.turns), needs)
+        found[k, j] = StackedValue(
+            each.bytes, each.bytes // each.turns, seconds, transfer_seconds(var, var, each.turns), needs
+        )
     for (k, n), turns in others.items():
         carried = equations[k].outvars[n]
         whole, part = stacked(carried.aval, turns), all_bytes(carried.aval)
-        found[k, n] = Stacked(turns * part, part, 0.0, way(whole, carried, turns), optional=True)
+        found[k, n] = StackedValue(turns * part, part, 0.0, transfer_seconds(whole, carried, turns), optional=True)
     return found
 
 
-class _Values:
-    """What may be there beyond the turning point of a program: what kernels read there, and what that is computed from.
+class _LateValues:
+    """The values live after the peak (the turning point): those that fused ops read there, and their operands.
 
     Args:
       late: the program.
-      kernels: that its compiler makes of it.
+      fused ops: that its compiler makes of it.
       without: what is not among it.
       kind: of device.
     """
 
-    def __init__(self, late: Late, kernels: Kernels, without: Collection[Var], kind: Kind) -> None:
-        self.late, self.kernels, self.kind = late, kernels, kind
+    def __init__(self, late: Late, fused: FusedProgram, without: Collection[Var], kind: Kind) -> None:
+        self.late, self.fused, self.kind = late, fused, kind
         self.number = {id(eqn): k for k, eqn in enumerate(late.program.equations)}
-        self.maker: dict[Var, Kernel] = {}
-        self.readers: dict[Var, list[Kernel]] = {}
-        for kernel in kernels.kernels:
-            if not self.is_late(kernel):
-                self.maker.update(dict.fromkeys(kernel.piece.writes, kernel))
-            for var in dict.fromkeys(map(kernels.memory_of, kernel.piece.reads)):
-                self.readers.setdefault(var, []).append(kernel)
-        held = [var for var in self.maker if var in late.varying and var not in without and self.beyond(var)]
-        held.sort(key=kernels.nbytes)
-        sizes = np.cumsum([kernels.nbytes(var) for var in held])
+        self.maker: dict[Var, FusedOp] = {}
+        self.readers: dict[Var, list[FusedOp]] = {}
+        for op in fused.fused_ops:
+            if not self.is_late(op):
+                self.maker.update(dict.fromkeys(op.timed_op.writes, op))
+            for var in dict.fromkeys(map(fused.buffer_of, op.timed_op.reads)):
+                self.readers.setdefault(var, []).append(op)
+        held = [var for var in self.maker if var in late.varying and var not in without and self.late_readers(var)]
+        held.sort(key=fused.nbytes)
+        sizes = np.cumsum([fused.nbytes(var) for var in held])
         small = int(np.searchsorted(sizes, SMALL * sizes[-1])) if held else 0
         self.left_out = {*without, *held[:small]}
         self.held = held[small:]
 
-    def place(self, kernel: Kernel, var: Var) -> int:
-        """The number of the first equation beyond the turning point that a kernel computes of a value.
+    def first_late_equation(self, op: FusedOp, var: Var) -> int:
+        """The number of the first equation beyond the turning point that a fused op computes of a value.
 
         The last may be an update, which comes at the end of the program, with the product that it is made of.
         """
-        numbers = (self.number[id(eqn)] for eqn in self.made_of(kernel, var))
+        numbers = (self.number[id(eqn)] for eqn in self.dependent_equations(op, var))
         return min((k for k in numbers if k > self.late.turn), default=self.late.turn + 1)
 
-    def made_of(self, kernel: Kernel, var: Var) -> Iterator[JaxprEqn]:
-        """The equations of a kernel that depend on a value that it reads."""
+    def dependent_equations(self, op: FusedOp, var: Var) -> Iterator[JaxprEqn]:
+        """The equations of a fused op that depend on a value that it reads."""
         depends = self.names[var].copy()
-        for eqn in kernel.piece.equations:
+        for eqn in op.timed_op.equations:
             if depends.intersection(atom for atom in eqn.invars if isinstance(atom, Var)):
                 depends.update(eqn.outvars)
                 yield eqn
@@ -278,22 +281,22 @@ class _Values:
     def names(self) -> Mapping[Var, set[Var]]:
         """All variables that have a value's memory, by that value."""
         found: dict[Var, set[Var]] = {var: {var} for var in self.maker}
-        for other in self.kernels.names:
-            found.setdefault(self.kernels.memory_of(other), set()).add(other)
+        for other in self.fused.names:
+            found.setdefault(self.fused.buffer_of(other), set()).add(other)
         return found
 
-    def is_late(self, kernel: Kernel) -> bool:
-        """Whether a kernel runs beyond the turning point."""
-        return max(self.number[id(eqn)] for eqn in kernel.piece.equations) > self.late.turn
+    def is_late(self, op: FusedOp) -> bool:
+        """Whether a fused op runs beyond the turning point."""
+        return max(self.number[id(eqn)] for eqn in op.timed_op.equations) > self.late.turn
 
-    def beyond(self, var: Var) -> list[Kernel]:
-        """The kernels beyond the turning point that read a value."""
-        return [kernel for kernel in self.readers.get(var, ()) if self.is_late(kernel)]
+    def late_readers(self, var: Var) -> list[FusedOp]:
+        """The fused ops beyond the turning point that read a value."""
+        return [op for op in self.readers.get(var, ()) if self.is_late(op)]
 
     def is_repeatable(self, var: Var) -> bool:
         """Whether a value can be computed again."""
         return var in self.maker and {
-            self.number[id(eqn)] for eqn in self.maker[var].piece.equations if self.varies(eqn)
+            self.number[id(eqn)] for eqn in self.maker[var].timed_op.equations if self.varies(eqn)
         } <= {k for k, _ in self.late.repeatable}
 
     def varies(self, eqn: JaxprEqn) -> bool:
@@ -302,17 +305,17 @@ class _Values:
 
     def operands(self, var: Var) -> list[Var]:
         """The other values from which a value is computed."""
-        read = dict.fromkeys(map(self.kernels.memory_of, self.maker[var].piece.reads))
+        read = dict.fromkeys(map(self.fused.buffer_of, self.maker[var].timed_op.reads))
         return [v for v in read if v in self.late.varying and v in self.maker and v not in self.left_out]
 
     def followers(self, var: Var) -> tuple[int, ...]:
-        """The equations that are computed of a value inside of kernels beyond the turning point, or rename it."""
+        """The equations that are computed of a value inside of fused ops beyond the turning point, or rename it."""
         definitions, turn = self.late.program.definitions, self.late.turn
         found = {self.number[id(definitions[other])] for other in self.names[var] if other is not var}
-        found.update(self.number[id(eqn)] for kernel in self.beyond(var) for eqn in self.made_of(kernel, var))
+        found.update(self.number[id(eqn)] for op in self.late_readers(var) for eqn in self.dependent_equations(op, var))
         return tuple(sorted(k for k in found if k <= turn))
 
-    def all(self) -> dict[Var, Value]:
+    def all(self) -> dict[Var, LateValue]:
         """The values; what only one other is computed from, and nothing else reads, is computed with that."""
         users: dict[Var, int] = {}
         pending, seen = [*self.held], dict.fromkeys(self.held)
@@ -323,20 +326,20 @@ class _Values:
                 if operand not in seen:
                     seen[operand] = None
                     pending.append(operand)
-        late = {var for var in seen if self.beyond(var)}
+        late = {var for var in seen if self.late_readers(var)}
         inside = {var for var in seen if var not in late and users.get(var) == 1 and self.is_repeatable(var)}
-        found: dict[Var, Value] = {}
+        found: dict[Var, LateValue] = {}
         for var in seen:
             if var in inside:
                 continue
-            reads = {self.late.time(self.place(kernel, var)) for kernel in self.beyond(var)}
-            value = found[var] = Value(self.kernels.nbytes(var), reads=tuple(sorted(reads)))
+            reads = {self.late.time(self.first_late_equation(op, var)) for op in self.late_readers(var)}
+            value = found[var] = LateValue(self.fused.nbytes(var), reads=tuple(sorted(reads)))
             if not self.is_repeatable(var):
                 continue
             numbers, read, ahead = set[int](), dict[Var, None](), [var]
             while ahead:
                 each = ahead.pop()
-                piece = self.maker[each].piece
+                piece = self.maker[each].timed_op
                 value.seconds += Roofline(launch=0).seconds(piece.cost, self.kind)
                 numbers.update(self.number[id(eqn)] for eqn in piece.equations if self.varies(eqn))
                 numbers.update(self.followers(each))
@@ -350,8 +353,8 @@ class _Values:
         return found
 
 
-class Programme:
-    """The integer programme.
+class IntegerProgram:
+    """The integer program.
 
     Variables, all between 0 and 1: for each value and each time, and for the turning point, whether it is there; for
     each value and each time whether it is computed then; for each stacked result and each place whether it is there.
@@ -361,16 +364,16 @@ class Programme:
       stacked: what loops could keep.
     """
 
-    def __init__(self, values: Mapping[Var, Value], stacked: Sequence[Stacked]) -> None:
+    def __init__(self, values: Mapping[Var, LateValue], stacked: Sequence[StackedValue]) -> None:
         self.values, self.stacked = values, stacked
         self.end = ends_of(values)
         count = itertools.count()
         self.there = {(var, t): next(count) for var, end in self.end.items() for t in range(end + 1)}
         self.computed = {(var, t): next(count) for var, t in self.there if t and values[var].equations}
-        self.places = [{place: next(count) for place in Place} for _ in stacked]
+        self.places = [{place: next(count) for place in StackLocation} for _ in stacked]
         self.size = next(count)
 
-    def solved(self, share: float, seconds: float) -> tuple[set[Var], list[Place]] | None:
+    def solve_share(self, share: float, seconds: float) -> tuple[set[Var], list[StackLocation]] | None:
         """What is computed again of the values, and where is what loops could keep; None if nothing was found.
 
         Args:
@@ -408,9 +411,9 @@ class Programme:
         for places, each in zip(self.places, self.stacked, strict=True):
             rows.append((dict.fromkeys(places.values(), 1.0), 1, 1))
             upper[places[NOWHERE]] = each.seconds is not None
-            upper[places[HOST]] = each.way is not None
+            upper[places[HOST]] = each.transfer_seconds is not None
             cost[places[NOWHERE]] = (each.seconds or 0.0) / (total or 1)
-            cost[places[HOST]] = (each.way or 0.0) / (total or 1)
+            cost[places[HOST]] = (each.transfer_seconds or 0.0) / (total or 1)
             for row in times.values() or [times.setdefault(0, {})]:
                 row[places[DEVICE]], row[places[HOST]] = each.bytes / whole, each.part / whole
             for begin in each.begins:  # neither it nor what it is computed from may be nowhere
@@ -441,7 +444,7 @@ class Programme:
         ]
 
 
-def ends_of(values: Mapping[Var, Value]) -> dict[Var, int]:
+def ends_of(values: Mapping[Var, LateValue]) -> dict[Var, int]:
     """The last time at which each value may be needed: to be read, or for others."""
     ends = {var: max(value.reads, default=0) for var, value in values.items()}
     later = list(values)

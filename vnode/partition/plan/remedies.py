@@ -19,12 +19,12 @@ import jax
 from vnode.errors import VnodeError
 from vnode.partition.cost.time_sources import Times
 from vnode.partition.machine import Machine
-from vnode.partition.machine.doubled import doubled
-from vnode.partition.plan.candidates import Candidate, OnMesh, pace_of
-from vnode.partition.plan.memory_plan import SOLVING, Keeping, Less
+from vnode.partition.machine.doubled import double_machine
+from vnode.partition.plan.candidates import Candidate, MeshSearch, pace_of
+from vnode.partition.plan.memory_plan import SOLVING, MemoryPlan, MemoryPlanner
 from vnode.partition.plan.meshes import INNER
 from vnode.partition.plan.predict import NODES, Figures
-from vnode.partition.plan.search_subject import Subject, computing_again, subject_of
+from vnode.partition.plan.search_subject import Subject, subject_of, with_recomputation
 from vnode.show.units import size
 from vnode.step.call import wrap
 from vnode.step.virtual import VirtualStep
@@ -56,7 +56,7 @@ class Change:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tried:
+class TriedChange:
     """What came of a change.
 
     Attributes:
@@ -73,7 +73,7 @@ class Tried:
     mesh: Mapping[str, int]
     fits: bool
 
-    def said(self, nodes: int, devices: int) -> str:
+    def as_text(self, nodes: int, devices: int) -> str:
         """The change, and what comes of it.
 
         Args:
@@ -89,7 +89,7 @@ class Tried:
         takes = [size(figures.memory)]
         if self.fits:
             takes += [figures.on_host] if figures.on_host else []
-            takes += [placed(self.name, self.mesh)]
+            takes += [plan_title(self.name, self.mesh)]
         return f"{', '.join(parts)} ({', '.join(takes)})"
 
 
@@ -102,7 +102,7 @@ class Remedies:
       machine: on which.
       memory: bytes that a device may hold.
       platform: what is compiled for.
-      times: of kernels.
+      times: of fused ops.
       divided: candidates on a mesh that divides what a node computes.
       until: when to stop, by `time.monotonic`.
     """
@@ -115,16 +115,16 @@ class Remedies:
         memory: int,
         platform: str,
         times: Times | None,
-        divided: Callable[[OnMesh], Sequence[Candidate]],
+        divided: Callable[[MeshSearch], Sequence[Candidate]],
         until: float,
     ) -> None:
         self.subject, self.least, self.machine, self.memory = subject, least, machine, memory
         self.platform, self.times, self.divided, self.until = platform, times, divided, until
         self.nodes = sum(least.counts)
-        self.left = [*self.given_away(), *self.more_nodes(), *self.more_devices()]
-        self.tried: list[Tried] = []
+        self.left = [*self.with_donation(), *self.more_nodes(), *self.more_devices()]
+        self.tried: list[TriedChange] = []
 
-    def found(self) -> Tried | None:
+    def found(self) -> TriedChange | None:
         """The first change with which something fits; None if there is none, or not in time: `left` are not tried."""
         slowest = 0.0
         while self.left:
@@ -138,7 +138,7 @@ class Remedies:
                 several.append(dataclasses.replace(best.change, doublings=change.doublings))
             for each in dict.fromkeys(several):
                 result = self.result(each)
-                if result is None and self.over:
+                if result is None and self.is_over:
                     if each == change:  # else it was tried itself, and only together with another it was not
                         self.left.insert(0, change)
                     return None
@@ -150,7 +150,7 @@ class Remedies:
         return None
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether there is no time left."""
         return time.monotonic() > self.until
 
@@ -165,17 +165,17 @@ class Remedies:
         }
         return tuple(name for name, there in changed.items() if there)
 
-    def failed(self) -> list[Tried]:
+    def failed(self) -> list[TriedChange]:
         """What did not suffice: of changes of one kind that which saves most."""
         several = [each for each in self.tried if not each.fits]
         kinds = dict.fromkeys(self.kind(each.change) for each in several)
         return [min((x for x in several if self.kind(x.change) == kind), key=self.size) for kind in kinds]
 
-    def size(self, tried: Tried) -> tuple[int, int]:
+    def size(self, tried: TriedChange) -> tuple[int, int]:
         """What orders changes by what they save: steps of memory, then nodes, of which many save little more."""
         return int(tried.figures.memory / (STEP * self.memory)), tried.change.virtual_nodes
 
-    def given_away(self) -> Iterator[Change]:
+    def with_donation(self) -> Iterator[Change]:
         """The state, where it is not given away: what is written then takes the place of what was there."""
         step = self.subject.step
         given, _ = step.spec.with_static(self.subject.args, {})
@@ -215,19 +215,19 @@ class Remedies:
         several = self.least.figures, self.least.all_on_host(self.machine)
         return min(each.state + each.results for each in several)
 
-    def result(self, change: Change) -> Tried | None:
+    def result(self, change: Change) -> TriedChange | None:
         """What fits with a change, or else takes least; None if there is nothing, or not all was looked at in time."""
-        least: Tried | None = None
+        least: TriedChange | None = None
         try:
             for machine, candidate in self.candidates(change):
                 fits = candidate.figures.memory <= self.memory
                 fitting = candidate if fits else candidate.with_host(machine, self.memory)
                 if fitting is not None:
-                    return Tried(change, fitting.figures, fitting.name, fitting.mesh, True)
+                    return TriedChange(change, fitting.figures, fitting.name, fitting.mesh, True)
                 figures = min(candidate.figures, candidate.all_on_host(machine), key=lambda each: each.memory)
                 if least is None or figures.memory < least.figures.memory:
-                    least = Tried(change, figures, candidate.name, candidate.mesh, False)
-                if self.over:
+                    least = TriedChange(change, figures, candidate.name, candidate.mesh, False)
+                if self.is_over:
                     return None
         except VnodeError:  # the step cannot be virtualized so, or there is no such machine
             pass
@@ -237,15 +237,17 @@ class Remedies:
         """Ways to carry out a change, and on which machine."""
         machine = self.machine
         for _ in range(change.doublings):
-            machine = doubled(machine)
+            machine = double_machine(machine)
         for subject in self.subjects(change):
             pace = pace_of(subject, machine, self.platform, self.times)
             for sizes in self.meshes(change, len(machine.devices)):
-                on = OnMesh(subject, machine, sizes, self.platform, self.times, pace)
+                on = MeshSearch(subject, machine, sizes, self.platform, self.times, pace)
                 if on.axes:
                     several = self.divided(on)
                 else:
-                    several = [on.candidate("FSDP" if on.rows > 1 else "data parallel", on.whole, on.rows > 1)]
+                    several = [
+                        on.candidate("FSDP" if on.replicas > 1 else "data parallel", on.undivided, on.replicas > 1)
+                    ]
                 yield from ((machine, candidate) for candidate in several)
 
     def subjects(self, change: Change) -> Iterator[Subject]:
@@ -265,23 +267,23 @@ class Remedies:
         spec = dataclasses.replace(step.spec, options=options, donate_argnums=donated)
         subject = subject_of(VirtualStep(spec, None), self.subject.args)
         yield subject
-        keeping = Keeping.of(subject, self.machine, self.platform)
-        several = [keeping.chosen(keeping.levels(host), SOLVING, host) for host in sorted({False, keeping.host})]
+        keeping = MemoryPlanner.for_subject(subject, self.machine, self.platform)
+        several = [keeping.plan_at_level(keeping.levels(host), SOLVING, host) for host in sorted({False, keeping.host})]
         for less in dict.fromkeys(several):
-            if less != Less():
-                yield subject_of(computing_again(subject.step, *less), self.subject.args)
+            if less != MemoryPlan():
+                yield subject_of(with_recomputation(subject.step, *less), self.subject.args)
 
     def meshes(self, change: Change, devices: int) -> list[dict[str, int]]:
-        """Nodes over all devices, the mesh of what takes least with more rows, and with a longer axis beside them."""
+        """All devices along the nodes' axis; and the smallest mesh, with more replicas or a longer other axis."""
         before, more = dict(self.least.mesh), 2**change.doublings
-        rows = {**before, NODES: before[NODES] * more}
+        replicas = {**before, NODES: before[NODES] * more}
         longer = {**before, INNER[0]: before.get(INNER[0], 1) * more}
-        several = [{NODES: devices}, rows, *([longer] if more > 1 else [])]
+        several = [{NODES: devices}, replicas, *([longer] if more > 1 else [])]
         found = {tuple(each.items()): each for each in several if each[NODES] <= change.virtual_nodes}
         return list(found.values())
 
 
-def placed(name: str, mesh: Mapping[str, int]) -> str:
+def plan_title(name: str, mesh: Mapping[str, int]) -> str:
     """A plan and its mesh.
 
     >>> placed("FSDP", {"vnode": 8})

@@ -1,11 +1,12 @@
-"""What the devices of one row of a mesh compute in a step: a share of its nodes, one after another, and what is once.
+"""A step's schedule -> the program of one replica: its share of the nodes in a loop, and the replicated region.
 
 Knows schedules and how they are emitted. Must not know machines, searches, nor how anything is divided.
 
-A mesh has one axis that nodes are spread over; the devices that share a place on it are a row, and divide each node's
-computation among them. A row's program has whole values at their global shapes, and its own part of batched ones. Each
-pass is a loop over as many nodes as a row has; what it sums is then added up over the rows, and what is needed whole of
-all examples is put together, which are equations of their own (`vnode.partition.plan.other_replicas`).
+A mesh has one axis that nodes are spread over; the devices that share a place on it are a replica, and divide each
+node's computation among them. A replica's program has whole values at their global shapes, and its own part of batched
+ones. Each pass is a loop over as many nodes as a replica has; what it sums is then added up over the replicas, and what
+is needed whole of all examples is put together, which are equations of their own
+(`vnode.partition.plan.other_replicas`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from vnode.errors import PartitionError, UnsupportedPrimitiveError
 from vnode.operators.in_program import as_array
 from vnode.operators.sharding import constraint_equation
 from vnode.partition.plan.node_spread import Spread
-from vnode.partition.plan.other_replicas import NUMBERS, OF_ROWS, OVER_ROWS
+from vnode.partition.plan.other_replicas import GATHER_FROM_REPLICAS, NODE_NUMBERS, SUM_OVER_REPLICAS
 from vnode.placement.placement import Placement
 from vnode.runtime import node_loops
 from vnode.runtime.emit import Emission
@@ -47,7 +48,7 @@ from vnode.spmd.uneven_blocks import Share
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Node:
+class NodeProgram:
     """What a node computes in a pass.
 
     Attributes:
@@ -77,10 +78,10 @@ class NodeFlow:
       node: what it computes.
       body: the flow through the loop's body.
       start: the number of the node's first equation in it.
-      path: where the body is in the program of the row.
+      path: where the body is in the program of the replica.
     """
 
-    node: Node
+    node: NodeProgram
     body: Flow
     start: int
     path: Path
@@ -100,8 +101,8 @@ class NodeFlow:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RowProgram:
-    """What a row computes.
+class ReplicaProgram:
+    """What a replica computes.
 
     Attributes:
       program: the whole, with calls inlined.
@@ -109,7 +110,7 @@ class RowProgram:
     """
 
     program: Program
-    nodes: tuple[Node, ...]
+    nodes: tuple[NodeProgram, ...]
 
     def flows(self, flow: Flow) -> list[NodeFlow]:
         """The part of a flow that is one node's, for each pass.
@@ -130,14 +131,14 @@ class RowProgram:
                 if (start := position(wanted, several)) is not None
             ]
             if not fitting:
-                raise PartitionError("a flow is not through the program of a row: one of its passes is missing")
+                raise PartitionError("a flow is not through the program of a replica: one of its passes is missing")
             taken = {each.path for each in found}  # of passes that look alike each is another
             found.append(next((each for each in fitting if each.path not in taken), fitting[0]))
         return found
 
 
-class Row(Emission):
-    """The emission of one row."""
+class ReplicaEmission(Emission):
+    """The emission of one replica."""
 
     def __init__(
         self,
@@ -156,11 +157,11 @@ class Row(Emission):
         self.axes, self.spread, self.mesh_axes = {}, spread, axes
         self.platform, self.once = platform, Once(platform)
         self.groups = groups
-        self.nodes: list[Node] = []
+        self.nodes: list[NodeProgram] = []
         self.invariant = invariant
         self.in_parts = self.fits if in_loop is None else in_loop  # batched inputs and outputs
         self.in_parts_inside = False  # of the loop or branch that is evaluated
-        given = (var for var in self.batched if in_loop is not None or spread.given(self.flow, var))
+        given = (var for var in self.batched if in_loop is not None or spread.is_sharded_argument(self.flow, var))
         self.own = {*given} if self.in_parts else set[Var]()  # of the batched values, those held in parts
 
     @property
@@ -200,14 +201,14 @@ class Row(Emission):
         batched = [i for i, (_, form) in enumerate(together.wanted) if isinstance(form, Slice)]
         program, captured = as_program(together, shapes, self.mesh_axes)
         try:
-            program, dims = self.blocked(program, together.reads, batched)
+            program, dims = self.in_blocks_where_read(program, together.reads, batched)
         except (PartitionError, UnsupportedPrimitiveError):  # every device computes it whole
             given, dims = [self.read(var) for var in together.reads], [None] * len(together.wanted)
-        values = evaluated(program, [*given, *captured])
+        values = evaluate_program(program, [*given, *captured])
         for (var, form), dim, value in zip(together.wanted, dims, values, strict=True):
             self.take_up(var, dim, value) if not isinstance(form, Slice) else self.batched.update({var: value})
 
-    def blocked(
+    def in_blocks_where_read(
         self, program: Program, reads: Sequence[Var | None], whole: Collection[int] = ()
     ) -> tuple[Program, Sequence[int | None]]:
         """A program in blocks, as far as what it reads is; with the dimension of each output that is."""
@@ -219,23 +220,29 @@ class Row(Emission):
         return split.program, split.outputs
 
     def put_together(self, var: Var) -> Any:
-        """A batched value, whole on each device: of the parts of all rows, where it was not computed whole."""
+        """A batched value, whole on each device: of the parts of all replicas, where it was not computed whole."""
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
         if var in self.own and form.outer == 1 and self.fits:
-            return self.of_rows(self.batched[var], form.dim, var.aval.shape[form.dim])
+            return self.gather_from_replicas(self.batched[var], form.dim, var.aval.shape[form.dim])
         if var in self.batched and var not in self.own:
             return self.batched[var]
-        value = self.of_rows(self.in_turns(form, *self.shard(var), var in self.collected), 0, self.spread.nodes)
-        return self.arranged(value, form, self.units(form))
+        value = self.gather_from_replicas(
+            self.by_node(form, *self.shard(var), var in self.collected), 0, self.spread.nodes
+        )
+        return self.in_batch_order(value, form, self.units(form))
 
-    def of_rows(self, value: Any, dim: int, size: int) -> Any:
-        """What rows have parts of, whole on each of them."""
-        alone = self.spread.turns == self.spread.nodes
-        return jax.lax.slice_in_dim(value, 0, size, axis=dim) if alone else OF_ROWS.bind(value, dim=dim, size=size)
+    def gather_from_replicas(self, value: Any, dim: int, size: int) -> Any:
+        """What replicas have parts of, whole on each of them."""
+        alone = self.spread.iterations == self.spread.nodes
+        return (
+            jax.lax.slice_in_dim(value, 0, size, axis=dim)
+            if alone
+            else GATHER_FROM_REPLICAS.bind(value, dim=dim, size=size)
+        )
 
     def own_part(self, atom: Atom) -> Any:
-        """The row's part of a batched value."""
+        """The replica's part of a batched value."""
         if atom in self.own:
             return self.batched[atom]
         form = self.flow.state(atom).form
@@ -243,11 +250,11 @@ class Row(Emission):
         return self.in_part(form, *self.shard(atom), atom in self.collected)
 
     def in_part(self, form: Slice, value: Any, dim: int, there: bool) -> Any:
-        """A batched value as the row's part of it; see `in_turns`."""
-        units = self.spread.turns * self.flow.local(form)
-        return self.arranged(self.in_turns(form, value, dim, there), form, units)
+        """A batched value as the replica's part of it; see `by_node`."""
+        units = self.spread.iterations * self.flow.local(form)
+        return self.in_batch_order(self.by_node(form, value, dim, there), form, units)
 
-    def arranged(self, value: Any, form: Slice, units: int) -> Any:
+    def in_batch_order(self, value: Any, form: Slice, units: int) -> Any:
         """What consecutive nodes have, in the order of the batch; see `arrange`.
 
         Raises:
@@ -261,9 +268,9 @@ class Row(Emission):
 
     def taken_as(self, form: Form | None, atom: Atom) -> Any:
         in_part = self.in_parts_inside and isinstance(form, Slice)  # others are read whole, batched ones too
-        return self.as_taken(form, atom) if in_part else super().taken_as(form, atom)
+        return self.as_batched(form, atom) if in_part else super().taken_as(form, atom)
 
-    def as_taken(self, form: Form | None, atom: Atom) -> Any:
+    def as_batched(self, form: Form | None, atom: Atom) -> Any:
         """A value in the form in which it is taken where batched values are in parts: a whole one may be cut for that,
         such as zeros with which a loop begins, or that one branch has in the place of what others compute."""
         if not isinstance(form, Slice):
@@ -280,11 +287,11 @@ class Row(Emission):
         value = self.batched[var]
         return (value, form.dim) if form.outer == 1 else (runs_apart(value, form), form.dim + 1)
 
-    def in_turns(self, form: Slice, value: Any, dim: int, there: bool) -> Any:
-        """A batched value, or the row's part of it, as the parts of the row's nodes, ``[turns, ...]``."""
+    def by_node(self, form: Slice, value: Any, dim: int, there: bool) -> Any:
+        """A batched value, or the replica's part of it, as the parts of the replica's nodes, ``[turns, ...]``."""
         if there:
             return jnp.moveaxis(value, dim, 0)
-        turns, n = self.spread.turns, self.flow.local(form)
+        turns, n = self.spread.iterations, self.flow.local(form)
         if value.shape[dim] != turns * n:
             value = jax.lax.slice_in_dim(value, 0, turns * n, axis=dim)
         value = jnp.moveaxis(value.reshape(*value.shape[:dim], turns, n, *value.shape[dim + 1 :]), dim, 0)
@@ -295,7 +302,7 @@ class Row(Emission):
         return self.own_part(atom) if batched and self.in_parts_inside else self.read(atom)
 
     def returned(self, atom: Atom, form: Form) -> Any:
-        return self.as_taken(form, atom) if self.in_parts else self.read(atom)
+        return self.as_batched(form, atom) if self.in_parts else self.read(atom)
 
     def in_shards(self, value: Any, form: Form | None) -> Any:
         if not self.mesh_axes or not isinstance(form, Slice):
@@ -303,7 +310,7 @@ class Row(Emission):
         return bind(constraint_equation(((),) * value.ndim), [value])[0]
 
     def run_nested(self, action: Evaluation) -> None:
-        # Shards, or slots if rows are uneven; bodies that have other nodes are given whole values.
+        # Shards, or slots if replicas are uneven; bodies that have other nodes are given whole values.
         self.in_parts_inside = (self.fits or not self.spread.even) and self.has_same_nodes(action)
         super().run_nested(action)
         if self.in_parts_inside:
@@ -320,7 +327,7 @@ class Row(Emission):
     ) -> list[Any]:
         later = self.groups[len(self.nodes) :]
         in_parts = self.in_parts_inside and made.flow.batch == self.flow.batch
-        inner = Row(
+        inner = ReplicaEmission(
             made,
             self.placement,
             values,
@@ -344,7 +351,7 @@ class Row(Emission):
         written = inline(plain.jaxpr, plain.consts)
         groups = tuple(self.groups[len(self.nodes)]) if len(self.nodes) < len(self.groups) else ()
         program = grouped(written, groups) if groups else written
-        program, dims = self.blocked(program, [None, *(var for var, _ in nodes.sliced), *nodes.wholes])
+        program, dims = self.in_blocks_where_read(program, [None, *(var for var, _ in nodes.sliced), *nodes.wholes])
         made_so = [*(a.var for a in nodes.accumulators), *(var for var, _ in nodes.collected)]
         self.dims.update((var, dim) for var, dim in zip(made_so, dims, strict=True) if dim is not None)
         sums = [
@@ -355,14 +362,14 @@ class Row(Emission):
         given = frozenset(i for i, there in enumerate(kept) if not there)
         examples = tuple(form.dim for _, form in nodes.sliced)
         own = tuple(dims[: len(sums)])
-        self.nodes.append(Node(program, examples, given, written, groups, tuple(nodes.accumulators), own))
+        self.nodes.append(NodeProgram(program, examples, given, written, groups, tuple(nodes.accumulators), own))
 
-        def turn(totals: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
+        def iteration(totals: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
             operands = [given[0][None], *given[1:], *whole]
             as_traced = program is written  # neither side by side nor in blocks
-            values = jaxpr_as_fun(made)(*operands) if as_traced else evaluated(program, [*operands, *captured])
+            values = jaxpr_as_fun(made)(*operands) if as_traced else evaluate_program(program, [*operands, *captured])
             pieces = values[: len(sums)]
-            if self.spread.turns == 1:  # there is nothing to add it to
+            if self.spread.iterations == 1:  # there is nothing to add it to
                 totals = [piece.astype(s.dtype) for s, piece in zip(sums, pieces, strict=True)]
                 if self.invariant:
                     totals = [s.from_zero(total) for s, total in zip(sums, totals, strict=True)]
@@ -370,14 +377,14 @@ class Row(Emission):
             return node_loops.add_all(sums, totals, pieces), values[len(sums) :]
 
         held = zip(nodes.sliced, shards, kept, strict=True)
-        several = [self.in_turns(form, *shard, there) for (_, form), shard, there in held]
-        numbers = NUMBERS.bind(turns=self.spread.turns)
-        totals, results = jax.lax.scan(turn, [s.identity() for s in sums], [numbers, *several])
+        several = [self.by_node(form, *shard, there) for (_, form), shard, there in held]
+        numbers = NODE_NUMBERS.bind(turns=self.spread.iterations)
+        totals, results = jax.lax.scan(iteration, [s.identity() for s in sums], [numbers, *several])
         self.collected.update(zip((var for var, _ in nodes.collected), results, strict=True))
-        return [OVER_ROWS.bind(total, monoid=s.monoid) for s, total in zip(sums, totals, strict=True)]
+        return [SUM_OVER_REPLICAS.bind(total, monoid=s.monoid) for s, total in zip(sums, totals, strict=True)]
 
 
-def row_program(
+def replica_program(
     schedule: Schedule,
     spread: Spread,
     axes: Axes,
@@ -385,12 +392,12 @@ def row_program(
     invariant: bool,
     groups: Sequence[Sequence[Group]] = (),
     rooms: Rooms | None = None,
-) -> RowProgram:
-    """Traces what a row computes.
+) -> ReplicaProgram:
+    """Traces what a replica computes.
 
     Args:
       schedule: of the step.
-      spread: of the nodes over rows.
+      spread: of the nodes over replicas.
       axes: of the mesh, those that nodes are not spread over and that are longer than one.
       platform: what is compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
       invariant: whether sums over nodes are formed in an order of their own: by loops, even of one turn.
@@ -400,31 +407,37 @@ def row_program(
 
     Returns:
       The program. Its inputs and outputs are those of the step, whole, or as they are stored in blocks; those of which
-      rows have equal parts are the row's part.
+      replicas have equal parts are the replica's part.
     """
-    nodes: list[Node] = []  # and not the row, whose values belong to the trace
+    nodes: list[NodeProgram] = []  # and not the replica, whose values belong to the trace
     stands_for_all = Placement(spread.nodes, jax.devices()[:1])
 
-    def whole(*values: Any) -> list[Any]:
-        row = Row(schedule, stands_for_all, values, spread, platform, axes, groups, invariant, rooms=rooms)
-        row.arguments = set(schedule.flow.program.inputs)
-        outputs = zip(row.run(), schedule.flow.program.outputs, strict=True)
-        nodes.extend(row.nodes)
+    def run_replica(*values: Any) -> list[Any]:
+        replica = ReplicaEmission(
+            schedule, stands_for_all, values, spread, platform, axes, groups, invariant, rooms=rooms
+        )
+        replica.arguments = set(schedule.flow.program.inputs)
+        outputs = zip(replica.run(), schedule.flow.program.outputs, strict=True)
+        nodes.extend(replica.nodes)
         return [jnp.asarray(value, atom.aval.dtype) for value, atom in outputs]
 
     flow = schedule.flow
     dims = rooms.inputs if rooms is not None else [None] * len(flow.program.inputs)
 
     def type_of(var: Var, dim: int | None) -> jax.ShapeDtypeStruct:
-        shape = spread.part(flow, var) if spread.given(flow, var) else in_room(var.aval.shape, dim, rooms)
+        shape = (
+            spread.part(flow, var)
+            if spread.is_sharded_argument(flow, var)
+            else stored_shape(var.aval.shape, dim, rooms)
+        )
         return jax.ShapeDtypeStruct(shape, var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False))
 
     shapes = list(map(type_of, flow.program.inputs, dims))
-    closed = without_mesh(traced(lambda values: whole(*values), shapes, axes))
-    return RowProgram(inline(closed.jaxpr, closed.consts), tuple(nodes))
+    closed = without_mesh(traced(lambda values: run_replica(*values), shapes, axes))
+    return ReplicaProgram(inline(closed.jaxpr, closed.consts), tuple(nodes))
 
 
-def in_room(shape: Sequence[int], dim: int | None, rooms: Rooms | None) -> tuple[int, ...]:
+def stored_shape(shape: Sequence[int], dim: int | None, rooms: Rooms | None) -> tuple[int, ...]:
     """The shape in which a value is given."""
     sizes = list(shape)
     if dim is not None and rooms is not None:
@@ -432,7 +445,7 @@ def in_room(shape: Sequence[int], dim: int | None, rooms: Rooms | None) -> tuple
     return tuple(sizes)
 
 
-def evaluated(program: Program, values: Sequence[Any]) -> list[Any]:
+def evaluate_program(program: Program, values: Sequence[Any]) -> list[Any]:
     """What a program computes, equation by equation."""
     known: dict[Var, Any] = {**program.constants, **dict(zip(program.inputs, values, strict=True))}
 

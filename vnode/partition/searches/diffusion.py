@@ -23,7 +23,7 @@ SLOW = 1e-4
 """It ends when two sweeps raise the bound by less than this share."""
 
 
-def tightened(problem: Problem, pause: Callable[[], None] = lambda: None) -> tuple[float, Problem]:
+def diffuse(problem: Problem, pause: Callable[[], None] = lambda: None) -> tuple[float, Problem]:
     """Moves times so that the least of each operator and edge say much.
 
     Args:

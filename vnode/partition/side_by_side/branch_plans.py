@@ -20,11 +20,11 @@ from vnode.analysis.parallel_branches import Branches, parallel_branches
 from vnode.analysis.program import Program
 from vnode.operators.control_flow import region_of
 from vnode.operators.cost import nbytes
-from vnode.partition.searches.flattened_program import decides
+from vnode.partition.searches.flattened_program import has_own_strategy
 from vnode.spmd.branch_groups import Group
 
 
-def stages_of(program: Program, seconds: Callable[[JaxprEqn], float]) -> list[Branches]:
+def branch_stages(program: Program, seconds: Callable[[JaxprEqn], float]) -> list[Branches]:
     """The stages of a program that have branches side by side.
 
     Args:
@@ -37,7 +37,7 @@ def stages_of(program: Program, seconds: Callable[[JaxprEqn], float]) -> list[Br
     """
     producer = {var: number for number, eqn in enumerate(program.equations) for var in eqn.outvars}
     reads = [{producer[a] for a in eqn.invars if isinstance(a, Var) and a in producer} for eqn in program.equations]
-    kernel = [region_of(eqn) is not None or decides(program.describe(eqn)) for eqn in program.equations]
+    kernel = [region_of(eqn) is not None or has_own_strategy(program.describe(eqn)) for eqn in program.equations]
     weights = [seconds(eqn) if heavy else 0.0 for eqn, heavy in zip(program.equations, kernel, strict=True)]
     return [stage for stage in parallel_branches(reads, weights) if not makes_keys(program, stage)]
 
@@ -67,7 +67,7 @@ def groups_along(
     found = []
     for stage in stages:
         takes = [sum(seconds(program.equations[number]) for number in branch) for branch in stage]
-        near = [at_indices(program, branch, there, size) for branch in stage]
+        near = [branch_bytes_at_indices(program, branch, there, size) for branch in stage]
         loads = [0.0] * size
         given: list[set[int]] = [set() for _ in range(size)]
         for k in sorted(range(len(stage)), key=lambda k: (not any(near[k]), -takes[k], k)):
@@ -81,7 +81,7 @@ def groups_along(
     return tuple(found)
 
 
-def at_indices(program: Program, branch: frozenset[int], there: Mapping[Var, int], size: int) -> list[int]:
+def branch_bytes_at_indices(program: Program, branch: frozenset[int], there: Mapping[Var, int], size: int) -> list[int]:
     """How many bytes that a branch reads are at each index."""
     read = {a for number in branch for a in program.equations[number].invars if isinstance(a, Var)}
     bytes_ = [0] * size

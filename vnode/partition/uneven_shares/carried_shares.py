@@ -30,7 +30,7 @@ MOST = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Divided:
+class DividedDimension:
     """A dimension that some operators divide between groups.
 
     Attributes:
@@ -72,7 +72,7 @@ class CarriedOut:
     """
 
     program: Program
-    dimensions: tuple[Divided, ...]
+    dimensions: tuple[DividedDimension, ...]
     splits: tuple[InBlocks, ...]
     alone: float
     axis: str
@@ -151,14 +151,14 @@ def carried_out(
             alone += operations(search, k)
         else:
             several.setdefault(flat.names.find(name), []).append(k)
-    program, splits, dimensions = given, list[InBlocks](), list[Divided]()
+    program, splits, dimensions = given, list[InBlocks](), list[DividedDimension]()
     work = {name: sum(operations(search, k) for k in clusters) for name, clusters in several.items()}
     for name in sorted(several, key=lambda name: -work[name]):
         factors, sizes, why = factors_of(search, name, several[name])
         share = None
         if not why:
             numbers = {id(eqn): number for number, eqn in enumerate(program.equations)}
-            parts = divisor(sizes, shared.share) if blocks is None else blocks
+            parts = best_divisor(sizes, shared.share) if blocks is None else blocks
             try:
                 wanted = round(shared.share * parts)
                 share = Share((axis,), (wanted, parts - wanted))
@@ -169,7 +169,7 @@ def carried_out(
                 share, why = None, " ".join(line.strip() for line in str(error).splitlines()[:2])
         kind = "samples" if name in batch else "parameters"
         size = max(sizes, default=0)
-        dimensions.append(Divided(kind, size, len(several[name]), work[name], shared.share, share, why))
+        dimensions.append(DividedDimension(kind, size, len(several[name]), work[name], shared.share, share, why))
     whole = alone / (alone + sum(work.values()) or 1.0)
     return CarriedOut(program, tuple(dimensions), tuple(splits), whole, axis)
 
@@ -208,7 +208,7 @@ def factors_of(search: Search, name: Hashable, clusters: Sequence[int]) -> tuple
     return found, sizes, ""
 
 
-def divisor(sizes: Sequence[int], share: float) -> int:
+def best_divisor(sizes: Sequence[int], share: float) -> int:
     """The number of blocks that gives a share best, the smallest one of them.
 
     >>> divisor([96, 48], 0.3), divisor([7], 0.3)

@@ -25,7 +25,7 @@ MOST = 32
 """Blocks of a dimension at most: every block is a turn of a loop, and small ones leave units idle."""
 
 
-def divided_over(flow: Flow, subject: Subject, axis: str) -> dict[int, int]:
+def divided_state(flow: Flow, subject: Subject, axis: str) -> dict[int, int]:
     """The dimensions of a state that a flow divides over an axis, by the number of the input."""
     found = {}
     for i in subject.state:
@@ -35,7 +35,7 @@ def divided_over(flow: Flow, subject: Subject, axis: str) -> dict[int, int]:
     return found
 
 
-def tied_to(subject: Subject, seeds: Mapping[int, int], blocks: int) -> dict[int, int]:
+def tied_inputs(subject: Subject, seeds: Mapping[int, int], blocks: int) -> dict[int, int]:
     """The inputs of a step that can be stored in blocks, with what is tied to them, and along which dimension.
 
     Args:
@@ -86,7 +86,7 @@ def specs_in_blocks(subject: Subject, dims: Mapping[int, int], share: Share) -> 
     return {name: spec for name, spec in specs.items() if spec is not None}
 
 
-def rooms_of(subject: Subject, dims: Mapping[int, int], share: Share) -> Rooms:
+def rooms_of_state(subject: Subject, dims: Mapping[int, int], share: Share) -> Rooms:
     """Which inputs of a step are given in blocks, and the outputs that take their places.
 
     Args:

@@ -25,7 +25,7 @@ from vnode.errors import SearchError
 from vnode.operators.cost import described_cost
 from vnode.partition.cost import Roofline
 from vnode.partition.machine import Kind
-from vnode.partition.searches.flattened_program import decides
+from vnode.partition.searches.flattened_program import has_own_strategy
 from vnode.partition.searches.ilp_formulation import Search, as_problem
 from vnode.partition.searches.problem import Array
 from vnode.partition.uneven_shares.accpar import Cut, SharedEdge
@@ -84,15 +84,15 @@ def between(
     if len(groups) != 2 or any(each.count < 1 or not each.bandwidth > 0 for each in groups):
         raise SearchError("groups: expected two, each with devices and a bandwidth")
 
-    def built(compute: Timer, parts: tuple[float, float, float]) -> Search:
+    def build_problem(compute: Timer, parts: tuple[float, float, float]) -> Search:
         return as_problem(program, AXES, _Counted(compute, parts), carried=carried)
 
-    moved = [built(_nothing, (float(k == 0), float(k == 1), float(k == 2))) for k in range(3)]
-    divided = [built(_timed(each, 1.0, 0.0), (0.0, 0.0, 0.0)) for each in groups]
-    whole = [built(_timed(each, 0.0, 1.0), (0.0, 0.0, 0.0)) for each in groups]
+    moved = [build_problem(_nothing, (float(k == 0), float(k == 1), float(k == 2))) for k in range(3)]
+    divided = [build_problem(_timed(each, 1.0, 0.0), (0.0, 0.0, 0.0)) for each in groups]
+    whole = [build_problem(_timed(each, 0.0, 1.0), (0.0, 0.0, 0.0)) for each in groups]
     rate = max(1 / each.bandwidth for each in groups)
     halves = [_timed(each, 0.5, 1.0) for each in groups]
-    search = built(lambda eqn, choice: max(half(eqn, choice) for half in halves), (rate, rate / 2, rate / 4))
+    search = build_problem(lambda eqn, choice: max(half(eqn, choice) for half in halves), (rate, rate / 2, rate / 4))
     rates = np.array([1 / each.bandwidth for each in groups])
     compute, fixed = [], []
     for i in range(search.problem.operators):
@@ -138,7 +138,7 @@ def _timed(group: Group, divided: float, whole: float) -> Timer:
         if not share:
             return 0.0
         cost = described_cost(eqn, choice.description)
-        if not decides(choice.description):
+        if not has_own_strategy(choice.description):
             cost = dataclasses.replace(cost, read=0)  # fused with what it reads
         return share * Roofline(launch=0).seconds(cost, group.kind) / group.count
 
