@@ -392,7 +392,7 @@ def match_rewrites(wanted: Counts, there: Counts) -> tuple[Counts, Counts, tuple
     added up, nearest to the beginning of `REWRITES`, before which is what is as planned.
 
     >>> planned, found = Counts({("reduce-scatter", 64, 4): 2}), Counts({("all-reduce", 64, 4): 1})
-    >>> missing, extra, ((before, after),) = matched(planned, found)
+    >>> missing, extra, ((before, after),) = match_rewrites(planned, found)
     >>> dict(missing), dict(extra)
     ({('reduce-scatter', 64, 4): 1}, {})
     >>> print(before, "as", after)

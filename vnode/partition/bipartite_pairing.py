@@ -28,7 +28,7 @@ def maximum_pairing(
       How often each pair is made, for those that are.
 
     Example:
-      >>> most_paired({"a": 1, "b": 1}, {1: 1, 2: 1}, {("a", 1): 0, ("a", 2): 5, ("b", 1): 5})
+      >>> maximum_pairing({"a": 1, "b": 1}, {1: 1, 2: 1}, {("a", 1): 0, ("a", 2): 5, ("b", 1): 5})
       {('a', 2): 1, ('b', 1): 1}
     """
     if not ranks:

@@ -181,9 +181,9 @@ def device_groups(instruction: Instruction) -> tuple[tuple[int, ...], ...]:
 
     >>> def made(rest):
     ...     return Instruction("all-reduce.1", "f32[8]", "all-reduce", f"%x), {rest}")
-    >>> groups(made("replica_groups={{0,2},{1,3}}")), groups(made("source_target_pairs={{0,1},{1,0}}"))
+    >>> device_groups(made("replica_groups={{0,2},{1,3}}")), device_groups(made("source_target_pairs={{0,1},{1,0}}"))
     (((0, 2), (1, 3)), ((0, 1), (1, 0)))
-    >>> groups(made("replica_groups=[2,2]<=[2,2]T(1,0)")), groups(made("replica_groups=mesh['a'=2,'b'=2] {'a'}"))
+    >>> device_groups(made("replica_groups=[2,2]<=[2,2]T(1,0)")), device_groups(made("replica_groups=mesh['a'=2,'b'=2] {'a'}"))
     (((0, 2), (1, 3)), ((0, 2), (1, 3)))
     """
     rest = instruction.rest

@@ -1,4 +1,4 @@
-"""What an operator, an exchange and a whole split program take: time, bytes, memory."""
+"""An operator, a collective or a split program -> its time, bytes and memory."""
 
 from vnode.partition.cost.cache import Cache
 from vnode.partition.cost.calibration import Calibration

@@ -1,19 +1,19 @@
-"""A program -> its fused operations, so that what passes between the equations of one is never in memory.
+"""A program -> its fused operations; intermediate values inside a fused operation are never in memory.
 
     y = tanh(x * 2 + b); s = y.sum(0)   ->   one operation that reads x and b, and writes s
 
-Knows descriptions and programs. Must not know machines, times, or how much memory there is. The rules are those of
-producers and consumers that any compiler has:
+Knows descriptions and programs. Must not know machines, times, or how much memory there is. The rules are the
+producer-consumer rules of any compiler:
 
-- Element-wise equations, broadcasts, slices and rearrangements are evaluated inside of the equation that reads them. If
-  several read the result, it is written once, unless it is cheap: made of one array, in `FEW` operations at most.
-- Reductions take in what they read, and write their result.
-- Products take in rearrangements and conversions of their operands, and write their result.
-- Where arithmetic is cheaper than memory (`recomputes`), products take in all element-wise operands, and one
-  element-wise reader of the same size takes in the product; whatever is made of one array is cheap; and element-wise
-  operations that read the same become one with several results.
+- Element-wise equations, broadcasts, slices and rearrangements are fused into the equation that reads them. A result
+  with several readers is written once, unless it is cheap: computed from one array, in at most `FEW` operations.
+- Reductions fuse their operands, and write their result.
+- Products fuse rearrangements and conversions of their operands, and write their result.
+- Where arithmetic is cheaper than memory (`recomputes`), products fuse all element-wise operands, and one element-wise
+  reader of the same size fuses the product. Every result computed from one array is cheap. Element-wise operations
+  that read the same array become one operation with several results.
 - Everything else (scatters, sorts, windows, loops, collectives) reads from memory and writes to it.
-- Reductions over devices that do not wait for each other are sent together.
+- Independent all-reduces are combined into one collective.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from vnode.partition.cost.op_kinds import FusedOp, FusedProgram, OpKind, op_kind
 from vnode.partition.cost.timed_pieces import timed_op_of
 
 FEW = 4
-"""Operations per element up to which several readers evaluate something again, rather than read it."""
+"""Operations per element up to which each reader recomputes a value instead of reading it."""
 
 TAKES = {OpKind.ELEMENTWISE: 2, OpKind.BITCAST: 2, OpKind.TRANSPOSED: 2, OpKind.REDUCED: 2, OpKind.CONTRACTED: 1}
-"""What equations take in: 0 nothing, 1 rearrangements and conversions, 2 whatever is element-wise."""
+"""Operands that each kind fuses: 0 none, 1 rearrangements and conversions, 2 all element-wise ones."""
 
 LIGHT = {OpKind.ELEMENTWISE, OpKind.BITCAST, OpKind.TRANSPOSED}
-"""What may be evaluated inside of its readers."""
+"""Kinds that may be fused into their readers."""
 
 
 @functools.lru_cache(maxsize=8)  # time and memory are asked for one after the other
@@ -47,7 +47,7 @@ def fuse_program(program: Program, recomputes: bool) -> FusedProgram:
     """Fuses the equations of a program.
 
     Args:
-      program: of one device.
+      program: one device's program.
       recomputes: whether arithmetic is cheaper than memory.
 
     Returns:
@@ -74,11 +74,11 @@ def fuse_program(program: Program, recomputes: bool) -> FusedProgram:
 
 
 def inlined_equations(program: Program, shapes: Mapping[int, OpKind], ends: Set[Var], recomputes: bool) -> set[int]:
-    """The equations, by id, that are evaluated inside of those that read them."""
+    """The ids of the equations that are fused into their readers."""
     cheap = recomputed_equations(program, shapes, recomputes)
     takes: dict[int, int] = {}
-    roots: dict[int, frozenset[int]] = {}  # for each equation that is inside of others, whose operations
-    multiplies: set[int] = set()  # operations that have taken in a product
+    roots: dict[int, frozenset[int]] = {}  # for each inlined equation, the operations that contain it
+    multiplies: set[int] = set()  # operations that have fused a product
     for eqn in reversed(program.equations):
         shape = shapes[id(eqn)]
         takes[id(eqn)] = 2 if recomputes and shape is OpKind.CONTRACTED else TAKES.get(shape, 0)
@@ -101,9 +101,9 @@ def inlined_equations(program: Program, shapes: Mapping[int, OpKind], ends: Set[
 
 
 def is_one_hot_update(eqn: JaxprEqn, shapes: Mapping[int, OpKind]) -> bool:
-    """Whether at most one place of an array is replaced in each row: a comparison of positions does that, too.
+    """Whether an update replaces at most one element per row, so that a comparison of positions computes it too.
 
-    (The gradient of looking up the logits of labels.)
+    The gradient of looking up the logits of labels is such an update.
     """
     of = describe(eqn)
     if shapes[id(eqn)] is not OpKind.UPDATED or of is None:
@@ -114,11 +114,11 @@ def is_one_hot_update(eqn: JaxprEqn, shapes: Mapping[int, OpKind]) -> bool:
 
 
 def recomputed_equations(program: Program, shapes: Mapping[int, OpKind], recomputes: bool) -> set[Var]:
-    """What several readers had better evaluate again: made of one array in few operations, and not smaller than that.
+    """Values that each reader should recompute: cheap to compute from one array, and not smaller than that array.
 
-    A smaller result, of a conversion, is cheap if its operand is in memory for others anyway.
+    A smaller result of a conversion is cheap if its operand stays in memory for other readers.
     """
-    found: dict[Var, tuple[frozenset[Var], int]] = {}  # the arrays that it is made of, and how many operations
+    found: dict[Var, tuple[frozenset[Var], int]] = {}  # the arrays that it is computed from, and operations per element
     for eqn in program.equations:
         of = program.describe(eqn)
         if shapes[id(eqn)] not in LIGHT or of is None or (of.operations.transcendental and not recomputes):
@@ -138,7 +138,7 @@ def recomputed_equations(program: Program, shapes: Mapping[int, OpKind], recompu
 
 
 def fused_equations(root: JaxprEqn, program: Program, inside: Set[int]) -> list[JaxprEqn]:
-    """An equation with all that is evaluated inside of it, in order."""
+    """An equation with the equations that are fused into it, in order."""
     order: dict[int, JaxprEqn] = {}
     pending = [(root, False)]
     while pending:
@@ -153,11 +153,11 @@ def fused_equations(root: JaxprEqn, program: Program, inside: Set[int]) -> list[
 
 
 def fuse_siblings(fused: FusedProgram) -> FusedProgram:
-    """The same with element-wise operations joined that read, or write, the same largest array.
+    """Merges element-wise operations that read or write the same largest array.
 
-    One joins the first such before it that runs when all that it reads is there: it then has several results.
+    An operation joins the earliest such operation at which all of its operands exist.
     """
-    places: list[int] = []  # for each operation that of the one that it joined
+    places: list[int] = []  # for each operation the position of the operation that it joined
     groups: dict[int, list[FusedOp]] = {}
     offered: dict[Var, int] = {}  # the first operation of a group, by the large arrays that it reads and writes
     for k, (op, reads) in enumerate(zip(fused.fused_ops, fused.reads, strict=True)):
@@ -179,7 +179,7 @@ def fuse_siblings(fused: FusedProgram) -> FusedProgram:
 
 
 def merged_op(ops: Sequence[FusedOp], number: Mapping[int, int]) -> FusedOp:
-    """Operations as one that writes all that they write."""
+    """Merges operations into one that writes all of their results."""
     if len(ops) == 1:
         return ops[0]
     equations = {id(eqn): eqn for op in ops for eqn in op.timed_op.equations}
@@ -189,15 +189,15 @@ def merged_op(ops: Sequence[FusedOp], number: Mapping[int, int]) -> FusedOp:
 
 
 def combine_collectives(fused: FusedProgram) -> FusedProgram:
-    """The same with reductions over devices that are alike, and do not wait for each other, as one collective.
+    """Combines equal all-reduces that do not depend on each other into one collective.
 
-    A reduction's level is how many others come before it, one after another; those of one level are sent together.
+    The level of a reduction is the longest chain of reductions before it. Equal reductions of one level are combined.
     """
     needs = [{fused.writers[var] for var in reads if var in fused.writers} for reads in fused.reads]
     needs = [several - {k} for k, several in enumerate(needs)]
     levels = [0] * len(needs)
     groups: dict[object, list[int]] = collections.defaultdict(list)
-    for k in topological_order(needs, range(len(needs))):  # joined operations may stand before what they need
+    for k in topological_order(needs, range(len(needs))):  # merged operations may stand before their operands
         op = fused.fused_ops[k]
         reduces = op.kind is OpKind.COLLECTIVE and KINDS[op.root.primitive.name] == "all-reduce"
         level = max((levels[n] for n in needs[k]), default=0)
@@ -217,7 +217,7 @@ def combine_collectives(fused: FusedProgram) -> FusedProgram:
 
 
 def combined_collective(ops: Sequence[FusedOp]) -> FusedOp:
-    """Collectives as one."""
+    """Combines collectives into one."""
     if len(ops) == 1:
         return ops[0]
     equations = [eqn for op in ops for eqn in op.timed_op.equations]
@@ -225,7 +225,7 @@ def combined_collective(ops: Sequence[FusedOp]) -> FusedOp:
 
 
 def topological_order(needs: Sequence[Set[int]], places: Sequence[int]) -> list[int]:
-    """Numbers after those that they need, as near to the order of their places as can be."""
+    """A topological order that stays as near to the order of `places` as possible."""
     following: list[list[int]] = [[] for _ in needs]
     missing = [len(each) for each in needs]
     for k, each in enumerate(needs):

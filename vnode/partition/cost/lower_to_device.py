@@ -4,9 +4,9 @@
 
 Knows flows, how they are run, and tracing. Must not know machines, or what anything costs.
 
-The program is traced from what `vnode.spmd.over_mesh` runs on each device, so that what is counted is what is compiled:
-copies of equations, masks, halos and every exchange. Results that nobody reads are left out, and equal equations,
-exchanges too, are evaluated once, as every compiler does.
+The program is traced from the function that `vnode.spmd.over_mesh` runs on each device. So costs count the compiled
+equations: local copies, masks, halos and every collective. Unread results are dropped, and equal equations, collectives
+too, are evaluated once, as every compiler does.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from vnode.spmd.sharding_flow import Flow
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeviceProgram:
-    """What one device of a mesh runs.
+    """The program of one device of a mesh.
 
     Attributes:
       program: its equations at local sizes; those of loops and branches are in their bodies (`body_programs`).
-      axes: of the mesh, those longer than one.
-      donated: the inputs whose memory results may take.
+      axes: sizes of the mesh axes longer than one.
+      donated: the numbers of the donated inputs.
     """
 
     program: Program
@@ -50,14 +50,14 @@ class DeviceProgram:
 def device_program(
     flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Collection[int] = (), single_turns: bool = False
 ) -> DeviceProgram:
-    """Traces what one device runs.
+    """Traces the program of one device.
 
     Args:
       flow: layouts through the program.
-      axes: of the mesh, those longer than one.
-      platform: what is compiled for.
-      donated: the inputs of the program that are given away.
-      single_turns: whether loops of one turn stay loops, because the compiler is not told that they are.
+      axes: sizes of the mesh axes longer than one.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+      donated: the numbers of the donated inputs.
+      single_turns: whether loops of one iteration stay loops, because the compiler does not see their trip count.
 
     Returns:
       The program; its inputs and outputs are those of the flow, in local shapes.
@@ -95,9 +95,9 @@ def device_program(
 
 
 def simplify(program: Program) -> Program:
-    """The program without equations that repeat others, that turn back what others turned, or that nobody reads.
+    """Drops repeated equations, pairs of inverse transpositions, and equations that nobody reads.
 
-    The only effect that equations have here is that they name mesh axes: `vnode.spmd` refuses others.
+    The only effect of equations here is that they name mesh axes: `vnode.spmd` refuses others.
     """
     same: dict[Var, Var] = {}
     known: dict[object, JaxprEqn] = {}

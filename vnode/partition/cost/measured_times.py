@@ -1,13 +1,12 @@
-"""How long a piece takes, measured on a device that is here; once, and then from a cache.
+"""A timed op -> its seconds, measured once on a local device and then read from a cache.
 
-Knows jax's devices, clocks, and pieces. Must not know programs, or what times are compared with.
+Knows jax's devices, clocks, and timed ops. Must not know programs, or what times are compared with.
 
-A piece is compiled for one device and run in batches: as many runs, one after the other without waiting, as take
-`BATCH` seconds together, and then one wait. As often a program that does nothing is run, in turns with the piece, so
-that whatever else happens on the machine hits both. The time of a run is the median of the batches less that of
-nothing, which is what starting a program from Python takes and what the equations of one program do not pay each.
-The noise is half of the distance between the quartiles of the batches of either; where it is large, there is
-a second measurement, or a third.
+A timed op is compiled for one device and run in batches. A batch starts as many runs as take `BATCH` seconds, without
+waiting in between, and then waits once. Batches of an empty program alternate with them, so that other load on the
+machine affects both. The time of a run is the difference of the two medians: starting a program from Python is not
+counted, because the equations of one program do not pay it each. The noise is half of the distance between the
+quartiles of the batches, the larger of the two; where it is large, the measurement is repeated, at most twice.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ BATCHES = 25
 MOST_RUNS = 1000
 TRIES = 3
 QUIET = 0.1
-"""What share of a time its noise may be without another try: something else runs on the machine, for a while."""
+"""The noise, as a share of the time, above which a measurement is repeated: other programs may disturb it."""
 
 
 class Measured:
     """Times measured on one device of this machine.
 
     Args:
-      device: on which; by default the first that jax has.
+      device: the device to measure on; by default jax's first.
       cache: where times are kept; by default in the user's cache folder.
-      batches: how often is measured.
+      batches: number of measured batches.
 
     Example:
       >>> import tempfile
-      >>> from vnode.partition.cost.timed_pieces import traced_piece
+      >>> from vnode.partition.cost.timed_pieces import traced_op
       >>> from vnode.partition.machine import Machine
-      >>> piece = traced_piece(lambda a: a @ a, jnp.ones((256, 256)))
+      >>> piece = traced_op(lambda a: a @ a, jnp.ones((256, 256)))
       >>> kind = Machine.here(jax.devices()[:1]).kinds[0]
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     found = Measured(cache=Cache(folder)).time(piece, kind)
@@ -62,7 +61,7 @@ class Measured:
         self.batches = batches
 
     def key(self, piece: TimedOp) -> dict[str, str]:
-        """Under which a piece's time is kept: the computation, where, and with what it is compiled."""
+        """The cache key of a timed op: the computation, the device, and the versions that compile it."""
         return {
             "source": "measured",
             "piece": piece.key,
@@ -73,7 +72,7 @@ class Measured:
         }
 
     def time(self, piece: TimedOp, kind: Kind) -> Time | None:
-        """See `Source`: None for another kind of device than the one that is here, and for operands that are keys."""
+        """See `Source`: None for kinds of device other than this one, and for operands that are random keys."""
         mine = {self.device.device_kind, JAX_NAMES.get(self.device.device_kind)}
         if kind.name not in mine or not all(map(is_numeric, piece.shapes)):
             return None
@@ -86,14 +85,14 @@ class Measured:
         return Time(found["seconds"], "measured", found["noise"])
 
     def measure(self, piece: TimedOp) -> tuple[float, float]:
-        """Seconds of a run, and the noise: of the quietest of some measurements, the first that is quiet enough."""
+        """Seconds of a run, and the noise: of the first measurement with little noise, else of the quietest."""
         found = list[tuple[float, float]]()
         while len(found) < TRIES and not (found and found[-1][1] <= QUIET * found[-1][0]):
             found.append(self.measure_once(piece))
         return min(found, key=lambda each: each[1])
 
     def measure_once(self, piece: TimedOp) -> tuple[float, float]:
-        """Seconds of a run, and the noise, of one measurement."""
+        """Seconds of a run, and the noise, by one measurement."""
         with jax.default_device(self.device):
             values = [example_array(shape, i) for i, shape in enumerate(piece.shapes)]
             run = jax.jit(piece.function)
@@ -111,13 +110,13 @@ class Measured:
 
 
 def is_numeric(shape: Any) -> bool:
-    """Whether arrays of a type can be made of numbers."""
+    """Whether arrays of a dtype hold numbers."""
     return not jnp.issubdtype(shape.dtype, jax.dtypes.extended)
 
 
 def example_array(shape: Any, seed: int) -> Any:
-    """An array to measure with: numbers in [0.5, 1.5), so that nothing overflows or is denormal; whole ones are 0 or 1,
-    which are indices of everything."""
+    """An array to measure with: floats in [0.5, 1.5), so that nothing overflows or is denormal; integers are 0 or 1, so
+    that they are valid indices."""
     generator = np.random.default_rng(seed)
     if jnp.issubdtype(shape.dtype, np.inexact):
         return jnp.asarray(generator.random(shape.shape, np.float32) + 0.5).astype(shape.dtype)
@@ -125,7 +124,7 @@ def example_array(shape: Any, seed: int) -> Any:
 
 
 def seconds_per_run(function: Callable[[], Any], runs: int) -> float:
-    """Seconds of a run, of so many in a row."""
+    """Seconds of one run, averaged over `runs` that are started without waiting."""
     start = time.perf_counter()
     result = None
     for _ in range(runs):
@@ -135,7 +134,7 @@ def seconds_per_run(function: Callable[[], Any], runs: int) -> float:
 
 
 def runs_per_batch(function: Callable[[], Any]) -> int:
-    """How many runs make up a batch; compiles the function, and warms it up."""
+    """The number of runs in a batch; compiles the function and warms it up."""
     seconds_per_run(function, 1)
     once = min(seconds_per_run(function, 1) for _ in range(3))
     return int(np.clip(BATCH / max(once, 1e-9), 1, MOST_RUNS))

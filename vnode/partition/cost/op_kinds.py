@@ -1,6 +1,6 @@
-"""An equation -> what it looks like to a compiler that fuses; and the fused operations of a program, as data.
+"""An equation -> its kind for a compiler that fuses; and the fused operations of a program, as data.
 
-    x.T -> MOVED      tanh(x) -> EACH      x.sum(0) -> REDUCED      x @ y -> CONTRACTED
+    x.T -> TRANSPOSED      tanh(x) -> ELEMENTWISE      x.sum(0) -> REDUCED      x @ y -> CONTRACTED
 
 Knows descriptions and programs. Must not know platforms, nor which equations are fused.
 """
@@ -26,7 +26,7 @@ from vnode.partition.cost.collective_cost import KINDS
 from vnode.partition.cost.timed_pieces import TimedOp
 
 LOOP_BUFFERS = Primitive("beside")
-"""What a loop holds besides one of its results, from its first turn on: an array as large as that, and so many more."""
+"""Arrays that a loop holds besides one of its results, from its first iteration on: one of its size, and `count`."""
 
 LOOP_BUFFERS.multiple_results = True
 
@@ -37,26 +37,26 @@ def _(value: Any, *, count: int) -> list[Any]:
 
 
 EXPENSIVE_PER_ELEMENT = 15
-"""Operations per element from which an equation is not taken into what reads it: random bits, above all."""
+"""Operations per element from which an equation is not fused into its readers: random bits, above all."""
 
 
 class OpKind(enum.Enum):
-    """What an equation looks like to a compiler that fuses."""
+    """The kind of an equation, for a compiler that fuses."""
 
     BITCAST = "same"
-    """Elements stay in their order: the result is another name for the operand."""
+    """Elements keep their order: the result has the operand's buffer."""
     TRANSPOSED = "moved"
-    """Elements change places, each once: a transposition."""
+    """A transposition."""
     ELEMENTWISE = "each"
-    """Element by element, or elements that are repeated, cut out, looked up."""
+    """Element-wise; also broadcasts, slices and look-ups."""
     REDUCED = "reduced"
     CONTRACTED = "contracted"
     UPDATED = "updated"
-    """The first operand with some elements replaced, in place where it can be."""
+    """The first operand with some elements replaced, in place where possible."""
     COLLECTIVE = "collective"
     REGION = "region"
     HOST_TRANSFER = "away"
-    """To the host's memory, or from there."""
+    """A copy to the host's memory or back."""
     OTHER = "other"
 
 
@@ -65,9 +65,9 @@ class FusedOp:
     """A fused operation: equations that run together.
 
     Attributes:
-      piece: the equations; the variables that it reads and writes are in memory.
-      shape: of the equation whose result it writes.
-      root: that equation.
+      timed_op: the equations; the variables that it reads and writes are in memory.
+      kind: the kind of `root`.
+      root: the equation whose result it writes.
     """
 
     timed_op: TimedOp
@@ -80,9 +80,9 @@ class FusedProgram:
     """A program as fused operations.
 
     Attributes:
-      program: whose.
-      fused ops: in an order in which they can run.
-      names: variables that are other names for something in memory, with that.
+      program: the program.
+      fused_ops: in an order in which they can run.
+      names: variables that share the buffer of another variable, with that variable.
     """
 
     program: Program
@@ -90,7 +90,7 @@ class FusedProgram:
     names: Mapping[Var, Var]
 
     def buffer_of(self, var: Var) -> Var:
-        """The variable whose memory a variable has."""
+        """The variable whose buffer a variable has."""
         while var in self.names:
             var = self.names[var]
         return var
@@ -102,7 +102,7 @@ class FusedProgram:
 
     @functools.cached_property
     def reads(self) -> tuple[tuple[Var, ...], ...]:
-        """For each fused op the variables in memory that it reads, each once."""
+        """The variables in memory that each fused op reads, each once."""
         return tuple(tuple(dict.fromkeys(map(self.buffer_of, op.timed_op.reads))) for op in self.fused_ops)
 
     @staticmethod
@@ -112,14 +112,14 @@ class FusedProgram:
 
 
 def op_kind_of(eqn: JaxprEqn, description: OperatorDescription | None) -> OpKind:
-    """What an equation looks like.
+    """The kind of an equation.
 
     >>> import jax, jax.numpy as jnp
     >>> from vnode.operators import describe
     >>> x = jnp.ones((4, 8))
     >>> functions = [lambda x: x.reshape(32), lambda x: x.T, jnp.tanh, lambda x: x.sum(0), lambda x: x @ x.T]
     >>> equations = [jax.make_jaxpr(f)(x).jaxpr.eqns[-1] for f in functions]
-    >>> [shape_of(eqn, describe(eqn)).value for eqn in equations]
+    >>> [op_kind_of(eqn, describe(eqn)).value for eqn in equations]
     ['same', 'moved', 'each', 'reduced', 'contracted']
     """
     if eqn.primitive.name in KINDS:

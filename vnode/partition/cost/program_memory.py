@@ -1,12 +1,12 @@
-"""The program of one device -> its memory: arguments, results in place of them, and temporary arrays at their peak.
+"""The program of one device -> its memory: arguments, results, donated buffers, and temporary arrays at the peak.
 
-    y = x @ x; z = y @ x, x given away  ->  arguments x, results z in the place of x, temporary y
+    y = x @ x; z = y @ x, x donated  ->  arguments x, result z in x's buffer, temporary y
 
 Knows fused operations, loops and branches. Must not know machines or times.
 
-Constants are made where they are read. Results have memory of their own, or that of arguments that are given away. A
-loop holds what it carries and what it stacks once, and its body's peak beside; a branch the largest peak of its bodies.
-What is on the host is apart.
+Constants are computed by their readers. Results have buffers of their own, or donated buffers. A loop holds its carry
+and its stacked results once, and its body's peak besides; a branch holds the largest peak of its bodies. Arrays in the
+host's memory are counted separately.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from vnode.partition.cost.op_kinds import LOOP_BUFFERS, FusedOp, FusedProgram, O
 from vnode.show.units import size
 
 IN_PLACE = {OpKind.ELEMENTWISE, OpKind.UPDATED, OpKind.BITCAST}
-"""What may write over its operand."""
+"""Kinds that may overwrite their operand."""
 
 BY_PART = {OpKind.ELEMENTWISE, OpKind.REDUCED, OpKind.UPDATED}
-"""What reads a turn's part of an array without a copy of it."""
+"""Kinds that read a loop iteration's slice of an array without a copy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LiveArray:
-    """Something that is in memory at the peak.
+    """An array that is live at the peak.
 
     Attributes:
-      bytes: of it.
-      type: its type.
-      where: the source line that makes it.
+      bytes: its size.
+      type: its dtype and shape.
+      where: the source line that computes it.
     """
 
     bytes: int
@@ -52,12 +52,12 @@ class LiveArray:
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """What is held while a fused operation runs.
+    """The temporary bytes that are live while a fused operation runs.
 
     Attributes:
-      bytes: of temporary arrays.
-      what: the operation.
-      depth: in how many loops or branches it is; of several turns one is shown, of branches the one that holds most.
+      bytes: size of the live temporary arrays.
+      label: the operation.
+      depth: how many loops or branches contain it; of a branch, the body with the highest peak is shown.
     """
 
     bytes: int
@@ -67,15 +67,15 @@ class Level:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What one device holds.
+    """The memory of one device.
 
     Attributes:
       arguments: bytes of the inputs.
       outputs: bytes of the outputs.
-      aliased: bytes of outputs that take the memory of donated inputs.
-      temporaries: bytes of everything else, at the moment at which that is most.
-      held: what these are then, the largest first.
-      host: bytes of what is temporary in the host's memory.
+      aliased: bytes of the outputs in donated buffers.
+      temporaries: bytes of all other arrays at the peak.
+      held: the temporary arrays at the peak, the largest first.
+      host: bytes of temporary arrays in the host's memory.
     """
 
     arguments: int
@@ -87,7 +87,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """The peak."""
+        """Bytes at the peak."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
     def __str__(self) -> str:
@@ -102,11 +102,11 @@ class Memory:
 
 
 def memory_of(device: DeviceProgram, calibration: Calibration) -> Memory:
-    """The peak of one device's program.
+    """The memory of one device's program at its peak.
 
     Args:
       device: the program.
-      calibration: of the kind of device.
+      calibration: the kind of device's calibration.
     """
     program = device.program
     fused, moments = outer_moments(device, calibration)
@@ -127,18 +127,18 @@ def memory_of(device: DeviceProgram, calibration: Calibration) -> Memory:
 
 
 def levels_over_time(device: DeviceProgram, calibration: Calibration) -> list[Level]:
-    """What one device's program holds besides arguments and results, operation after operation.
+    """The temporary bytes of one device's program, operation by operation.
 
     Args:
       device: the program.
-      calibration: of the kind of device.
+      calibration: the kind of device's calibration.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from vnode.analysis.program import inline
       >>> traced = jax.make_jaxpr(lambda x: (jnp.tanh(x @ x) @ x).sum())(jnp.ones((8, 8)))
       >>> device = DeviceProgram(inline(traced.jaxpr, traced.consts), {})
-      >>> [(each.what, each.bytes) for each in levels_over_time(device, Calibration())]
+      >>> [(each.label, each.bytes) for each in levels_over_time(device, Calibration())]
       [('dot_general', 256), ('tanh', 256), ('dot_general', 512), ('reduce_sum', 256)]
     """
     fused, moments = outer_moments(device, calibration)
@@ -146,7 +146,7 @@ def levels_over_time(device: DeviceProgram, calibration: Calibration) -> list[Le
 
 
 def outer_moments(device: DeviceProgram, calibration: Calibration) -> tuple[FusedProgram, list[Moment]]:
-    """The fused operations of a program, and what is held while each runs."""
+    """The fused operations of a program, and the live values while each runs."""
     fused = fuse_program(device.program, calibration.recomputes)
     ends = [fused.buffer_of(atom) for atom in device.program.outputs if isinstance(atom, Var)]
     return fused, liveness_in_best_order(memory_operations(fused, calibration, {*device.program.inputs, *ends}))
@@ -159,16 +159,16 @@ def memory_operations(
     written_over: Collection[Var] = (),
     parts: Collection[Var] = (),
 ) -> list[Operation]:
-    """What fused operations do in memory.
+    """The memory effects of fused operations.
 
     Args:
-      fused ops: of a program.
-      calibration: of the kind of device.
+      fused: a program as fused operations.
+      calibration: the kind of device's calibration.
       elsewhere: variables whose memory is not counted here.
-      written_over: those of them that may be written over after the last reader.
-      parts: those of them of which a copy is made where an operation cannot read a part of an array.
+      written_over: variables of `elsewhere` that may be overwritten after their last reader.
+      parts: variables of `elsewhere` that are copied for operations that cannot read a slice of an array.
     """
-    beside: dict[int, list[Var]] = collections.defaultdict(list)  # what loops hold besides their results
+    beside: dict[int, list[Var]] = collections.defaultdict(list)  # buffers of loops besides their results
     for k, op in enumerate(fused.fused_ops):
         if op.root.primitive is LOOP_BUFFERS:
             beside[fused.writers.get(fused.reads[k][0], k)] += op.timed_op.writes
@@ -194,7 +194,7 @@ def memory_operations(
 
 
 def in_place_pairs(op: FusedOp, fused: FusedProgram, k: int) -> tuple[tuple[Var, Var], ...]:
-    """Which results of a fused operation may take the memory of which operands."""
+    """The pairs of a result and an operand of the same size that the result may overwrite."""
     region = region_of(op.root) if op.kind is OpKind.REGION else None
     if region is not None:
         pairs = zip(op.root.outvars, [op.root.invars[i] for i in region.carried], strict=False)
@@ -207,12 +207,12 @@ def in_place_pairs(op: FusedOp, fused: FusedProgram, k: int) -> tuple[tuple[Var,
 
 
 def region_peak(eqn: JaxprEqn, calibration: Calibration) -> int:
-    """Bytes that a loop or branch holds beside its operands and results, at most."""
+    """The peak of a loop or branch in bytes, without its operands and results."""
     return max((peak_bytes(moments) for _, moments in inner_moments(eqn, calibration)), default=0)
 
 
 def inner_moments(eqn: JaxprEqn, calibration: Calibration) -> list[tuple[FusedProgram, list[Moment]]]:
-    """For each body of a loop or branch its fused operations, and what is held while each runs."""
+    """For each body of a loop or branch: its fused operations, and the live values while each runs."""
     region = region_of(eqn)
     assert region is not None
     pairs = zip(body_programs(eqn), region.inputs, strict=True)
@@ -222,7 +222,7 @@ def inner_moments(eqn: JaxprEqn, calibration: Calibration) -> list[tuple[FusedPr
 def body_moments(
     body: Program, inputs: Sequence[int], region: Region, is_test: bool, calibration: Calibration
 ) -> tuple[FusedProgram, list[Moment]]:
-    """One body: what it carries is held from when it is made; what it stacks is where the stack is."""
+    """One body: its new carry is live from its writer on; its stacked results are in the stack."""
     fused = fuse_program(body, calibration.recomputes)
     ends = [fused.buffer_of(atom) if isinstance(atom, Var) else None for atom in body.outputs]
     count = 0 if is_test or region.chooser is not None else len(region.carried)
@@ -233,7 +233,7 @@ def body_moments(
     operations = memory_operations(fused, calibration, {*body.inputs, *(stacked - kept)}, {*begins.values()}, scanned)
     for i, end in zip(region.carried, ends[:count], strict=False):
         k = fused.writers.get(end, -1) if end in kept else -1
-        if k >= 0 and begins[i] not in fused.reads[k]:  # the last turn's is no longer read
+        if k >= 0 and begins[i] not in fused.reads[k]:  # the old carry is no longer read
             own = operations[k]
             pairs = ((end, begins[i]), *own.in_place)
             operations[k] = dataclasses.replace(own, reads=own.reads | {begins[i]}, in_place=pairs)
@@ -241,7 +241,7 @@ def body_moments(
 
 
 def levels_of(fused: FusedProgram, moments: Sequence[Moment], calibration: Calibration) -> list[Level]:
-    """What is held while each fused operation runs: of a loop or branch, operation after operation of its body."""
+    """The live bytes while each fused operation runs; a loop or branch is replaced by its body's operations."""
     found: list[Level] = []
     for k, now, sizes in moments:
         op = fused.fused_ops[k]
@@ -259,7 +259,7 @@ def highest_level(levels: Sequence[Level]) -> int:
 
 
 def aliased_bytes(device: DeviceProgram) -> int:
-    """Bytes of results in the place of donated arguments: each takes one of its own shape and type."""
+    """Bytes of results in donated buffers: each takes one of its own shape and dtype."""
     given = [device.program.inputs[i].aval for i in device.donated]
     free = collections.Counter((getattr(aval, "shape", None), getattr(aval, "dtype", None)) for aval in given)
     found = 0
@@ -272,7 +272,7 @@ def aliased_bytes(device: DeviceProgram) -> int:
 
 
 def host_bytes(program: Program) -> int:
-    """Bytes of what a program's loops stack in the host's memory, beside the most that their bodies have there.
+    """Bytes that a program's loops stack in the host's memory, and the most that one of their bodies has there.
 
     >>> import jax, jax.numpy as jnp
     >>> from vnode.analysis.program import inline

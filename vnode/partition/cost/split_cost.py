@@ -1,16 +1,15 @@
-"""What a split program takes: time, bytes between devices, memory; from the program of one device.
+"""The program of one device -> its cost on a machine: time, bytes between devices, memory.
 
-Knows one device's program, machines, times of pieces, the simulator. Must not know how the split was found.
+Knows one device's program, machines, times of timed ops, the simulator. Must not know how the split was found.
 
-All devices run the same program, so that one timeline stands for all: a fused op takes what it takes on the slowest
-kind of device, and a collective what the busiest link needs. In the timeline one resource computes; the links are as
-many resources as there are sets of links that the program's collectives tell apart, so that two collectives wait for
-each other where they share a link. Fused ops start in the program's order when their operands are there, and
-collectives run beside them, unless `overlap` is False. A value's way to the host's memory, or back, takes the time of
-its bytes on the link to the host, beside what is computed in the same turn of a loop: compilers begin it when the value
-is there, and wait for it where it is read, or when the turn ends. The turns of a loop follow each other: its body has a
-timeline of its own, which counts once for every turn; one without collectives takes what somebody measured of it as a
-whole, if that is known.
+All devices run the same program, so one timeline stands for all. A fused op has its time on the slowest kind of device;
+a collective has the time of the busiest link. One resource of the timeline computes. Links that the same collectives
+use are one resource, so two collectives that share a link wait for each other. Fused ops start in the program's order
+when their operands are ready; collectives overlap with them unless `overlap` is False. A transfer to or from the host's
+memory takes the time of its bytes on the host link. It overlaps with the other operations of the same loop iteration:
+compilers start it when the value is ready, and wait for it at the reader or at the end of the iteration. Iterations of
+a loop do not overlap: the timeline of the body counts once per iteration. A loop without collectives has its measured
+time, if one is known.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ class PlannedCollective:
     """A collective of a program.
 
     Attributes:
-      transfer: what moves, over which axes.
-      runs: how often, loops counted by their turns.
-      seconds: of one run; of several that are sent together, its share.
+      transfer: its kind, mesh axes and bytes.
+      runs: how often it runs, trip counts of loops included.
+      seconds: time of one run; its share, if it is combined with others.
     """
 
     transfer: Transfer
@@ -56,13 +55,13 @@ class PlannedCollective:
 
 @dataclasses.dataclass(frozen=True)
 class HostTransfer:
-    """A value's way to the host's memory, or from there.
+    """A copy of a value to the host's memory, or back.
 
     Attributes:
-      bytes: of it.
-      runs: how often it goes there, loops counted by their turns.
-      back: whether it comes from there.
-      seconds: of one run.
+      bytes: size of the value.
+      runs: how often it is copied, trip counts of loops included.
+      from_host: whether it is copied back to the device.
+      seconds: time of one run.
     """
 
     bytes: int
@@ -73,20 +72,20 @@ class HostTransfer:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCost:
-    """What a split program takes on a machine.
+    """The cost of a split program on a machine.
 
     Attributes:
-      compute: seconds of all fused ops, one after the other.
-      exchange: seconds of all collectives, one after the other.
-      timeline: both together, as far as they overlap.
-      collectives: those that a device takes part in; of branches those of the one that takes longest.
-      others: those of the other branches, which are in the program, too.
-      moves: to the host's memory and back; of branches those of the one that takes longest.
-      memory: of one device.
-      sources: seconds of `compute` by who says so.
-      noise: seconds by which measured times may be off together.
-      unknown: primitives without a description, whose operations count as none.
-      open_loops: how many loops there are whose turns are not written down; they count once.
+      compute: seconds of all fused ops, without overlap.
+      exchange: seconds of all collectives, without overlap.
+      timeline: both, with overlap.
+      collectives: the collectives of a device; of a branch, those of its slowest body.
+      others: the collectives of the other bodies of branches.
+      moves: transfers to the host's memory and back; of a branch, those of its slowest body.
+      memory: one device's memory.
+      sources: seconds of `compute` by source of the times.
+      noise: seconds by which the measured times may be off in all.
+      unknown: primitives without a description, whose operations count as zero.
+      open_loops: number of loops without a known trip count; their bodies count once.
     """
 
     compute: float
@@ -103,17 +102,17 @@ class ProgramCost:
 
     @property
     def transfer(self) -> float:
-        """Seconds of all ways to the host's memory and back, one after the other."""
+        """Seconds of all transfers to the host's memory and back, without overlap."""
         return sum(each.seconds * each.runs for each in self.moves)
 
     @property
     def seconds(self) -> float:
-        """Of one run, with what overlaps."""
+        """Seconds of one run, with overlap."""
         return self.timeline.seconds
 
     @property
     def total(self) -> float:
-        """Of one run, if nothing overlapped."""
+        """Seconds of one run, without overlap."""
         return self.compute + self.exchange + self.transfer
 
     @property
@@ -154,15 +153,15 @@ def program_cost(
     platform: str = "tpu",
     overlap: bool = True,
 ) -> ProgramCost:
-    """What a split program takes.
+    """The cost of a split program.
 
     Args:
-      program: what one device runs, or the flow to trace it from.
-      machine: on which.
+      program: one device's program, or the flow to trace it from.
+      machine: the machine that runs it.
       mesh: its devices, with the axes of the program.
-      times: of fused ops; by default as `Times` has them.
-      donated: of a flow: inputs whose memory results may take.
-      platform: what is compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``; says what is fused.
+      times: source of the times of fused ops; by default `Times()`.
+      donated: numbers of the donated inputs, if `program` is a flow.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``; decides which equations are fused.
       overlap: whether devices compute while they exchange.
 
     Returns:
@@ -215,9 +214,9 @@ DEVICE = -2
 
 @dataclasses.dataclass
 class _Task:
-    """A task before it is in a graph: its seconds, links, whether it computes, and what it is.
+    """A task before it is in a graph.
 
-    Of a loop or branch also for how many seconds links, and the device, have something to do meanwhile.
+    `works` holds, for a loop or branch, the busy seconds of its links and of the device.
     """
 
     seconds: float
@@ -230,7 +229,7 @@ class _Task:
 
 
 class _CostSum:
-    """Adds up what a program takes; bodies of loops are programs."""
+    """Adds up the cost of a program and of the bodies of its loops and branches."""
 
     def __init__(
         self,
@@ -245,13 +244,13 @@ class _CostSum:
         self.source, self.recomputes, self.overlap = times, recomputes, overlap
         self.times: list[tuple[Time, float]] = []
         self.collectives: list[PlannedCollective] = []
-        self.others: list[PlannedCollective] = []  # of branches that others take
+        self.others: list[PlannedCollective] = []  # of bodies that are not the slowest
         self.moves: list[HostTransfer] = []
         self.unknown: set[str] = set()
         self.open_loops = 0
 
     def timeline(self, program: Program, runs: int) -> Timeline:
-        """The timeline of a program that runs so often."""
+        """The timeline of a program; its costs are counted `runs` times."""
         fused = fuse_program(program, self.recomputes)
         tasks = list[_Task]()
         for op, reads in zip(fused.fused_ops, fused.reads, strict=True):
@@ -263,9 +262,9 @@ class _CostSum:
         return dataclasses.replace(simulate(graph), idle=idle)
 
     def busy_seconds(self, before: tuple[int, int], runs: int) -> dict[int, float]:
-        """For how long the device and each link work in one of so many runs, by what was added up since."""
+        """The busy seconds of the device and of each link per run, of the costs added since `before`."""
         times, collectives = before
-        runs = max(runs, 1)  # a loop of no turns has nothing that works
+        runs = max(runs, 1)  # a loop of no iterations keeps nothing busy
         found = {DEVICE: sum(time.seconds * n for time, n in self.times[times:]) / runs}
         for each in self.collectives[collectives:]:
             for link in each.transfer.cost(self.machine, self.mesh).resources:
@@ -273,7 +272,7 @@ class _CostSum:
         return found
 
     def add_fused_op(self, op: FusedOp, program: Program, runs: int) -> tuple[float, tuple[int, ...], bool]:
-        """Seconds of one run, the links that it occupies, and whether the device computes."""
+        """Adds the cost of a fused op; its seconds per run, its links, and whether the device computes."""
         eqn, piece = op.root, op.timed_op
         sent = [transfer_of(each, self.axes) for each in piece.equations] if op.kind is OpKind.COLLECTIVE else []
         transfers = [transfer for transfer in sent if transfer is not None]
@@ -296,7 +295,7 @@ class _CostSum:
                 return self.add_region(eqn, region, runs)
             self.times.append((known, runs))
             return known.seconds, (), True
-        if eqn.effects or eqn.primitive is LOOP_BUFFERS:  # which place on an axis this device has; what a loop has made
+        if eqn.effects or eqn.primitive is LOOP_BUFFERS:  # `axis_index`; a loop's buffers
             return 0.0, (), True
         if program.describe(eqn) is None:
             self.unknown.add(eqn.primitive.name)
@@ -305,13 +304,13 @@ class _CostSum:
         return found.seconds, (), True
 
     def host_transfer(self, eqn: JaxprEqn, runs: int) -> HostTransfer:
-        """A value's way to the host or from there, on the kind of device whose link takes longest."""
+        """The transfer of a value to or from the host, on the kind of device with the slowest link."""
         bytes_ = sum(all_bytes(var.aval) for var in eqn.outvars)
         seconds = max(bytes_ / kind.host_bandwidth + kind.host_latency for kind in self.machine.kinds)
         return HostTransfer(bytes_, runs, not on_host(eqn.outvars[0].aval), seconds)
 
     def add_region(self, eqn: JaxprEqn, region: Region, runs: int) -> tuple[float, tuple[int, ...], bool]:
-        """A loop by its turns; of branches the one that takes longest."""
+        """Adds the cost of a loop, body times trip count, or of the slowest body of a branch."""
         bodies = body_programs(eqn)
         counts = body_trip_counts(region, len(bodies))
         if counts is None:
@@ -338,19 +337,19 @@ class _CostSum:
 
 
 def has_collective(eqn: JaxprEqn) -> bool:
-    """Whether there is a collective in the bodies of a loop or branch."""
+    """Whether the bodies of a loop or branch contain a collective."""
     inner = [each for body in body_programs(eqn) for each in body.equations]
     return any(each.primitive.name in KINDS or has_collective(each) for each in inner)
 
 
 def has_host_transfer(eqn: JaxprEqn) -> bool:
-    """Whether something in the bodies of a loop or branch goes to the host's memory, or comes from there."""
+    """Whether the bodies of a loop or branch contain a transfer to or from the host's memory."""
     inner = [each for body in body_programs(eqn) for each in body.equations]
     return any(has_host_transfer(each) if region_of(each) is not None else crosses(each) for each in inner)
 
 
 def body_trip_counts(region: Region, bodies: int) -> list[int] | None:
-    """How often each body runs; None if nobody knows."""
+    """How often each body runs; None if the trip count is unknown."""
     if region.chooser is not None:
         return [1] * bodies
     if region.tests and getattr(region, "turns", None) is None:
@@ -359,9 +358,9 @@ def body_trip_counts(region: Region, bodies: int) -> list[int] | None:
 
 
 def build_task_graph(tasks: Sequence[_Task], overlap: bool) -> tuple[TaskGraph, np.ndarray]:
-    """A task graph: what each waits for, by what it reads; and for how long resources have nothing to do in tasks.
+    """A task graph whose dependencies follow the operands; and the idle picoseconds of each resource within tasks.
 
-    Links that the same tasks occupy are one resource, which works while the busiest of them does.
+    Links that the same tasks occupy are one resource, which is busy while its busiest link is.
     """
     used: dict[int, set[int]] = {}
     sets = list(dict.fromkeys(task.links for task in tasks if task.links))

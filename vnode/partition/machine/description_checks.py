@@ -28,7 +28,7 @@ LONGEST = 300
 def error_context(place: str) -> Iterator[None]:
     """Says of errors that they are in a part of something larger.
 
-    >>> with inside("kinds"):
+    >>> with error_context("kinds"):
     ...     raise MachineError("expected a name", place="[0].name")
     Traceback (most recent call last):
     ...

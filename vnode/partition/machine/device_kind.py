@@ -1,4 +1,4 @@
-"""A kind of device: how fast it computes, how much it holds, how fast it reads that and talks to its host.
+"""A kind of device: its rates of computation, its memory, and its bandwidth to memory and host.
 
 Knows rates, sizes and names of dtypes. Must not know which kinds there are, or links between devices.
 """
@@ -31,26 +31,26 @@ WIDER = {
     "bfloat16": ("float32",),
     "float16": ("float32",),
 }
-"""In which formats a device computes what it has no units for, the first that it has."""
+"""The wider dtypes, in order of preference, in which a device computes a dtype that it has no units for."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What devices of one kind can do.
+    """The figures of a kind of device.
 
     Attributes:
-      name: of the kind.
+      name: the kind's name.
       peak: operations a second of the matrix units by dtype (`DTYPES`); a multiplication with an addition is two.
         ``float32`` is what `jax.numpy` does by default: TF32 on GPUs that have it, one pass in bfloat16 on TPUs.
-      vector: operations a second of what is not a matrix product, in float32.
+      vector: operations a second outside of matrix products, in float32.
       memory: bytes that programs can use.
       bandwidth: bytes a second between the device and its memory.
       host_bandwidth: bytes a second between the device and its host, in each direction.
       host_latency: seconds until the first of them arrives.
-      source: where the figures come from.
+      source: the source of the figures.
 
     Raises:
-      MachineError: a figure is none, or absurd.
+      MachineError: a figure is missing or implausible.
 
     Example:
       >>> kind = Kind("toy", {"bfloat16": 4e12}, vector=1e12, memory=2**30, bandwidth=1e11, host_bandwidth=1e10)
@@ -110,7 +110,7 @@ class Kind:
 
 
 def rate_name(dtype: Any) -> str:
-    """Under which name a dtype's rate stands.
+    """The name of a dtype in `peak`.
 
     >>> rate_name("float8_e5m2"), rate_name("uint8"), rate_name("complex64"), rate_name("bool")
     ('float8', 'int8', 'float32', 'bool')

@@ -1,4 +1,4 @@
-"""A machine with twice the devices, joined as they are: what one that is too small could grow to.
+"""A machine -> a machine with twice the devices, connected in the same way.
 
 Knows machines and their networks. Must not know which sizes are sold.
 """
@@ -15,18 +15,18 @@ from vnode.partition.machine.torus import Torus
 
 
 def double_machine(machine: Machine) -> Machine:
-    """A machine, and the same once more.
+    """Doubles a machine.
 
-    The network that joins all devices joins these as well: a switch has twice the ports, a torus is twice as long along
-    its shortest axis. A single device that no network is known of is joined to the other by way of the host.
+    The network that joins all devices joins the new ones too: a switch gets twice the ports, a torus twice the length
+    along its shortest axis. A single device without a network is joined to the second one through the host.
 
     Raises:
-      MachineError: there are more devices than a machine, or a network of its kind, can have.
+      MachineError: the machine, or a network of its kind, cannot have so many devices.
 
     Example:
-      >>> doubled(Machine.gpus("h100-sxm", hosts=2)).networks == Machine.gpus("h100-sxm", hosts=4).networks
+      >>> double_machine(Machine.gpus("h100-sxm", hosts=2)).networks == Machine.gpus("h100-sxm", hosts=4).networks
       True
-      >>> doubled(Machine.tpu("v5e:2x4")).networks[0].axes
+      >>> double_machine(Machine.tpu("v5e:2x4")).networks[0].axes
       (Axis(size=4, wrap=False), Axis(size=4, wrap=False))
     """
     count, hosts = len(machine.devices), 1 + max(device.host for device in machine.devices)
@@ -38,13 +38,13 @@ def double_machine(machine: Machine) -> Machine:
 
 
 def host_network(devices: Sequence[Device]) -> Network:
-    """What joins devices that nothing else joins."""
+    """The network through the hosts, for devices that no other network joins."""
     kind = devices[0].kind
     return Link("host", kind.host_bandwidth, kind.host_latency).network(hosts_of(devices))
 
 
 def shift_network(network: Network, by: int) -> Network:
-    """The same network among devices of other numbers."""
+    """The same network with all device numbers increased by `by`."""
     if isinstance(network, Switch):
         return dataclasses.replace(network, ports=tuple(tuple(i + by for i in port) for port in network.ports))
     assert isinstance(network, Pairs | Torus)
@@ -52,7 +52,7 @@ def shift_network(network: Network, by: int) -> Network:
 
 
 def double_network(network: Network, by: int) -> Network:
-    """The same network, which joins as many devices again."""
+    """The same network with twice the devices; the new ones have numbers increased by `by`."""
     other = shift_network(network, by)
     if isinstance(network, Switch):
         assert isinstance(other, Switch)

@@ -1,6 +1,6 @@
-"""The machine that this program runs on.
+"""jax's devices -> the machine that this program runs on.
 
-Knows jax's devices, the table of kinds, and who measures. Must not know what machines are asked.
+Knows jax's devices, the table of kinds, and measurements. Must not know what machines are asked.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def this_machine(devices: Sequence[Any] | None, measure: bool) -> Parts:
 
 
 def measure_local_devices(name: str, group: Sequence[Any], memory: int) -> MeasuredKind:
-    """Measures those devices of a kind that are this process's."""
+    """Measures the devices of one kind that belong to this process."""
     mine = [device for device in group if is_local(device)]
     if not mine:
         raise MachineError(
@@ -71,19 +71,19 @@ def measure_local_devices(name: str, group: Sequence[Any], memory: int) -> Measu
 
 
 def link_of_measured(found: MeasuredKind) -> Link | None:
-    """How devices are joined that were measured."""
+    """The link between measured devices."""
     return None if found.bandwidth is None else Link("measured", found.bandwidth, found.latency)
 
 
 def host_key(device: Any) -> Any:
-    """What devices of one host have in common: jax counts GPUs that NVLink can join as a slice, others by process."""
+    """The key of a device's host: GPUs have their slice, which NVLink can join; other devices their process."""
     if device.platform == "gpu" and getattr(device, "slice_index", None) is not None:
         return device.slice_index
     return device.process_index
 
 
 def slice_networks(devices: Sequence[Any]) -> tuple[Network, ...]:
-    """The torus of each slice of TPU chips, and the network between slices; nothing where they are none."""
+    """The torus of each slice of TPU chips, and the network between slices; empty for other devices."""
     names = {JAX_NAMES.get(device.device_kind, "") for device in devices}
     made = [found for found in SLICES.values() if {found.kind} == names]
     if not made:
@@ -112,7 +112,7 @@ def slice_networks(devices: Sequence[Any]) -> tuple[Network, ...]:
 def switch_networks(
     devices: Sequence[Device], links: dict[str, Link | None], names: Sequence[str]
 ) -> tuple[Network, ...]:
-    """The networks of devices that a switch joins, or measured ones; the slower where kinds meet."""
+    """The networks of measured devices, or of devices with known switches; between kinds, the slower link counts."""
     hosts = hosts_of(devices)
     near, far = list[Network](), list[Link]()
     for host in hosts:
@@ -134,7 +134,7 @@ def switch_networks(
 
 
 def unknown_links() -> MachineError:
-    """The error where one process cannot measure."""
+    """The error for links between processes, which one process cannot measure."""
     return MachineError(
         "it is not known how these devices are joined.",
         remedies=["describe the machine: Machine(...).save('machine.json'), and Machine.load it in every process"],

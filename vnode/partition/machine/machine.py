@@ -242,7 +242,7 @@ class Machine(Drawn):
             place = f"{path}: {error.place}" if error.place else str(path)
             raise MachineError(error.problem, place=place, remedies=error.remedies) from None
 
-    # What is asked of them.
+    # Queries.
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -370,7 +370,7 @@ class Machine(Drawn):
           sizes: of each axis; their product is the number of devices.
 
         Returns:
-          The mesh. Of the machine that is here, ``np.array(jax.devices())[mesh.devices]`` are the devices themselves.
+          The mesh. On this machine, ``np.array(jax.devices())[mesh.devices]`` are the devices themselves.
 
         Raises:
           MachineError: the sizes do not fit.
@@ -382,7 +382,7 @@ class Machine(Drawn):
         return lay_out_mesh(sizes, self.networks, len(self.devices))
 
     def page(self) -> Page:
-        """What there is to see: kinds and networks."""
+        """The report: tables of kinds and networks."""
         subtitle = f"{several(len(self.devices), 'device')} in {several(len(self.hosts), 'host')}"
         return Page(self.name, subtitle, (self._kinds_table(), *([self._networks_table()] if self.networks else [])))
 
@@ -415,7 +415,7 @@ class Machine(Drawn):
 
 
 def in_words(network: Network) -> tuple[str, str, float, float]:
-    """What a network is, in words."""
+    """A network in words."""
     match network:
         case Torus():
             joins = "neighbours in " + " x ".join(str(axis.size) for axis in network.axes)

@@ -1,4 +1,4 @@
-"""Machines by what is known of them: TPU slices, hosts with GPUs, the clusters of papers.
+"""Names of TPU slices, GPU hosts and papers' clusters -> the devices and networks of a machine.
 
 Knows how slices and hosts are wired, with sources. Must not know machines as such, nor what is on this one.
 
@@ -9,7 +9,7 @@ from host to host over the data center network.
 GPU: NVLink of one GPU in one direction is half of what the data sheets call "bidirectional" (P100 160, V100 300, A100
 600, H100 and H200 900 GB/s). Networks: DGX-1 (four EDR cards of 100 Gb/s a host), DGX A100 and H100 (a card for each
 GPU, of 200 and 400 Gb/s). Latencies: NCCL's own model of its time (tuning.cc, 2020), ring with the LL128 protocol: 1.9
-us over NVLink, 2.5 us over PCI Express, 4 us over a network. That of the data center network (50 us) is assumed.
+us over NVLink, 2.5 us over PCI Express, 4 us over a network. The latency of the data center network (50 us) is assumed.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Device:
     """One device of a machine.
 
     Attributes:
-      kind: what it can do.
-      host: the number of the host that it is in.
+      kind: its kind.
+      host: the number of its host.
     """
 
     kind: Kind
@@ -62,10 +62,10 @@ class Link:
     """How devices of a host, or hosts, are joined.
 
     Attributes:
-      name: of the network.
+      name: the network's name.
       bandwidth: bytes a second in each direction.
-      latency: seconds of a transfer of nothing.
-      of: what has such a link of its own: each ``"device"``, each ``"pair"`` of devices, or each ``"host"``.
+      latency: seconds of a transfer without bytes.
+      of: the owner of one such link: each ``"device"``, each ``"pair"`` of devices, or each ``"host"``.
 
     Example:
       >>> Link("Ethernet", 12.5e9, 3e-5, of="host").bandwidth
@@ -109,7 +109,7 @@ LINKS: dict[str, tuple[Link, Link]] = {
     "P100": (Link("NVLink", 80e9, NVLINK), DGX1),
     "K80": (Link("PCI Express", PCIE3, PCIE), Link("InfiniBand", 7e9, NETWORK, of="host")),
 }
-"""How GPUs are joined within a host, and hosts, unless one says otherwise."""
+"""The default links of GPUs within a host, and between hosts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +117,10 @@ class Slice:
     """How chips of one TPU generation are wired.
 
     Attributes:
-      kind: of a chip, which is one device.
-      axes: of the torus.
+      kind: the kind of a chip, which is one device.
+      axes: number of axes of the torus.
       bandwidth: bytes a second of a link in one direction.
-      most: chips of a pod.
+      largest: number of chips in a pod.
     """
 
     kind: str
@@ -137,7 +137,7 @@ SLICES = {
 }
 
 Parts = tuple[str, tuple[Device, ...], tuple[Network, ...]]
-"""Of a machine: its name, its devices, its networks."""
+"""The name, the devices and the networks of a machine."""
 
 
 def tpu(topology: str, slices: int = 1) -> Parts:
@@ -189,9 +189,9 @@ def points_by_host(sizes: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
 
 
 def wrapped_axes(sizes: tuple[int, ...]) -> tuple[bool, ...]:
-    """Which axes of a slice have their ends joined.
+    """Which axes of a slice wrap around.
 
-    >>> wraps((8, 16)), wraps((4, 4, 8)), wraps((2, 4, 4))
+    >>> wrapped_axes((8, 16)), wrapped_axes((4, 4, 8)), wrapped_axes((2, 4, 4))
     ((False, True), (True, True, True), (False, False, False))
     """
     if len(sizes) == 2:
@@ -216,7 +216,7 @@ def gpus(kind: Kind | str, hosts: int, per_host: int, within: Link | None, betwe
 
 
 def host_networks(devices: tuple[Device, ...], near: Link | None, far: Link | None) -> tuple[Network, ...]:
-    """The networks within each host, and that between hosts."""
+    """The network within each host, and the network between hosts."""
     hosts = hosts_of(devices)
     networks = [near.network([host]) for host in hosts if len(host) > 1 and near is not None]
     if len(hosts) > 1 and far is not None:

@@ -1,4 +1,4 @@
-"""Machines as JSON that people can read and write.
+"""A machine <-> JSON that people can read and write.
 
 Knows JSON, and which entries describe a kind, a device, a network. Must not know what machines are asked.
 
@@ -56,7 +56,7 @@ TYPES: dict[str, type[Network]] = {"switch": Switch, "pairs": Pairs, "torus": To
 
 
 def machine_to_json(name: str, devices: Sequence[Device], networks: Sequence[Network]) -> str:
-    """A machine as JSON; a row for each kind, run of devices and network."""
+    """A machine as JSON; one line for each kind, run of devices and network."""
     kinds = {device.kind.name: dataclasses.asdict(device.kind) for device in devices}
     for kind in kinds.values():
         del kind["name"]
@@ -75,7 +75,7 @@ def machine_to_json(name: str, devices: Sequence[Device], networks: Sequence[Net
 
 
 def file_head(name: str) -> dict[str, Any]:
-    """What comes first in a file."""
+    """The first entries of a file."""
     return {"format": FORMAT, "version": VERSION, "name": name}
 
 
@@ -83,7 +83,7 @@ def machine_from_json(said: str) -> Parts:
     """Reads the parts of a machine from JSON.
 
     Raises:
-      MachineError: the text is no JSON, of another version, or an entry is missing, unknown or wrong; it says which.
+      MachineError: the text is no JSON or of another version; or an entry is missing, unknown or wrong, which it names.
     """
     try:
         content = json.loads(said, object_pairs_hook=entries, parse_constant=reject_number)
@@ -137,7 +137,7 @@ def network(entry: Any) -> Network:
 
 
 def dataclass_from_entry(kind: Callable[..., Any], entry: Any, **given: Any) -> Any:
-    """An object of a dataclass from the entries that are named as its attributes."""
+    """A dataclass instance from an entry whose keys are its attributes."""
     fields = [field for field in dataclasses.fields(kind) if field.name not in given]  # pyright: ignore
     needed = [field.name for field in fields if field.default is dataclasses.MISSING]
     more = [field.name for field in fields if field.default is not dataclasses.MISSING]
@@ -145,7 +145,7 @@ def dataclass_from_entry(kind: Callable[..., Any], entry: Any, **given: Any) -> 
 
 
 def record(value: Any, place: str, needed: Sequence[str], more: Sequence[str] = ()) -> dict[str, Any]:
-    """An object that has these entries and no others."""
+    """Checks that an object has the needed keys, perhaps those of `more`, and no others."""
     if not isinstance(value, dict):
         raise wrong_value(place, f"an object with {', '.join(needed)}", value)
     for name in needed:
@@ -160,7 +160,7 @@ def record(value: Any, place: str, needed: Sequence[str], more: Sequence[str] = 
 
 
 def entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The entries of an object, of which JSON would silently take the last of one name."""
+    """The entries of a JSON object; raises on repeated keys, of which JSON would silently keep the last."""
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(name for i, (name, _) in enumerate(pairs) if name in [other for other, _ in pairs[:i]])
@@ -169,5 +169,5 @@ def entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def reject_number(name: str) -> Any:
-    """JSON proper has no such numbers."""
+    """Refuses NaN and infinity, which JSON does not have."""
     raise ValueError(f"{name} is no number")

@@ -1,4 +1,4 @@
-"""Devices as a mesh with named axes, which follow the axes of a torus where they can.
+"""Devices and axis sizes -> a mesh with named axes, which follow the axes of a torus where possible.
 
 Knows networks, and numbers of devices. Must not know kinds of devices, or what is split over an axis.
 """
@@ -18,11 +18,11 @@ from vnode.partition.machine.torus import Torus
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MachineMesh:
-    """Devices of a machine at the places of a mesh.
+    """Devices of a machine as a mesh.
 
     Attributes:
-      names: of the axes.
-      devices: their numbers, an array with a dimension for each axis.
+      names: names of the axes.
+      devices: numbers of the devices, an array with a dimension for each axis.
 
     Example:
       >>> mesh = MachineMesh(("data", "model"), np.arange(4).reshape(2, 2))
@@ -39,10 +39,10 @@ class MachineMesh:
         return dict(zip(self.names, self.devices.shape, strict=True))
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """The devices that differ in these axes only, a group for each place along the others.
+        """Groups of devices that differ only along some axes; one group per position along the other axes.
 
         Args:
-          axes: one or several; in a group the first varies slowest.
+          axes: names of the axes; within a group, the first varies slowest.
 
         Raises:
           MachineError: the mesh has no such axis, or one is named twice.
@@ -81,7 +81,7 @@ def lay_out_mesh(sizes: Mapping[str, int], networks: Sequence[Network], devices:
 
 
 def torus_grid(torus: Torus) -> np.ndarray | None:
-    """The devices of a torus at their points, if it is full."""
+    """The devices of a torus as an array of its shape; None unless every point has a device."""
     found = np.full([axis.size for axis in torus.axes], -1)
     for device, point in torus.at.items():
         found[point] = device
@@ -89,7 +89,7 @@ def torus_grid(torus: Torus) -> np.ndarray | None:
 
 
 def mesh_order(grids: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
-    """Devices in the order of a mesh of this shape."""
+    """The devices of several tori, arranged in the shape of a mesh."""
     for front in range(len(shape) + 1):
         if math.prod(shape[:front]) == len(grids):
             taken = assign_torus_axes(shape[front:], list(enumerate(grids[0].shape)))
@@ -101,9 +101,9 @@ def mesh_order(grids: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
 
 
 def assign_torus_axes(sizes: Sequence[int], axes: list[tuple[int, int]]) -> list[tuple[int, ...]] | None:
-    """Whole axes of a torus for each axis of a mesh, or None if there are none that fit.
+    """The torus axes that each mesh axis takes whole; None if the sizes do not fit.
 
-    >>> assigned((4, 16), [(0, 4), (1, 4), (2, 4)])
+    >>> assign_torus_axes((4, 16), [(0, 4), (1, 4), (2, 4)])
     [(0,), (1, 2)]
     """
     if not sizes:

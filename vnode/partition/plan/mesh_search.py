@@ -337,7 +337,7 @@ class MeshesSearch:
 def mesh_text(sizes: Mapping[str, int]) -> str:
     """A mesh in words.
 
-    >>> said({"vnode": 2, "model": 4})
+    >>> mesh_text({"vnode": 2, "model": 4})
     'vnode 2 x model 4'
     """
     return " x ".join(f"{name} {n}" for name, n in sizes.items())
@@ -350,7 +350,7 @@ def smaller_account(tried: Sequence[tuple[float, int]], limit: int) -> float:
       tried: accounts with the predictions of what they were of, the last one above the limit.
       limit: of the prediction, bytes.
 
-    >>> less([(100.0, 90)], 80), less([(100.0, 90), (80.0, 86)], 80)
+    >>> smaller_account([(100.0, 90)], 80), smaller_account([(100.0, 90), (80.0, 86)], 80)
     (89.5, 48.5)
     """
     account, predicted = tried[-1]

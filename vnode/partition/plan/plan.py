@@ -641,7 +641,7 @@ def rest_of(rows: Sequence[Any], shown: int) -> str:
 def uneven_counts_text(counts: Sequence[int]) -> str:
     """How many nodes rows have, where one has more than another and a lane.
 
-    >>> uneven((4, 4)), uneven((5, 5, 3, 3))
+    >>> uneven_counts_text((4, 4)), uneven_counts_text((5, 5, 3, 3))
     ('', ': 5 on each of 2 rows, 3 on each of 2')
     """
     if max(counts) - min(counts) <= 1:

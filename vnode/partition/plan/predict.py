@@ -51,7 +51,7 @@ EXCHANGES = {SUM_OVER_REPLICAS: "all-reduce", GATHER_FROM_REPLICAS: "all-gather"
 def dividing_axes(axes: Mapping[str, int]) -> dict[str, int]:
     """The axes that divide what a node computes: those longer than one that nodes are not spread over.
 
-    >>> dividing({"vnode": 2, "model": 4, "model2": 1})
+    >>> dividing_axes({"vnode": 2, "model": 4, "model2": 1})
     {'model': 4}
     """
     return {name: n for name, n in axes.items() if n > 1 and name != NODES}

@@ -286,7 +286,7 @@ class Remedies:
 def plan_title(name: str, mesh: Mapping[str, int]) -> str:
     """A plan and its mesh.
 
-    >>> placed("FSDP", {"vnode": 8})
+    >>> plan_title("FSDP", {"vnode": 8})
     'FSDP on vnode 8'
     """
     return f"{name} on {' x '.join(f'{axis} {n}' for axis, n in mesh.items())}"

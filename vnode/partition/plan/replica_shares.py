@@ -77,7 +77,7 @@ def replica_shares(
 def fastest_shares(seconds: Sequence[float], virtual_nodes: int, lane: int) -> list[int]:
     """Nodes of each replica, in whole lanes but for the last, so that the slowest replica ends as early as possible.
 
-    >>> fastest([1.0, 1.0, 2.0], 10, 1), fastest([1.0, 3.0], 16, 4)
+    >>> fastest_shares([1.0, 1.0, 2.0], 10, 1), fastest_shares([1.0, 3.0], 16, 4)
     ([4, 4, 2], [12, 4])
     """
     lanes = -(-virtual_nodes // lane)

@@ -35,7 +35,7 @@ def diffuse(problem: Problem, pause: Callable[[], None] = lambda: None) -> tuple
 
     Example:
       >>> move = np.array([[0.0, 3.0], [3.0, 0.0]])
-      >>> bound, rest = tightened(Problem((np.array([4.0, 2.0]), np.array([1.0, 2.0])), (Edge(0, 1, move),)))
+      >>> bound, rest = diffuse(Problem((np.array([4.0, 2.0]), np.array([1.0, 2.0])), (Edge(0, 1, move),)))
       >>> bound, rest.cost([1, 1]), rest.cost([0, 0])
       (4.0, 0.0, 1.0)
     """

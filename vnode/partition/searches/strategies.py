@@ -398,7 +398,7 @@ def axis_picks(things: int, axes: int) -> tuple[tuple[Pick, ...], ...]:
 
     So three axes of 2 are searched as meshes of 2 x 4, 4 x 2 and 8, each equation in the one that suits it.
 
-    >>> len(picked(2, 2)), len(picked(2, 4))
+    >>> len(axis_picks(2, 2)), len(axis_picks(2, 4))
     (9, 21)
     """
     one: list[Pick] = [None, *range(things)]

@@ -253,7 +253,7 @@ def blocked(
 def child_structures(tree: Any) -> list[Any]:
     """The structures of what a tuple holds; of anything else, its own.
 
-    >>> parts_of(jax.tree.structure((1, {"a": 2}))), parts_of(jax.tree.structure({"a": 2}))
+    >>> child_structures(jax.tree.structure((1, {"a": 2}))), child_structures(jax.tree.structure({"a": 2}))
     ([PyTreeDef(*), PyTreeDef({'a': *})], [PyTreeDef({'a': *})])
     """
     data = tree.node_data()

@@ -211,7 +211,7 @@ def factors_of(search: Search, name: Hashable, clusters: Sequence[int]) -> tuple
 def best_divisor(sizes: Sequence[int], share: float) -> int:
     """The number of blocks that gives a share best, the smallest one of them.
 
-    >>> divisor([96, 48], 0.3), divisor([7], 0.3)
+    >>> best_divisor([96, 48], 0.3), best_divisor([7], 0.3)
     (24, 7)
     """
     common = math.gcd(*sizes)

@@ -54,7 +54,7 @@ def fastest_blocks(times: Sequence[tuple[float, float]], blocks: int) -> tuple[i
       times: of each device: seconds that it takes in any case, and for each block.
       blocks: how many there are.
 
-    >>> done_first([(0.0, 1.0), (0.0, 3.0)], 8), done_first([(4.0, 1.0), (0.0, 1.0)], 8)
+    >>> fastest_blocks([(0.0, 1.0), (0.0, 3.0)], 8), fastest_blocks([(4.0, 1.0), (0.0, 1.0)], 8)
     ((6, 2), (2, 6))
     """
     counts = [0] * len(times)
