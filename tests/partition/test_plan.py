@@ -512,7 +512,7 @@ class FakeMesh:
         self.asked.append(memory)
         account = min(memory, self.free)
         figures = types.SimpleNamespace(memory=self.predicted(account), seconds=1.0)
-        return types.SimpleNamespace(name="searched", figures=figures, account=account, estimate=1.0, took=0.0), False
+        return types.SimpleNamespace(name="searched", figures=figures, account=account, estimate=1.0, prediction_seconds=0.0), False
 
 
 def search_within(limit: int, on: FakeMesh, left: float = 1e6) -> tuple[MeshesSearch, list[Any]]:
@@ -545,7 +545,7 @@ def test_a_search_ends_within_its_budget(
         nonlocal now, many
         took = 25.0 if many == slow else 10.0
         now, many = now + took, many + 1
-        return dataclasses.replace(predict(on, *args, **kwargs), took=took)
+        return dataclasses.replace(predict(on, *args, **kwargs), prediction_seconds=took)
 
     def solution(on: MeshSearch, memory: float, *args: Any) -> Any:
         nonlocal now
@@ -553,7 +553,7 @@ def test_a_search_ends_within_its_budget(
         return solve(on, memory, *args)
 
     clock = types.SimpleNamespace(monotonic=lambda: now)
-    for module in ("budget", "over_meshes", "candidates"):
+    for module in ("budget", "mesh_search", "candidates"):
         monkeypatch.setattr(f"vnode.partition.plan.{module}.time", clock)
     monkeypatch.setattr(MeshSearch, "candidate", candidate)
     monkeypatch.setattr(MeshSearch, "solution", solution)

@@ -3,9 +3,9 @@
     products of 512 to 4,096, passes over 1 to 64 MiB   ->   the parts of the peak rates that they reach
     small train steps, divided in three ways            ->   compiled / estimated memory and time
 
-For a TPU libtpu compiles, and says how many cycles it expects; no TPU is needed. ``here`` times the same programs on
-the first device of this machine; of CPUs, whose rates `Machine.here` measures, it finds the memory alone. An entry is
-to be written again when a compiler changes.
+For a TPU, libtpu compiles the programs and estimates their cycles; no TPU is needed. ``here`` times the same programs
+on the first device of this machine; for CPUs, whose rates `Machine.here` measures, it fits the memory alone. Entries
+must be written again when a compiler changes.
 
 Knows a handful of programs, compiled programs and devices. Must not know how searches use an entry.
 """
@@ -49,7 +49,7 @@ ROWS = (256, 1024, 4096, 16_384)
 """Rows of 1,024 numbers of passes."""
 
 SHARES = (0.1, 0.5, 0.9)
-"""Of programs that quantiles are of."""
+"""The quantiles of the programs of an entry."""
 
 Seconds = Callable[[TimedOp], float]
 
@@ -71,7 +71,7 @@ def passes() -> list[TimedOp]:
 
 
 def compiled_seconds(device: Any, kind: Kind) -> Seconds:
-    """Seconds of pieces by the TPU compiler's estimated cycles."""
+    """Seconds of functions by the TPU compiler's estimated cycles."""
     place = jax.sharding.SingleDeviceSharding(device)
 
     def seconds(piece: TimedOp) -> float:

@@ -182,7 +182,7 @@ class Torus(Network):
         return self.latency * len(self.route(source, target))
 
     def gather(self, group: Sequence[int]) -> tuple[Phase, ...]:
-        """The phases of an all-gather: along the axes of a box, in as many pieces as axes; else a ring over the devices."""
+        """The phases of an all-gather along the axes of a box, in as many pieces as axes; else a ring."""
         walks = self.walks(group)
         if walks is None:
             return self.ring(sorted(group, key=lambda device: self.at[device]))

@@ -30,13 +30,13 @@ class Budget:
 
     Example:
       >>> budget = Budget(60.0)
-      >>> budget.over, budget.left > 59
+      >>> budget.is_spent, budget.left > 59
       (False, True)
       >>> budget.predictions.extend([25.0, 20.0])
       >>> budget.lacks(), budget.lacks(predictions=3), budget.lacks(70.0)
       (False, True, True)
       >>> budget.interrupt()
-      >>> budget.over, budget.more
+      >>> budget.is_spent, budget.more
       (True, 0.0)
     """
 

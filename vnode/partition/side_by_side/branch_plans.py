@@ -1,11 +1,10 @@
-"""Branches of what a node computes, for groups of devices: which there are, and at which index of an axis each runs.
+"""A node's program -> its independent branches, and the index of a mesh axis at which each runs.
 
-Knows programs, what one equation takes, and groups. Must not know meshes, layouts, nor what a choice costs in all.
+Knows programs, the time of one equation, and groups. Must not know meshes, layouts, nor the cost of a choice.
 
-Branches are found in the graph (`vnode.analysis.parallel_branches`), and given to indices so that the fullest has
-least, the longest first (Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969). A branch
-that reads what a branch before it has made goes where most of that is: so a backward pass is where its forward pass
-was.
+Branches are found in the graph (`vnode.analysis.parallel_branches`). They are assigned to the least loaded index, the
+longest first (Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969). A branch that reads
+results of earlier branches goes to the index with most of their bytes, so a backward pass follows its forward pass.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ def branch_stages(program: Program, seconds: Callable[[JaxprEqn], float]) -> lis
     """The stages of a program that have branches side by side.
 
     Args:
-      program: what a node computes.
-      seconds: what an equation takes.
+      program: a node's program.
+      seconds: the time of an equation.
 
     Returns:
-      For each stage its branches, by the numbers of their equations. A stage whose branches make random keys for others
-      is left out: keys are no sums.
+      For each stage its branches, as numbers of equations. A stage whose branches make random keys for others is left
+      out, because keys cannot be summed.
     """
     producer = {var: number for number, eqn in enumerate(program.equations) for var in eqn.outvars}
     reads = [{producer[a] for a in eqn.invars if isinstance(a, Var) and a in producer} for eqn in program.equations]
@@ -54,11 +53,11 @@ def groups_along(
     """Stages as groups along an axis.
 
     Args:
-      program: what a node computes.
-      stages: of it, in order.
-      seconds: what an equation takes.
-      axis: of the mesh.
-      size: of the axis.
+      program: a node's program.
+      stages: its stages, in order.
+      seconds: the time of an equation.
+      axis: name of the mesh axis.
+      size: size of the axis.
 
     Returns:
       A group for each stage.
@@ -82,7 +81,7 @@ def groups_along(
 
 
 def branch_bytes_at_indices(program: Program, branch: frozenset[int], there: Mapping[Var, int], size: int) -> list[int]:
-    """How many bytes that a branch reads are at each index."""
+    """The bytes that a branch reads, by the index that holds them."""
     read = {a for number in branch for a in program.equations[number].invars if isinstance(a, Var)}
     bytes_ = [0] * size
     for var in read:

@@ -1,17 +1,15 @@
-"""Unequal shares of a dimension: plans whose state lies in blocks, of which faster devices have more.
+"""A mesh of unequal devices -> plans that give faster devices more blocks of a dimension of the state.
 
 Knows steps, the program of a replica in blocks, machines and predictions. Must not know which candidates there are, nor
 files.
 
-Where devices along an axis of a mesh differ in speed, an even split of hidden units, heads or words lets the fast ones
-wait. The dimensions that an even plan divides over the axis are cut into equal blocks here, together with all that is
-tied to them, and each device is given so many that all take as long, as far as whole blocks allow (AccPar, Song et al.,
-HPCA 2020, section 5). What that takes is predicted as everything else is: of the program in which each device has a
-loop over its own blocks, on each kind of device with its number of them. The last one counts. Memory is that of the
-device that has most blocks.
+Where devices along an axis of a mesh differ in speed, an even split of hidden units, heads or words makes the fast ones
+wait. The dimensions that an even plan divides over the axis, and all dimensions tied to them, are cut into equal
+blocks. Each device gets a number of blocks that makes all take equally long, as far as whole blocks allow (AccPar, Song
+et al., HPCA 2020, section 5). The cost is predicted from the program in which each device loops over its own blocks, on
+each kind of device. The slowest device counts for time, the one with most blocks for memory.
 
-Nodes are shared out evenly: where replicas of the mesh differ, too, the slowest device at an index stands for all
-there.
+Nodes are spread evenly. Where replicas differ too, the slowest device at an index stands for all replicas there.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from vnode.spmd.sharding_flow import Flow, along
 from vnode.spmd.uneven_blocks import Share
 
 TURNS = 4
-"""How often counts and the times that are predicted with them follow each other at most."""
+"""Most rounds of predicting times for counts, and choosing counts by these times."""
 
 
 def reduce_counts(counts: Sequence[int]) -> tuple[int, ...]:
@@ -48,11 +46,11 @@ def reduce_counts(counts: Sequence[int]) -> tuple[int, ...]:
 
 
 def fastest_blocks(times: Sequence[tuple[float, float]], blocks: int) -> tuple[int, ...]:
-    """Blocks of each device, so that the last one is done as early as it can be.
+    """The blocks of each device that let the slowest device end as early as possible.
 
     Args:
-      times: of each device: seconds that it takes in any case, and for each block.
-      blocks: how many there are.
+      times: for each device, its fixed seconds and its seconds per block.
+      blocks: total number of blocks.
 
     >>> fastest_blocks([(0.0, 1.0), (0.0, 3.0)], 8), fastest_blocks([(4.0, 1.0), (0.0, 1.0)], 8)
     ((6, 2), (2, 6))
@@ -66,14 +64,14 @@ def fastest_blocks(times: Sequence[tuple[float, float]], blocks: int) -> tuple[i
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnevenCandidate:
-    """A step whose state is shared out unevenly, on one mesh.
+    """A step with an unevenly sharded state, on one mesh.
 
     Attributes:
       share: blocks of each index along the axis.
-      dims: for inputs, by number, the dimension that is in blocks.
+      dims: the dimension in blocks, by number of the input.
       replica: the program of a replica.
-      flow: through it.
-      prediction: of the index that is done last.
+      flow: layouts through that program.
+      prediction: the prediction for the slowest index.
     """
 
     share: Share
@@ -84,15 +82,15 @@ class UnevenCandidate:
 
 
 class UnevenSearch:
-    """Shares of what devices along an axis of a mesh compute, by their speed.
+    """A search for the blocks of devices along an axis of a mesh, by their speed.
 
     Args:
       subject: the step.
-      machine: on which.
-      sizes: of the mesh's axes, that of the nodes first, and one other.
-      platform: what is compiled for.
-      times: of fused ops.
-      pace: seconds that a node takes on a device of each kind.
+      machine: the machine.
+      sizes: sizes of the mesh axes: the nodes' axis first, and one other.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+      times: source of the times of fused ops.
+      pace: seconds of a node on a device of each kind.
     """
 
     def __init__(
@@ -118,7 +116,7 @@ class UnevenSearch:
         self.known: dict[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], UnevenCandidate | None] = {}
 
     def predicted(self, flow: Flow, kind: Kind, blocks: int, first: int = 0) -> Prediction:
-        """What a device takes that has so many blocks."""
+        """The prediction for a device with this many blocks."""
         subject = self.subject
         return predict(
             flow_of_device(flow, (blocks, first)),
@@ -134,14 +132,14 @@ class UnevenSearch:
         )
 
     def with_counts(self, dims: Mapping[int, int], counts: Sequence[int]) -> UnevenCandidate | None:
-        """What it is to have so many blocks; None if it cannot be carried out."""
+        """The candidate with these numbers of blocks; None if it cannot be carried out."""
         key = reduce_counts(counts), tuple(sorted(dims.items()))
         if key not in self.known:
             self.known[key] = self.with_share(dims, Share((self.axis,), key[0]))
         return self.known[key]
 
     def with_share(self, dims: Mapping[int, int], share: Share) -> UnevenCandidate | None:
-        """What it is to have shares; see `with_counts`."""
+        """The candidate with a share; see `with_counts`."""
         subject = self.subject
         try:
             specs_in_blocks(subject, dims, share)
@@ -166,7 +164,7 @@ class UnevenSearch:
         return UnevenCandidate(share, dims, replica, flow, max(found, key=lambda each: each.figures.seconds))
 
     def lines(self, shared: UnevenCandidate, blocks: int) -> list[tuple[float, float]]:
-        """Seconds that each index takes in any case, and for each of so many blocks of all."""
+        """The fixed seconds of each index, and its seconds per block."""
         found: dict[str, tuple[float, float]] = {}
         for kind in self.kinds:
             if kind.name not in found:
@@ -179,16 +177,16 @@ class UnevenSearch:
     def best(
         self, dims: Mapping[int, int], blocks: int, memory: float = math.inf, hopeless: float = math.inf
     ) -> UnevenCandidate | None:
-        """The shares with which the last device is done first, of those that fit.
+        """The fastest candidate that fits.
 
         Args:
-          dims: for inputs, by number, the dimension that is cut into blocks.
-          blocks: how many blocks there are.
+          dims: the dimension in blocks, by number of the input.
+          blocks: total number of blocks.
           memory: bytes that one device may hold.
-          hopeless: seconds beyond which nothing is tried after the first shares, those by speed.
+          hopeless: seconds above which only the first shares, those by speed, are tried.
 
         Returns:
-          The best; None if the program cannot be carried out in blocks, or no shares are unequal.
+          The candidate; None if the program cannot be carried out in blocks, or no unequal shares were found.
         """
         found: dict[tuple[int, ...], UnevenCandidate] = {}
 
@@ -222,12 +220,12 @@ class UnevenSearch:
 
 
 def is_unequal(counts: Sequence[int]) -> bool:
-    """Whether devices have different numbers, and no one has all."""
+    """Whether devices have different numbers of blocks, and no device has all."""
     return len({*counts}) > 1 and sum(n > 0 for n in counts) > 1
 
 
 def flow_of_device(flow: Flow, at: tuple[int, int]) -> Flow:
-    """A flow with loops over as many blocks as a device has that stands for all, and from which one on."""
+    """A flow whose loops run over one device's blocks, from its first block on."""
     steps = tuple(
         dataclasses.replace(
             step,
