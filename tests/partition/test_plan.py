@@ -512,7 +512,9 @@ class FakeMesh:
         self.asked.append(memory)
         account = min(memory, self.free)
         figures = types.SimpleNamespace(memory=self.predicted(account), seconds=1.0)
-        return types.SimpleNamespace(name="searched", figures=figures, account=account, estimate=1.0, prediction_seconds=0.0), False
+        return types.SimpleNamespace(
+            name="searched", figures=figures, account=account, estimate=1.0, prediction_seconds=0.0
+        ), False
 
 
 def search_within(limit: int, on: FakeMesh, left: float = 1e6) -> tuple[MeshesSearch, list[Any]]:

@@ -137,7 +137,7 @@ def entry(made: Made) -> Entry:
         name=made.name,
         mesh={"vnode": 8},
         figures=figures(*made.predicted),
-        prediction=types.SimpleNamespace(turns=1),
+        prediction=types.SimpleNamespace(iterations=1),
     )
     executor = types.SimpleNamespace(lower_for=lambda args, kwargs: made)
     plan: Any = types.SimpleNamespace(args=(), step=lambda devices: types.SimpleNamespace(executor=executor))

@@ -1,11 +1,11 @@
-"""A replica's flow as far as a plan does not decide it: how sums over nodes are added, and what is computed once.
+"""A flow through a replica's program -> the flow with the shardings that the runtime gives accumulators and updates.
 
-Knows flows through the program of a replica, and what leads them where a step is carried out (`vnode.runtime`). Must
-not know machines, costs, nor how layouts were found.
+Knows flows through the program of a replica, and how the runtime shards them (`vnode.runtime`). Must not know machines,
+costs, nor how layouts were found.
 
-A plan says how the nodes of each pass compute. Their pieces are added where the loop carries the total, and over the
-replicas as they lie there; what is computed once follows from that and from the layouts of the state. A search gives
-all of these layouts of their own, which nobody would keep to.
+A plan decides the layouts of each pass's node computation only. Accumulators are sharded as the loop carries them, and
+are reduced across replicas in that sharding. The replicated region follows from them and from the state's layouts. A
+search chooses other layouts for these values, which the runtime does not use.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from vnode.spmd.sharding_flow import Flow, Step
 def shard_carries(flow: Flow, axes: Axes) -> Flow:
     """Shards the accumulators of passes in the loop carry too, not only in the results that replicas add up.
 
-    So it is carried out (`vnode.runtime.emit`), whatever layout is wished after the pass: replicas add in the order of
-    a tree, and bits would depend on how many replicas there are if pieces were combined on each before. What is split
-    among nodes, and not kept by an earlier pass, is whole along the axes that divide a node's computation.
+    The runtime does so (`vnode.runtime.emit`) whatever layout the readers want: replicas add in the order of a tree,
+    and bits would depend on the number of replicas if each combined its pieces before. Arguments that are split among
+    nodes are whole along the axes that divide a node's computation.
 
     Args:
-      flow: through the program of a replica.
-      axes: of the mesh, those that nodes are not spread over and that are longer than one.
+      flow: layouts through the program of a replica.
+      axes: sizes of the mesh axes other than the nodes', those longer than one.
     """
     monoids = {
         step.eqn.invars[0]: step.eqn.params["monoid"] for step in flow.steps if step.eqn.primitive is SUM_OVER_REPLICAS
@@ -70,9 +70,9 @@ def shard_carries(flow: Flow, axes: Axes) -> Flow:
 
 
 def shard_loop_carry(step: Step, totals: Mapping[int, Layout], split: Sequence[int], axes: Axes) -> Step:
-    """A loop over nodes that carries totals, by their numbers, in some layouts, and adds to them as they lie.
+    """Sets the layouts of a loop over nodes: of its accumulators, by number, and of operands that it reads whole.
 
-    Some operands, by number, it is given whole. What it keeps of each node is no pieces.
+    Its stacked results are not partial.
     """
     assert step.region is not None
     (body,) = step.bodies
@@ -100,7 +100,7 @@ def shard_loop_carry(step: Step, totals: Mapping[int, Layout], split: Sequence[i
 
 
 def follow_bodies(step: Step) -> Step:
-    """A loop or branch around passes that is given values, and hands them on, as its bodies ask for them."""
+    """Gives a loop or branch around passes the operand and result layouts of its bodies."""
     region = step.region
     assert region is not None
     operands, made, bodies = list(step.operands), list(step.made), []
@@ -123,7 +123,7 @@ def follow_bodies(step: Step) -> Step:
 
 
 def same_layout_step(step: Step, layout: Layout, axes: Axes) -> Step:
-    """An equation of arrays of one shape, as it is carried out where all of them lie alike; else as it was."""
+    """An equation of arrays of one shape, computed in one layout if it has one; else unchanged."""
     operands = [*dict.fromkeys(atom for atom in step.eqn.invars if isinstance(atom, Var))]
     flow = followed(Program(operands, {}, [step.eqn], [*step.eqn.outvars]), [layout] * len(operands), axes)
     return flow.steps[0] if flow.ends[0] == layout else step
@@ -137,19 +137,17 @@ def shard_replicated_region(
     across: ReplicaReduction,
     wait: bool,
 ) -> Flow:
-    """A replica's flow, with the replicated region divided as the step divides it.
+    """Shards the replicated region of a replica's flow as `vnode.runtime.replicated_region` does.
 
-    The step does so in `vnode.runtime.replicated_region`.
-
-    Totals and the state lead; where the state is sharded over the replicas as well, passes gather what they read of it.
+    The layouts of totals and of the state decide. Passes gather state that is sharded over the replicas as well.
 
     Args:
-      flow: through the program of a replica.
-      sharded: how inputs lie that are sharded over the replicas as well, by number.
+      flow: layouts through the program of a replica.
+      sharded: layouts of the inputs that are sharded over the replicas as well, by number.
       state: for outputs, by number, the inputs that they become in the next step.
-      axes: of the mesh, that of the replicas too.
-      across: how replicas add.
-      wait: whether passes gather what they read when what all before them sum is there, and not before.
+      axes: sizes of the mesh axes, the replicas' too.
+      across: the reduction across replicas.
+      wait: whether a pass gathers its state only after the totals of the passes before it.
     """
     if not sharded:  # then replicas compute the same
         axes = {name: n for name, n in axes.items() if name != across.axis}
@@ -175,16 +173,16 @@ def shard_around_passes(
     across: ReplicaReduction,
     wait: bool,
 ) -> Flow:
-    """A flow whose passes are as they were, and of which what is computed once is divided as inputs and totals lead.
+    """Leaves the passes of a flow unchanged, and shards the steps around them by the layouts of inputs and totals.
 
     Args:
-      flow: through the program of a replica, or through a body in it that has passes.
-      inputs: how its inputs lie.
-      ends: how its outputs are to lie in the end; None for those that lie as they are made.
-      wanted: of these those that lead, too.
-      axes: of the mesh.
-      across: how replicas add.
-      wait: whether passes gather what they read when what all before them sum is there, and not before.
+      flow: layouts through the program of a replica, or through a body in it that has passes.
+      inputs: layouts of the inputs.
+      ends: final layouts of the outputs; None for outputs that keep their layout.
+      wanted: those of `ends` that decide about layouts, too.
+      axes: sizes of the mesh axes.
+      across: the reduction across replicas.
+      wait: whether a pass gathers its state only after the totals of the passes before it.
     """
     program, lies = flow.program, dict(zip(flow.program.inputs, inputs, strict=True))
     exact = frozenset({across.axis} & axes.keys() if across.invariant else ())
@@ -196,7 +194,7 @@ def shard_around_passes(
         (kind, list(several)) for kind, several in itertools.groupby(before, lambda step: kind_of_step(step, loops))
     ]
 
-    def layout_of(var: Var) -> Layout:  # of what is not yet made nobody knows, and takes it for whole
+    def layout_of(var: Var) -> Layout:  # values without a layout so far count as replicated
         return lies[var] if var in lies else replicated(len(var.aval.shape))
 
     passes: list[Step] = []
@@ -229,7 +227,7 @@ def shard_around_passes(
 
 
 def gathers(step: Step, lying: Lying, axes: Axes) -> bool:
-    """Whether a pass gathers much of what its nodes read whole."""
+    """Whether a pass gathers an operand that its nodes read whole."""
     assert step.region is not None
     whole = {*range(len(step.eqn.invars))} - {*step.region.carried, *step.region.scanned}
     several = ((atom, step.operands[i]) for i in whole if isinstance(atom := step.eqn.invars[i], Var))
@@ -237,7 +235,7 @@ def gathers(step: Step, lying: Lying, axes: Axes) -> bool:
 
 
 def shard_bodies(step: Step, axes: Axes, across: ReplicaReduction, wait: bool) -> Step:
-    """A loop or branch around passes, what its bodies compute once divided in the same way."""
+    """Shards the bodies of a loop or branch around passes in the same way."""
     bodies = (
         shard_around_passes(body, body.inputs, body.outputs, [None] * len(body.outputs), axes, across, wait)
         if has_passes(body)
@@ -249,7 +247,7 @@ def shard_bodies(step: Step, axes: Axes, across: ReplicaReduction, wait: bool) -
 
 @dataclasses.dataclass(frozen=True)
 class SubProgram:
-    """A part of a program, divided as what it reads leads, and as some of its outputs shall lie."""
+    """A part of a program, sharded by the layouts of its inputs and the wanted layouts of some outputs."""
 
     program: Program
     ends: Sequence[Layout | None]
@@ -258,7 +256,7 @@ class SubProgram:
     def from_steps(
         program: Program, steps: Sequence[Step], outputs: Sequence[Atom], ends: Sequence[Layout | None] = ()
     ) -> SubProgram:
-        """The part that some steps of a program are."""
+        """The part that consists of some steps."""
         eqns = [step.eqn for step in steps]
         made = {var for eqn in eqns for var in eqn.outvars}
         read = dict.fromkeys(a for a in (*(a for eqn in eqns for a in eqn.invars), *outputs) if isinstance(a, Var))
@@ -266,20 +264,20 @@ class SubProgram:
         return SubProgram(program.derived(given, eqns, [*outputs]), ends)
 
     def flow(self, lying: Lying, axes: Axes, exact: Collection[str]) -> Flow:
-        """Layouts through it, of which those over some axes must not show in bits."""
+        """Layouts through it; shardings over the axes of `exact` must not change bits."""
         return followed(self.program, list(map(lying, self.program.inputs)), axes, exact, self.ends)
 
     def wanted(self, lying: Lying, axes: Axes, exact: Collection[str]) -> Mapping[Var, Sequence[Layout]]:
-        """In which layouts each variable is read, each time."""
+        """The layouts in which each variable is read, one per read."""
         return read_in(self.flow(lying, axes, exact))
 
 
 def split_steps(steps: Sequence[Step], loops: Collection[Var]) -> tuple[list[Step], list[Step]]:
-    """Steps that passes are, or need, and those that none does, each in order.
+    """Splits steps into those up to the last pass, with all that passes need, and the others.
 
     Args:
-      steps: in order.
-      loops: what the loops of passes among them make.
+      steps: the steps, in order.
+      loops: results of the loops of passes.
     """
     needed = set[Var]()
     found: tuple[list[Step], list[Step]] = ([], [])
@@ -292,7 +290,7 @@ def split_steps(steps: Sequence[Step], loops: Collection[Var]) -> tuple[list[Ste
 
 
 def scatter_total(step: Step, end: Layout, among: Among) -> Step:
-    """A total over replicas of which devices are handed on parts."""
+    """A total over replicas whose result is scattered."""
     var, (layout,) = step.eqn.outvars[0], step.made
     held = Sum(step.eqn.params["monoid"], layout.local(var.aval.shape, among.axes), var.aval.dtype)
     made = among.divided(layout, among.part(held, layout, end), var.aval.shape)
@@ -300,7 +298,7 @@ def scatter_total(step: Step, end: Layout, among: Among) -> Step:
 
 
 def kind_of_step(step: Step, loops: Collection[Var]) -> str:
-    """What a step is that passes need: ``"totals"``, the ``"loop"`` of a pass, one ``"around"`` it, or ``"once"``."""
+    """The kind of a step: ``"totals"``, the ``"loop"`` of a pass, a loop ``"around"`` passes, or ``"once"``."""
     if step.eqn.primitive is SUM_OVER_REPLICAS:
         return "totals"
     if any(var in loops for var in step.eqn.outvars):
@@ -309,6 +307,6 @@ def kind_of_step(step: Step, loops: Collection[Var]) -> str:
 
 
 def has_passes(flow: Flow) -> bool:
-    """Whether there are passes in it, or in a body of it."""
+    """Whether a flow, or a body in it, contains passes."""
     loops = totals_of_passes(step.eqn for step in flow.steps)
     return any(kind_of_step(step, loops) != "once" for step in flow.steps)

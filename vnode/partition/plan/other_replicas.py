@@ -1,4 +1,4 @@
-"""Equations that only the program of a replica has: numbers of nodes, and what needs the other replicas.
+"""The primitives of a replica's program: numbers of nodes, and sums over and gathers from all replicas.
 
 Knows descriptions. Must not know schedules, machines, nor how replicas exchange anything.
 """
@@ -17,7 +17,7 @@ from vnode.operators.description import Factors
 from vnode.operators.registry import register
 
 NODE_NUMBERS = Primitive("numbers_of_nodes")
-"""The numbers of a replica's nodes, which the loops of passes run over, and no other loop."""
+"""The numbers of a replica's nodes. The loops of passes, and no other loops, run over them."""
 
 
 @NODE_NUMBERS.def_abstract_eval
@@ -27,14 +27,14 @@ def _(*, turns: int) -> Any:
 
 @register(NODE_NUMBERS)
 def describe_node_numbers(eqn: JaxprEqn) -> OperatorDescription:
-    """From nothing."""
+    """It has no operands."""
     f = Factors()
     result = f.dims(eqn.outvars[0].aval.shape, Whole())
     return OperatorDescription(factors=f.all, operands=(), results=(result,))
 
 
 def totals_of_passes(equations: Iterable[JaxprEqn]) -> set[Var]:
-    """What the loops of passes make."""
+    """The results of the loops of passes."""
     numbers, found = set[Var](), set[Var]()
     for eqn in equations:
         if eqn.primitive is NODE_NUMBERS:
@@ -63,7 +63,7 @@ def describe_sum_over_replicas(eqn: JaxprEqn) -> OperatorDescription:
 
 
 GATHER_FROM_REPLICAS = Primitive("gather_from_replicas")
-"""What replicas have parts of, along dimension `dim`, whole on each of them: its first `size` elements along that."""
+"""Gathers the replicas' parts of a value along dimension `dim`, and takes the first `size` elements."""
 
 
 @GATHER_FROM_REPLICAS.def_abstract_eval
@@ -73,7 +73,7 @@ def _(value: Any, *, dim: int, size: int) -> Any:
 
 @register(GATHER_FROM_REPLICAS)
 def describe_gather_from_replicas(eqn: JaxprEqn) -> OperatorDescription:
-    """Whole along the dimension; along others as it lies."""
+    """Unsharded along the dimension; unchanged along the others."""
     f = Factors()
     dim, operand = eqn.params["dim"], f.dims(eqn.invars[0].aval.shape)
     f.change(*operand[dim], split=Whole())

@@ -2,11 +2,10 @@
 
 Knows schedules and how they are emitted. Must not know machines, searches, nor how anything is divided.
 
-A mesh has one axis that nodes are spread over; the devices that share a place on it are a replica, and divide each
-node's computation among them. A replica's program has whole values at their global shapes, and its own part of batched
-ones. Each pass is a loop over as many nodes as a replica has; what it sums is then added up over the replicas, and what
-is needed whole of all examples is put together, which are equations of their own
-(`vnode.partition.plan.other_replicas`).
+A mesh has one axis for the nodes. The devices at one index of it are a replica; they divide each node's computation
+among themselves. A replica's program has whole values at global shapes, and the replica's part of batched values. Each
+pass is a loop over the replica's nodes. Accumulators are then reduced across replicas, and batched values that are
+needed whole are gathered; both are equations of their own (`vnode.partition.plan.other_replicas`).
 """
 
 from __future__ import annotations
@@ -49,16 +48,16 @@ from vnode.spmd.uneven_blocks import Share
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NodeProgram:
-    """What a node computes in a pass.
+    """A node's computation in a pass.
 
     Attributes:
-      program: of its number, its parts of batched values, and whole values.
-      examples: for each part of a batched value that it reads the dimension that counts examples.
-      given: of these, those that are arguments of the step, and not kept by an earlier pass.
-      written: the program as it is without branches side by side.
-      groups: which of its equations are evaluated side by side.
-      sums: what nodes contribute to; the first outputs of the program.
-      dims: for each of these the dimension that is in blocks, of which devices have different numbers; None for others.
+      program: its inputs are the node's number, its parts of batched values, and whole values.
+      examples: for each part of a batched value that it reads, the dimension of the examples.
+      given: the positions in `examples` of arguments of the step; the others are collected by an earlier pass.
+      written: the program without branches side by side.
+      groups: its equations that are evaluated side by side.
+      sums: the accumulators of the pass, which are the first outputs of the program.
+      dims: for each accumulator the dimension in uneven blocks; None if it has none.
     """
 
     program: Program
@@ -72,10 +71,10 @@ class NodeProgram:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NodeFlow:
-    """Layouts through what a node computes, as part of those through a loop.
+    """Layouts through a node's program, as part of the flow through a loop's body.
 
     Attributes:
-      node: what it computes.
+      node: the node's program.
       body: the flow through the loop's body.
       start: the number of the node's first equation in it.
       path: where the body is in the program of the replica.
@@ -88,11 +87,11 @@ class NodeFlow:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Those of the node."""
+        """The steps of the node."""
         return self.body.steps[self.start : self.start + len(self.node.program.equations)]
 
     def readers(self) -> Iterator[tuple[Var, int, int]]:
-        """For each operand that is an input of the node: the input, the equation's number, and which operand it is."""
+        """For each operand that is an input of the node: the input, the equation's number, the operand's number."""
         inputs = set(self.node.program.inputs)
         for k, eqn in enumerate(self.node.program.equations):
             for i, atom in enumerate(eqn.invars):
@@ -102,24 +101,24 @@ class NodeFlow:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplicaProgram:
-    """What a replica computes.
+    """The program of a replica.
 
     Attributes:
-      program: the whole, with calls inlined.
-      nodes: what a node computes, for each pass in the order in which they are emitted.
+      program: the program, with calls inlined.
+      nodes: a node's program for each pass, in the order in which passes are emitted.
     """
 
     program: Program
     nodes: tuple[NodeProgram, ...]
 
     def flows(self, flow: Flow) -> list[NodeFlow]:
-        """The part of a flow that is one node's, for each pass.
+        """The part of a flow that belongs to one node, for each pass.
 
         Args:
-          flow: through `program`.
+          flow: layouts through `program`.
 
         Raises:
-          PartitionError: it is through another program.
+          PartitionError: the flow belongs to another program.
         """
         found: list[NodeFlow] = []
         bodies = [(path, body, [signature(step.eqn) for step in body.steps]) for path, body in loop_bodies(flow)]
@@ -132,7 +131,7 @@ class ReplicaProgram:
             ]
             if not fitting:
                 raise PartitionError("a flow is not through the program of a replica: one of its passes is missing")
-            taken = {each.path for each in found}  # of passes that look alike each is another
+            taken = {each.path for each in found}  # equal passes take different bodies
             found.append(next((each for each in fitting if each.path not in taken), fitting[0]))
         return found
 
@@ -160,9 +159,9 @@ class ReplicaEmission(Emission):
         self.nodes: list[NodeProgram] = []
         self.invariant = invariant
         self.in_parts = self.fits if in_loop is None else in_loop  # batched inputs and outputs
-        self.in_parts_inside = False  # of the loop or branch that is evaluated
+        self.in_parts_inside = False  # likewise, in the current loop or branch
         given = (var for var in self.batched if in_loop is not None or spread.is_sharded_argument(self.flow, var))
-        self.own = {*given} if self.in_parts else set[Var]()  # of the batched values, those held in parts
+        self.own = {*given} if self.in_parts else set[Var]()  # batched values of which it has its own part
 
     @property
     def fits(self) -> bool:
@@ -211,7 +210,7 @@ class ReplicaEmission(Emission):
     def in_blocks_where_read(
         self, program: Program, reads: Sequence[Var | None], whole: Collection[int] = ()
     ) -> tuple[Program, Sequence[int | None]]:
-        """A program in blocks, as far as what it reads is; with the dimension of each output that is."""
+        """A program over blocks, if its inputs are in blocks; and the dimension in blocks of each output, or None."""
         rooms = self.rooms_of(reads)
         if rooms is None:
             return program, [None] * len(program.outputs)
@@ -220,7 +219,7 @@ class ReplicaEmission(Emission):
         return split.program, split.outputs
 
     def put_together(self, var: Var) -> Any:
-        """A batched value, whole on each device: of the parts of all replicas, where it was not computed whole."""
+        """A batched value, whole on each device: gathered from all replicas, unless it was computed whole."""
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
         if var in self.own and form.outer == 1 and self.fits:
@@ -233,7 +232,7 @@ class ReplicaEmission(Emission):
         return self.in_batch_order(value, form, self.units(form))
 
     def gather_from_replicas(self, value: Any, dim: int, size: int) -> Any:
-        """What replicas have parts of, whole on each of them."""
+        """Gathers the replicas' parts of a value along `dim`, to `size` elements."""
         alone = self.spread.iterations == self.spread.nodes
         return (
             jax.lax.slice_in_dim(value, 0, size, axis=dim)
@@ -250,15 +249,15 @@ class ReplicaEmission(Emission):
         return self.in_part(form, *self.shard(atom), atom in self.collected)
 
     def in_part(self, form: Slice, value: Any, dim: int, there: bool) -> Any:
-        """A batched value as the replica's part of it; see `by_node`."""
+        """The replica's part of a batched value; see `by_node`."""
         units = self.spread.iterations * self.flow.local(form)
         return self.in_batch_order(self.by_node(form, value, dim, there), form, units)
 
     def in_batch_order(self, value: Any, form: Slice, units: int) -> Any:
-        """What consecutive nodes have, in the order of the batch; see `arrange`.
+        """The parts of consecutive nodes, in the order of the batch; see `arrange`.
 
         Raises:
-          PartitionError: blocks of a factor, of which a room may hold more, are one dimension with examples.
+          PartitionError: a factor in blocks and the examples share one dimension.
         """
         if value.shape[form.dim + 1] != form.outer * self.flow.local(form):
             raise PartitionError(
@@ -267,12 +266,12 @@ class ReplicaEmission(Emission):
         return arrange(value, form, self.flow.local(form), units)
 
     def taken_as(self, form: Form | None, atom: Atom) -> Any:
-        in_part = self.in_parts_inside and isinstance(form, Slice)  # others are read whole, batched ones too
+        in_part = self.in_parts_inside and isinstance(form, Slice)  # all others are read whole
         return self.as_batched(form, atom) if in_part else super().taken_as(form, atom)
 
     def as_batched(self, form: Form | None, atom: Atom) -> Any:
-        """A value in the form in which it is taken where batched values are in parts: a whole one may be cut for that,
-        such as zeros with which a loop begins, or that one branch has in the place of what others compute."""
+        """A value in the form that a loop or branch expects where batched values are in parts. A whole value is sliced
+        for that, such as the zeros of an initial carry, or of a branch that skips the computation of the others."""
         if not isinstance(form, Slice):
             return self.read(atom)
         if self.flow.state(atom).form == form:
@@ -288,7 +287,7 @@ class ReplicaEmission(Emission):
         return (value, form.dim) if form.outer == 1 else (runs_apart(value, form), form.dim + 1)
 
     def by_node(self, form: Slice, value: Any, dim: int, there: bool) -> Any:
-        """A batched value, or the replica's part of it, as the parts of the replica's nodes, ``[turns, ...]``."""
+        """A batched value, or the replica's part of it, split by the replica's nodes: ``[iterations, ...]``."""
         if there:
             return jnp.moveaxis(value, dim, 0)
         turns, n = self.spread.iterations, self.flow.local(form)
@@ -310,7 +309,7 @@ class ReplicaEmission(Emission):
         return bind(constraint_equation(((),) * value.ndim), [value])[0]
 
     def run_nested(self, action: Evaluation) -> None:
-        # Shards, or slots if replicas are uneven; bodies that have other nodes are given whole values.
+        # Shards, or slots if replicas are uneven; bodies with other numbers of nodes get whole values.
         self.in_parts_inside = (self.fits or not self.spread.even) and self.has_same_nodes(action)
         super().run_nested(action)
         if self.in_parts_inside:
@@ -369,7 +368,7 @@ class ReplicaEmission(Emission):
             as_traced = program is written  # neither side by side nor in blocks
             values = jaxpr_as_fun(made)(*operands) if as_traced else evaluate_program(program, [*operands, *captured])
             pieces = values[: len(sums)]
-            if self.spread.iterations == 1:  # there is nothing to add it to
+            if self.spread.iterations == 1:  # a single node needs no addition
                 totals = [piece.astype(s.dtype) for s, piece in zip(sums, pieces, strict=True)]
                 if self.invariant:
                     totals = [s.from_zero(total) for s, total in zip(sums, totals, strict=True)]
@@ -393,23 +392,23 @@ def replica_program(
     groups: Sequence[Sequence[Group]] = (),
     rooms: Rooms | None = None,
 ) -> ReplicaProgram:
-    """Traces what a replica computes.
+    """Traces the program of a replica.
 
     Args:
-      schedule: of the step.
-      spread: of the nodes over replicas.
-      axes: of the mesh, those that nodes are not spread over and that are longer than one.
-      platform: what is compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-      invariant: whether sums over nodes are formed in an order of their own: by loops, even of one turn.
-      groups: for each pass, in the order in which they are emitted, which equations of a node are evaluated side by
-        side; nothing for passes behind the last.
-      rooms: which inputs are given in blocks, of which devices have different numbers, and which outputs are wanted so.
+      schedule: the step's schedule.
+      spread: the spread of nodes over replicas.
+      axes: sizes of the mesh axes other than the nodes', those longer than one.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+      invariant: whether sums over nodes have a fixed order: loops then stay, even with one iteration.
+      groups: for each pass, in the order in which passes are emitted, the equations of a node that are evaluated side
+        by side; passes without an entry have none.
+      rooms: the inputs and outputs that are stored in uneven blocks.
 
     Returns:
-      The program. Its inputs and outputs are those of the step, whole, or as they are stored in blocks; those of which
-      replicas have equal parts are the replica's part.
+      The program. Its inputs and outputs are the step's: whole, or as stored in blocks; or the replica's part, where
+      all replicas have equal parts.
     """
-    nodes: list[NodeProgram] = []  # and not the replica, whose values belong to the trace
+    nodes: list[NodeProgram] = []  # the replica itself has values of the trace
     stands_for_all = Placement(spread.nodes, jax.devices()[:1])
 
     def run_replica(*values: Any) -> list[Any]:
@@ -438,7 +437,7 @@ def replica_program(
 
 
 def stored_shape(shape: Sequence[int], dim: int | None, rooms: Rooms | None) -> tuple[int, ...]:
-    """The shape in which a value is given."""
+    """The shape of a value as it is stored, with room for the most blocks of any device along `dim`."""
     sizes = list(shape)
     if dim is not None and rooms is not None:
         sizes[dim] = rooms.share.room(sizes[dim])
@@ -446,7 +445,7 @@ def stored_shape(shape: Sequence[int], dim: int | None, rooms: Rooms | None) -> 
 
 
 def evaluate_program(program: Program, values: Sequence[Any]) -> list[Any]:
-    """What a program computes, equation by equation."""
+    """Evaluates a program, equation by equation."""
     known: dict[Var, Any] = {**program.constants, **dict(zip(program.inputs, values, strict=True))}
 
     def read(atom: Any) -> Any:
@@ -459,7 +458,7 @@ def evaluate_program(program: Program, values: Sequence[Any]) -> list[Any]:
 
 
 def loop_bodies(flow: Flow, at: Path = ()) -> list[tuple[Path, Flow]]:
-    """The flows through all bodies of a program's loops and branches, outer ones first, with their places."""
+    """The flows through all bodies of a program's loops and branches, outer bodies first, with their paths."""
     found: list[tuple[Path, Flow]] = []
     for number, step in enumerate(flow.steps):
         for k, body in enumerate(step.bodies):
@@ -469,7 +468,7 @@ def loop_bodies(flow: Flow, at: Path = ()) -> list[tuple[Path, Flow]]:
 
 
 def signature(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """What an equation is, as far as it says where a program begins in another."""
+    """The primitive, shapes and dtypes of an equation, by which a program is found in another."""
     return (
         eqn.primitive.name,
         *((getattr(v.aval, "shape", None), getattr(v.aval, "dtype", None)) for v in (*eqn.invars, *eqn.outvars)),
@@ -477,7 +476,7 @@ def signature(eqn: JaxprEqn) -> tuple[Any, ...]:
 
 
 def position(wanted: Sequence[Any], several: Sequence[Any]) -> int | None:
-    """Where a sequence is found in another."""
+    """The position of a sequence in another; None if it is not there."""
     for start in range(len(several) - len(wanted) + 1):
         if all(several[start + k] == each for k, each in enumerate(wanted)):
             return start

@@ -1,7 +1,7 @@
 """A flow through a replica's program -> the same flow with the passes' accumulators reduced across replicas.
 
-Knows flows through the program of a replica, and how devices combine what their nodes contribute. Must not know
-machines, costs, nor how layouts were found.
+Knows flows through the program of a replica, and how devices combine accumulators. Must not know machines, costs, nor
+how layouts were found.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from vnode.spmd.sharding_flow import Flow, Step
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaReduction:
-    """How replicas add.
+    """The reduction of accumulators across replicas.
 
     Attributes:
       counts: nodes of each replica.
-      lane: consecutive nodes that are added one after another, before the tree.
-      invariant: whether that is in the order of a tree, whatever the devices.
-      axis: of the mesh, over which replicas are numbered.
-      far: how many of the sums that wait are on the host, the lowest of the stack; not of passes in loops.
+      lane: number of consecutive nodes that are added in sequence, before the tree.
+      invariant: whether sums are formed in the order of a fixed tree, on any devices.
+      axis: the mesh axis of the nodes.
+      sums_on_host: number of waiting partial sums on the host, the lowest of the stack; 0 for passes in loops.
     """
 
     counts: tuple[int, ...]
@@ -45,35 +45,35 @@ class ReplicaReduction:
 
     @functools.cached_property
     def plan(self) -> ReductionPlan:
-        """The order of a tree."""
+        """The order of the tree."""
         return ReductionPlan.of(self.counts, self.lane, True)
 
     @property
     def waiting(self) -> int:
-        """Sums of each kind that wait for others on a device, besides the one that nodes are added to."""
+        """Partial sums per accumulator that wait on a device, besides the running sum."""
         return self.plan.depth if self.invariant else 0
 
     @property
     def farthest(self) -> int:
-        """How many of them may be on the host: what remains in the end would have to come back for its exchange."""
+        """How many of them may be on the host: blocks left at the end would have to come back for the collective."""
         return self.waiting if self.plan.left == 1 else 0
 
     @property
     def crossings(self) -> int:
-        """How often a sum goes to the host or comes back in a pass, on the device that has most to do."""
+        """Transfers of partial sums to and from the host in a pass, on the busiest device."""
         return max(sum(fold.crossings(self.sums_on_host)) for fold in self.plan.own) if self.sums_on_host else 0
 
     def waiting_on_device(self, s: node_loops.Sum) -> int:
-        """How many of those that wait of a sum are on the device."""
+        """The number of an accumulator's waiting partial sums that are on the device."""
         return self.waiting - (min(self.sums_on_host, self.waiting) if can_be_far(s.shape, s.dtype) else 0)
 
     def totals(self, values: Sequence[Any], monoids: Sequence[Any], parts: Parts) -> list[Any]:
-        """Totals of what a replica's devices have, by collectives; where there is one replica, the values.
+        """Reduces accumulators across replicas, by collectives; with one replica, they are the totals.
 
         Args:
-          values: of each device.
-          monoids: by which they are combined.
-          parts: the dimensions along which devices are given parts of some.
+          values: a device's accumulators.
+          monoids: the monoid of each.
+          parts: for each, the dimension along which its total is scattered; None if every device gets all.
         """
         sums = [node_loops.Sum(m, v.shape, v.dtype) for m, v in zip(monoids, values, strict=True)]
         if not self.invariant:
@@ -110,13 +110,13 @@ class ReplicaReduction:
         return node_loops.PartialBlocks(first, others, list(last), height)
 
     def in_any_order(self, sums: Sequence[node_loops.Sum], values: Sequence[Any], parts: Parts) -> list[Any]:
-        """Totals by one collective for each: compilers send them together where they can."""
+        """Totals by one collective for each accumulator; compilers combine them where they can."""
         several = zip(sums, values, parts, strict=True)
         return [device_reductions.combined([s], [value], self.axis, [dim])[0] for s, value, dim in several]
 
 
 class ReplicaTotals(Primitive):
-    """The totals of a pass over all replicas, together."""
+    """The totals of a pass over all replicas, as one primitive."""
 
     multiple_results = True
 
@@ -128,10 +128,10 @@ TOTALS = ReplicaTotals("totals")
 
 
 class GatherBatched(Primitive):
-    """What replicas have parts of, on each of them."""
+    """Gathers the replicas' parts of a batched value."""
 
     def bind(self, value: Any, /, *, across: ReplicaReduction, dim: int, size: int) -> Any:
-        most = max(across.counts) * -(-size // sum(across.counts))  # of any replica: all send as much
+        most = max(across.counts) * -(-size // sum(across.counts))  # of any replica: an all-gather needs equal parts
         value = extended(value, dim, 0, most - value.shape[dim])
         found = jax.lax.all_gather(value, across.axis, axis=dim, tiled=True)
         return found if found.shape[dim] == size else jax.lax.slice_in_dim(found, 0, size, axis=dim)
@@ -141,28 +141,28 @@ PUT_TOGETHER = GatherBatched("put_together")
 
 
 def gather_equation(eqn: JaxprEqn, across: ReplicaReduction) -> JaxprEqn:
-    """What replicas have parts of as an equation that every device evaluates."""
+    """Lowers a gather from replicas to an equation that every device evaluates."""
     return eqn.replace(primitive=PUT_TOGETHER, params={**eqn.params, "across": across})
 
 
 def count_nodes(eqn: JaxprEqn, across: ReplicaReduction) -> JaxprEqn:
-    """Numbers of nodes as those of any array."""
+    """Lowers the numbers of the nodes to an iota."""
     (made,) = jax.make_jaxpr(lambda: jax.lax.iota(jnp.int32, eqn.params["turns"]))().eqns
     return eqn.replace(primitive=made.primitive, params=made.params)
 
 
 CARRIED_OUT = {GATHER_FROM_REPLICAS: gather_equation, NODE_NUMBERS: count_nodes}
-"""How equations that only the program of a replica has are carried out, one by one."""
+"""The lowering of each equation that only a replica's program has."""
 
 
 def reduce_over_replicas(flow: Flow, across: ReplicaReduction) -> Flow:
-    """The same flow with the totals of each pass, which follow each other in it, added up over replicas together.
+    """Lowers the equations of a flow that need other replicas: totals, gathers and numbers of nodes.
 
-    And with what replicas have parts of put together, and numbers of nodes as an array like any other.
+    Consecutive totals, those of one pass, become one equation.
 
     Args:
-      flow: through the program of a replica.
-      across: how replicas add.
+      flow: layouts through the program of a replica.
+      across: the reduction across replicas.
     """
     steps: list[Step] = []
     for over, several in itertools.groupby(flow.steps, lambda step: step.eqn.primitive is SUM_OVER_REPLICAS):
@@ -178,7 +178,7 @@ def reduce_over_replicas(flow: Flow, across: ReplicaReduction) -> Flow:
 
 
 def lower_step(step: Step, across: ReplicaReduction) -> Step:
-    """A step that is no total, as devices carry it out; with what its bodies have for all replicas."""
+    """Lowers a step that is no total, and the steps in its bodies."""
     eqn = step.eqn
     if eqn.primitive in CARRIED_OUT:
         return dataclasses.replace(step, eqn=CARRIED_OUT[eqn.primitive](eqn, across), choice=None, anyhow=False)
@@ -186,7 +186,7 @@ def lower_step(step: Step, across: ReplicaReduction) -> Step:
 
 
 def combined_totals(steps: Sequence[Step], across: ReplicaReduction) -> Step:
-    """Totals of one pass as one equation, which every device evaluates on its parts of them."""
+    """Lowers the totals of one pass to one equation, which every device evaluates on its parts."""
     first = steps[0].eqn
     lying = [(step.operands[0].cut_axes, step.made[0].cut_axes) for step in steps]
     parts = tuple(made.get(across.axis) if across.axis not in given else None for given, made in lying)
