@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from vnode.partition.hlo import COLLECTIVES, Instruction, Module, cycles, loops, members, parse
+from vnode.partition.hlo import COLLECTIVES, Instruction, Module, cycles, group_size, parse, trip_counts
 
-__all__ = ["Module", "additions", "canonical", "collectives", "cycles", "loops", "named_loops", "parse"]
+__all__ = ["Module", "additions", "canonical", "collectives", "cycles", "named_loops", "parse", "trip_counts"]
 
 _ATTRIBUTES = re.compile(r", (metadata|backend_config|frontend_attributes)=\{.*")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -40,7 +40,7 @@ def _received(instruction: Instruction, opcode: str) -> int:
     """Bytes that each device receives from others, where every part travels once (all-reduce: twice, as in a ring)."""
     if opcode in ("collective-permute", "collective-broadcast"):
         return instruction.bytes
-    n = members(instruction)
+    n = group_size(instruction)
     others = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1}
     return round(instruction.bytes * others.get(opcode, (n - 1) / n))
 

@@ -343,8 +343,8 @@ def on_one_device(names: Sequence[str], folder: Path) -> Sheet:
     from vnode.analysis.program import inline
     from vnode.partition import Cache, Machine, Measured, Roofline, Times, program_cost
     from vnode.partition.cost import DeviceProgram
-    from vnode.partition.cost.lower_to_device import simplified
-    from vnode.partition.cost.timed_pieces import program_piece
+    from vnode.partition.cost.lower_to_device import simplify
+    from vnode.partition.cost.timed_pieces import program_op
 
     rows = []
     machine = Machine.here(jax.devices()[:1])
@@ -353,11 +353,11 @@ def on_one_device(names: Sequence[str], folder: Path) -> Sheet:
         model = models("cpu")[name]()
         flat, tree = jax.tree.flatten((model.state, model.batch))
         traced = jax.make_jaxpr(lambda *a, m=model, t=tree: jax.tree.leaves(m.step(*jax.tree.unflatten(t, a))))(*flat)
-        program = simplified(inline(traced.jaxpr, traced.consts))
+        program = simplify(inline(traced.jaxpr, traced.consts))
         times = Times((measured, Roofline()))
         device = DeviceProgram(program, {})
         cost = program_cost(device, machine, machine.mesh({"x": 1}), times=times, platform="cpu")
-        whole, noise = measured.measure(program_piece(program))
+        whole, noise = measured.measure(program_op(program))
         share = cost.sources.get("measured", 0.0) / cost.compute
         figures = [f"{1e3 * x:.2f}" for x in (cost.compute, cost.noise, whole, noise)]
         rows.append([name, f"{share:.0%}", *figures, f"{cost.compute / whole - 1:+.0%}"])

@@ -277,10 +277,10 @@ class Sent(Estimate):
     """Bytes that a device sends in place of seconds."""
 
     def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
-        return sum(each.sent for each in fetched(eqn, choice, self.axes))
+        return sum(each.bytes_sent for each in fetched(eqn, choice, self.axes))
 
     def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
-        return sum(each.sent for each in self.transfers(start, end, shape, dtype))
+        return sum(each.bytes_sent for each in self.transfers(start, end, shape, dtype))
 
 
 def paper(name: str, machines: Sequence[str], size: str, proposals: int, seed: int, path: Path | None) -> None:

@@ -132,11 +132,11 @@ def compiled_figures(compiled: Any, over_nodes: int) -> dict[str, Any]:
     lines = {each.name: each.rest for several in module.computations.values() for each in several}
     nodes = hlo.loops_over_nodes(module)
     cycles = sum(
-        visit.instruction.cycles * hlo.runs_of(visit, nodes, over_nodes)[0]
+        visit.instruction.cycles * hlo.visit_runs(visit, nodes, over_nodes)[0]
         for visit in module.walk()
         if not visit.fused and visit.instruction.cycles
     )
-    found = [each for each in hlo.found_collectives(module, over_nodes) if not each.added]
+    found = [each for each in hlo.find_collectives(module, over_nodes) if not each.added]
     borders = said.argument_size_in_bytes + said.output_size_in_bytes - said.alias_size_in_bytes
     return {
         "memory": borders + temporary.held,
@@ -260,7 +260,7 @@ def expert_plans(model: Any, machine: Any, nodes: int) -> Iterator[tuple[str, An
     """
     import jax
 
-    from vnode.partition.plan.candidates import Candidate, OnMesh
+    from vnode.partition.plan.candidates import Candidate, MeshSearch
     from vnode.partition.plan.predict import NODES, platform_of
     from vnode.partition.plan.search import plan_of
     from vnode.partition.plan.search_subject import on_nodes, subject_of
@@ -274,14 +274,14 @@ def expert_plans(model: Any, machine: Any, nodes: int) -> Iterator[tuple[str, An
         name = f"{candidate.name} {'x'.join(map(str, candidate.mesh.values()))}"
         return name, plan_of(subject, candidate, machine, limit, {})
 
-    on = OnMesh(subject, machine, {NODES: count}, platform, None)
-    yield named(on.candidate("FSDP", on.whole, over_rows=True))
-    yield named(on.candidate("data parallel", on.whole))
+    on = MeshSearch(subject, machine, {NODES: count}, platform, None)
+    yield named(on.candidate("FSDP", on.undivided, shard_state=True))
+    yield named(on.candidate("data parallel", on.undivided))
     for inner in (2, 4):
-        on = OnMesh(subject, machine, {NODES: count // inner, "model": inner}, platform, None)
+        on = MeshSearch(subject, machine, {NODES: count // inner, "model": inner}, platform, None)
         for candidate in on.megatron():
             yield named(candidate)
-            yield named(on.over_rows(candidate))
+            yield named(on.with_sharded_state(candidate))
 
 
 def run(name: str, machine_name: str, out: Path, builds: Path, most: int | None, budget: float = BUDGET) -> None:

@@ -94,7 +94,7 @@ def figures(compiled: Any, known: Mapping[tuple[str, ...], float]) -> Figures:
         outside=sum(not c.inside for c in found),
         inside_bytes=sum(c.bytes for c in found if c.inside),
         outside_bytes=sum(c.bytes for c in found if not c.inside),
-        loops=hlo.loops(module),
+        loops=hlo.trip_counts(module),
     )
 
 

@@ -26,8 +26,8 @@ from tests.rounding import assert_same
 from vnode.analysis.program import Program, bind, inline
 from vnode.operators.ordering_barrier import postponed_p
 from vnode.partition import Machine, Plan, search
-from vnode.partition.plan.memory_plan import Keeping, Programme, Value
-from vnode.partition.plan.search_subject import Subject, computing_again, subject_of
+from vnode.partition.plan.memory_plan import IntegerProgram, LateValue, MemoryPlanner
+from vnode.partition.plan.search_subject import Subject, subject_of, with_recomputation
 from vnode.remat.recompute import TurningPoint, recompute_late
 from vnode.step.virtual import VirtualStep
 
@@ -120,9 +120,9 @@ def test_the_bits_are_those_of_a_step_that_keeps_all(
     options = {"partition": {"up$": P(None, "model"), "down$": P("model")}} if split else {}
     placement = vnode.Placement(4, mesh=mesh)
     step = vnode.virtualize(train, virtual_nodes=4, reduction=reduction, placement=placement, **options)
-    several = sorted(subject_of(step, (params, batch)).late.recomputable)
+    several = sorted(subject_of(step, (params, batch)).late_reads.recomputable)
     chosen = [each for each in several if np.random.default_rng(seed).random() < share]
-    less = VirtualStep(computing_again(step, chosen).spec, step.placement)
+    less = VirtualStep(with_recomputation(step, chosen).spec, step.placement)
     got = less(less.put(params), batch)
     assert_same(got, jax.jit(train), params, batch)
     jax.tree.map(np.testing.assert_array_equal, got, step(step.put(params), batch))
@@ -142,31 +142,31 @@ def test_less_memory_is_taken() -> None:
     With all of it a little more is held than with nearly all: what two readers have computed again is written for both.
     """
     step, of = subject(6, 32, 2048)
-    keeping = Keeping.of(of, ONE, "cpu")
+    keeping = MemoryPlanner.for_subject(of, ONE, "cpu")
     taken = []
     for level in (0, keeping.levels(False) // 2, keeping.levels(False)):
-        chosen = keeping.chosen(level, 10.0)
-        less = VirtualStep(computing_again(step, *chosen).spec, step.placement)
+        chosen = keeping.plan_at_level(level, 10.0)
+        less = VirtualStep(with_recomputation(step, *chosen).spec, step.placement)
         taken.append(less.lower(*of.args).compile().memory_analysis().temp_size_in_bytes)
     assert taken[1] < taken[0] * 2 / 3 and taken[2] < taken[0] / 2
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> dict[int, Value]:
+def problems(draw: st.DrawFn) -> dict[int, LateValue]:
     """Few values, each computed from some before it, and read at one time or two."""
-    found: dict[int, Value] = {}
+    found: dict[int, LateValue] = {}
     for i in range(draw(st.integers(1, 3))):
         operands = tuple(k for k in found if draw(st.booleans()))
         reads = tuple(sorted(draw(st.sets(st.integers(1, 2), max_size=2))))
         equations = (i,) if draw(st.integers(0, 4)) else ()
         operands, reads = (operands, reads) if equations else ((), reads or (1,))
-        found[i] = Value(draw(st.integers(1, 4)), equations, draw(st.integers(1, 4)), operands, reads)
+        found[i] = LateValue(draw(st.integers(1, 4)), equations, draw(st.integers(1, 4)), operands, reads)
     if not any(value.reads for value in found.values()):
         found[0].reads = (2,)
     return found
 
 
-def best(values: Mapping[int, Value], share: float) -> float | None:
+def best(values: Mapping[int, LateValue], share: float) -> float | None:
     """The least seconds of all choices of when what is there."""
     whole = sum(value.bytes for value in values.values() if value.reads)
     least = None
@@ -189,7 +189,7 @@ def best(values: Mapping[int, Value], share: float) -> float | None:
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.sampled_from([1.0, 0.8, 0.6, 0.4, 0.2]))
 def test_the_programme_finds_the_best_of_all_choices(values: Any, share: float) -> None:
-    found = Programme(values, []).solved(share, 10.0)
+    found = IntegerProgram(values, []).solve_share(share, 10.0)
     expected = best(values, share)
     assert (found is None) == (expected is None)
     if found is not None and expected is not None:
@@ -224,12 +224,12 @@ def test_an_interruption_while_it_is_chosen_ends_the_search(monkeypatch: pytest.
     """With what was found until then: here nothing that fits."""
     asked: list[int] = []
 
-    def interrupted(self: Keeping, level: int, *_: Any) -> None:
+    def interrupted(self: MemoryPlanner, level: int, *_: Any) -> None:
         asked.append(level)
         if len(asked) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Keeping, "chosen", interrupted)
+    monkeypatch.setattr(MemoryPlanner, "plan_at_level", interrupted)
     _, of = subject(2, 16, 64)
     with pytest.raises(vnode.MemoryLimitError, match=r"about \d+ devices"):
         search(train, of.args, ONE, memory=4096, virtual_nodes=2, reduction="fast")

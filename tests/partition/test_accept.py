@@ -25,11 +25,11 @@ from tests.budget import examples
 from vnode.analysis.program import Program, inline
 from vnode.errors import ProfileError
 from vnode.partition import Machine
-from vnode.partition.accept import REWRITES, ROW, Acceptance, Counts, accept, counted_exchanges, matched
+from vnode.partition.accept import REWRITES, ROW, Acceptance, Counts, accept, count_exchanges, match_rewrites
 from vnode.partition.cost import Memory, device_program, program_cost
 from vnode.partition.cost.collective_cost import Transfer
-from vnode.partition.cost.split_cost import Planned
-from vnode.partition.hlo import found_collectives, parse
+from vnode.partition.cost.split_cost import PlannedCollective
+from vnode.partition.hlo import find_collectives, parse
 from vnode.spmd.layout import from_spec
 from vnode.spmd.sharded_program import flow_over_mesh
 from vnode.spmd.sharding_flow import follow
@@ -157,10 +157,10 @@ def test_known_rewrites_are_listed_and_others_are_differences() -> None:
     ):
         other = asked(**changes)
         assert not other.exchange_accepted and len(other.missing) == len(other.extra) == 1, changes
-    small = matched(Counts({("all-gather", 1024, 4): 1}), Counts({("all-reduce", 1024, 4): 1}))
+    small = match_rewrites(Counts({("all-gather", 1024, 4): 1}), Counts({("all-reduce", 1024, 4): 1}))
     assert not small[0] and not small[1] and len(small[2]) == 1, "parts shorter than a row"
     large = Counts({("all-gather", 2048, 4): 1}), Counts({("all-reduce", 2048, 4): 1})
-    assert matched(*large) == (*large, ())
+    assert match_rewrites(*large) == (*large, ())
     assert not asked().rewritten and asked().exchange_accepted
 
 
@@ -234,7 +234,7 @@ ENTRY %main (w: f32[8], v: bf16[4,2]) -> f32[8] {
 
 
 def test_collectives_are_read_off_the_text() -> None:
-    found = {each.name: (each.kind, each.arrays, each.devices, each.runs) for each in found_collectives(parse(TEXT))}
+    found = {each.name: (each.kind, each.arrays, each.devices, each.runs) for each in find_collectives(parse(TEXT))}
     assert found == {
         "s": ("all-gather", (64,), 4, 1),
         "rs": ("reduce-scatter", (32,), 4, 1),
@@ -254,7 +254,7 @@ def test_loops_over_nodes_run_as_often_as_a_device_has_nodes() -> None:
     named = unknown.replace(loop, loop + ', metadata={op_name="jit(step)/shard_map/nodes/while"}')
 
     def runs(text: str, over_nodes: int | None) -> tuple[int, bool]:
-        found = found_collectives(parse(text), over_nodes)
+        found = find_collectives(parse(text), over_nodes)
         return next((each.runs, each.open) for each in found if each.name == "r")
 
     assert [runs(TEXT, 5), runs(unknown, 5), runs(named, None), runs(named, 5)] == [
@@ -269,10 +269,10 @@ def test_exchanges_in_another_precision_are_told_from_each_other() -> None:
     """Of two gathers planned in bfloat16 and sent in float32 one may look as the other was planned."""
     planned = Counts({("all-gather", 4096, 8): 2, ("all-gather", 2048, 8): 1})
     found = Counts({("all-gather", 4096, 8): 2, ("all-gather", 8192, 8): 1})
-    missing, extra, pairs = matched(planned, found)
+    missing, extra, pairs = match_rewrites(planned, found)
     assert not missing and not extra
     assert [(one.bytes, other.bytes) for one, other in pairs] == [(2048, 4096), (4096, 8192)]
-    missing, extra, _ = matched(planned - found, found - planned)
+    missing, extra, _ = match_rewrites(planned - found, found - planned)
     assert missing and extra, "without those that are alike nobody knows"
 
 
@@ -280,12 +280,12 @@ def test_all_exchanges_in_twice_the_bytes_are_paired() -> None:
     """XLA sends bfloat16 as float32 on CPUs: no pair of one half may stand in the way of all the others' doubles."""
     planned = Counts({("all-gather", n, 2): 1 for n in (24576, 98304)})
     found = Counts({("all-gather", n, 2): 1 for n in (49152, 196608)})
-    missing, extra, pairs = matched(planned, found)
+    missing, extra, pairs = match_rewrites(planned, found)
     assert not missing and not extra
     assert [(one.bytes, other.bytes) for one, other in pairs] == [(24576, 49152), (98304, 196608)]
     sizes = [64 << k for k in range(6)]
     planned, found = (Counts({("all-reduce", f * n, 4): 3 for n in sizes}) for f in (1, 2))
-    missing, extra, pairs = matched(planned, found)
+    missing, extra, pairs = match_rewrites(planned, found)
     assert not missing and not extra, "though all but one of what is planned is there"
     assert [(one.bytes, other.bytes) for one, other in pairs] == [(n, 2 * n) for n in sizes]
 
@@ -321,12 +321,12 @@ def test_as_many_exchanges_are_paired_as_can_be(
         ranks = [rank(one, other) for one, other in zip(planned, order, strict=True) if other is not None]
         made = [each for each in ranks if each is not None]
         best = min(best, (-len(made), sum(made)))
-    missing, extra, pairs = matched(Counts(planned), Counts(found))
+    missing, extra, pairs = match_rewrites(Counts(planned), Counts(found))
     assert len(planned) - missing.total() == len(found) - extra.total() == -best[0]
     rewritten = [(rank((a.kind, a.bytes, a.devices), (b.kind, b.bytes, b.devices)), a.runs, b.runs) for a, b in pairs]
     assert all(a == b and each for each, a, b in rewritten)
     assert sum((each or 0) * runs for each, runs, _ in rewritten) == best[1]
-    sent, got = (counted_exchanges(side) for side in ([a for a, _ in pairs], [b for _, b in pairs]))
+    sent, got = (count_exchanges(side) for side in ([a for a, _ in pairs], [b for _, b in pairs]))
     assert Counts(planned) - missing - sent == Counts(found) - extra - got, "the rest is as planned"
 
 
@@ -385,7 +385,7 @@ ENTRY %main (w: f32[64,128]) -> f32[32,128] {
 
 
 def test_a_sum_of_which_everybody_keeps_a_part_is_one_however_it_is_padded() -> None:
-    found = {each.name: (each.kind, each.arrays, each.added) for each in found_collectives(parse(SCATTERED))}
+    found = {each.name: (each.kind, each.arrays, each.added) for each in find_collectives(parse(SCATTERED))}
     assert found == {
         "sum": ("reduce-scatter", (64 * 128 * 4,), False),
         "sum.1": ("all-reduce", (64 * 128 * 4,), False),
@@ -407,8 +407,8 @@ def test_what_a_compiler_adds_for_padding_is_listed_and_no_difference() -> None:
     _, (_, cost) = compared(mlp(8, 8), MEGATRON)
     nothing = Memory(0, 0, 0, 0)
 
-    def planned(kind: str, nbytes: int, devices: int) -> Planned:
-        return Planned(Transfer(kind, ("x",), nbytes, devices), 1, 0.0)
+    def planned(kind: str, nbytes: int, devices: int) -> PlannedCollective:
+        return PlannedCollective(Transfer(kind, ("x",), nbytes, devices), 1, 0.0)
 
     whole, halo = 64 * 128 * 4, 16 * 128 * 4
     wanted = planned("reduce-scatter", whole, 4), planned("all-reduce", whole, 2), planned("permute", halo, 2)

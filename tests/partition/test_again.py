@@ -19,7 +19,7 @@ import vnode
 from tests.rounding import assert_same
 from vnode.analysis.program import inline
 from vnode.partition import Machine, Plan, search
-from vnode.partition.plan.search_subject import computing_again, subject_of
+from vnode.partition.plan.search_subject import subject_of, with_recomputation
 from vnode.remat.residual_remat import loop_residuals, recompute_residuals
 from vnode.step.virtual import VirtualStep
 
@@ -75,7 +75,7 @@ def test_the_bits_are_those_of_loops_that_keep_all(shape: tuple[int, ...], parti
     ]
     for chosen in (list(kept), *some):
         assert chosen
-        less = VirtualStep(computing_again(step, chosen).spec, step.placement)
+        less = VirtualStep(with_recomputation(step, chosen).spec, step.placement)
         got = less(less.put(state), batch)
         assert_same(got, jax.jit(train), state, batch)
         jax.tree.map(np.testing.assert_array_equal, got, plain)
@@ -86,7 +86,7 @@ def test_less_memory_is_taken() -> None:
     """Of the compiled programs: a layer keeps its beginning, where it kept several arrays four times as wide."""
     args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments(8, 32, 2048))
     step = vnode.virtualize(train, virtual_nodes=2, placement=vnode.Placement(2, jax.devices()[:1]))
-    less = VirtualStep(computing_again(step, subject_of(step, args).kept).spec, step.placement)
+    less = VirtualStep(with_recomputation(step, subject_of(step, args).kept).spec, step.placement)
     taken = [each.lower(*args).compile().memory_analysis().temp_size_in_bytes for each in (step, less)]
     assert taken[1] < taken[0] / 2
 

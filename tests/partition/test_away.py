@@ -1,7 +1,7 @@
 """What loops keep for later loops on the host: the same bits, chosen, predicted and compared where a plan needs it.
 
 Knows steps, machines, plans, and what compilers say of memory. References are the program and the step that keep all on
-the device, and of the integer programme all choices that there are.
+the device, and of the integer program all choices that there are.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from vnode.operators.control_flow import region_of
 from vnode.operators.host_transfer import aside_p
 from vnode.operators.memory_spaces import is_on_host
 from vnode.partition import Machine, Plan, search
-from vnode.partition.plan.candidates import OnMesh
-from vnode.partition.plan.memory_plan import Keeping, Place, Programme, Stacked, stacked_of
+from vnode.partition.plan.candidates import MeshSearch
+from vnode.partition.plan.memory_plan import IntegerProgram, MemoryPlanner, StackedValue, StackLocation, stacked_of
 from vnode.partition.plan.search import plan_of
-from vnode.partition.plan.search_subject import computing_again, on_nodes, subject_of
+from vnode.partition.plan.search_subject import on_nodes, subject_of, with_recomputation
 from vnode.remat.apply_memory_plan import apply_memory_plan
 from vnode.remat.offload import offload_residuals, offloadable_residuals
 from vnode.remat.residual_remat import loop_residuals
@@ -142,7 +142,7 @@ def test_the_bits_are_those_of_a_step_that_keeps_all(shape: tuple[int, ...], par
     can = sorted(offloadable_residuals(subject.schedule.flow.program))
     assert len(can) > 6
     for again, away in (((), can), (can[::2], can[1::2]), (subject.kept, [(can[0][0], 0)])):
-        less = VirtualStep(computing_again(step, again, away).spec, step.placement)
+        less = VirtualStep(with_recomputation(step, again, away).spec, step.placement)
         got = less(less.put(state), batch)
         assert_same(got, jax.jit(train), state, batch)
         jax.tree.map(np.testing.assert_array_equal, got, plain)
@@ -164,7 +164,7 @@ def test_the_bits_are_the_same_whichever_are_chosen(on_two: Any, seed: int) -> N
     draws = np.random.default_rng(seed).integers(0, 3, len(offloadable_residuals(program)))
     places = dict(zip(sorted(offloadable_residuals(program)), draws, strict=True))
     again, away = ([made for made, place in places.items() if place == wanted] for wanted in (1, 2))
-    less = VirtualStep(computing_again(step, again, away).spec, step.placement)
+    less = VirtualStep(with_recomputation(step, again, away).spec, step.placement)
     jax.tree.map(np.testing.assert_array_equal, less(less.put(state), batch), step(step.put(state), batch))
 
 
@@ -172,7 +172,7 @@ def test_the_bits_are_the_same_whichever_are_chosen(on_two: Any, seed: int) -> N
 
 
 @st.composite
-def several_stacked(draw: st.DrawFn) -> list[Stacked]:
+def several_stacked(draw: st.DrawFn) -> list[StackedValue]:
     """Few results of loops; some are what others need to be computed again."""
     found = []
     for i in range(draw(st.integers(1, 6))):
@@ -182,32 +182,36 @@ def several_stacked(draw: st.DrawFn) -> list[Stacked]:
         way = draw(st.sampled_from([None, 2.0, 5.0]))
         part = draw(st.integers(1, 2))
         needs = begins if seconds else ()
-        found.append(Stacked(part * draw(st.integers(2, 5)), part, seconds, way, needs, optional))
+        found.append(StackedValue(part * draw(st.integers(2, 5)), part, seconds, way, needs, optional))
     if all(each.optional for each in found):
-        found.append(Stacked(6, 1, 2.0, 3.0, (0,)))
+        found.append(StackedValue(6, 1, 2.0, 3.0, (0,)))
     return found
 
 
-def cost_of(several: Sequence[Stacked], places: Sequence[Place], share: float) -> float | None:
+def cost_of(several: Sequence[StackedValue], places: Sequence[StackLocation], share: float) -> float | None:
     """The seconds that a choice takes; None if it is none."""
     whole = sum(each.bytes for each in several if not each.optional)
     held = seconds = 0.0
     for each, place in zip(several, places, strict=True):
-        taken = {Place.DEVICE: 0.0, Place.HOST: each.way, Place.NOWHERE: each.seconds}[place]
+        taken = {
+            StackLocation.DEVICE: 0.0,
+            StackLocation.HOST: each.transfer_seconds,
+            StackLocation.NOWHERE: each.seconds,
+        }[place]
         if taken is None:
             return None
-        if place is Place.NOWHERE and any(places[n] is Place.NOWHERE for n in each.begins):
+        if place is StackLocation.NOWHERE and any(places[n] is StackLocation.NOWHERE for n in each.begins):
             return None
         seconds += taken
-        held += {Place.DEVICE: each.bytes, Place.HOST: each.part, Place.NOWHERE: 0}[place]
+        held += {StackLocation.DEVICE: each.bytes, StackLocation.HOST: each.part, StackLocation.NOWHERE: 0}[place]
     return seconds if held <= share * whole + 1e-9 else None
 
 
 @settings(max_examples=80, deadline=None)
 @given(several_stacked(), st.sampled_from([1.0, 0.8, 0.6, 0.4, 0.2]))
-def test_the_programme_finds_the_best_of_all_choices(several: list[Stacked], share: float) -> None:
-    found = Programme({}, several).solved(share, 10.0)
-    costs = [cost_of(several, places, share) for places in itertools.product(Place, repeat=len(several))]
+def test_the_programme_finds_the_best_of_all_choices(several: list[StackedValue], share: float) -> None:
+    found = IntegerProgram({}, several).solve_share(share, 10.0)
+    costs = [cost_of(several, places, share) for places in itertools.product(StackLocation, repeat=len(several))]
     possible = [cost for cost in costs if cost is not None]
     assert (found is None) == (not possible)
     if found is not None:
@@ -220,17 +224,19 @@ def test_what_turns_begin_with_can_be_on_the_host_while_the_rest_is_computed_aga
     step = on_nodes(train, 2, {"reduction": "fast"})
     subject = subject_of(step, shapes(8, 32, 2048))
     kind = ONE.kinds[0]
-    found = stacked_of(subject.late, subject.kept, kind, True)
-    assert not any(each.way for each in stacked_of(subject.late, subject.kept, kind, False).values())
+    found = stacked_of(subject.late_reads, subject.kept, kind, True)
+    assert not any(each.transfer_seconds for each in stacked_of(subject.late_reads, subject.kept, kind, False).values())
     begins = [made for made, each in found.items() if each.optional or each.seconds is None]
     assert len(begins) == 1 and found[begins[0]].bytes == 8 * 2048 * 32 * 4
-    assert found[begins[0]].way == pytest.approx(2 * (8 * 2048 * 32 * 4 / kind.host_bandwidth + 8 * kind.host_latency))
-    keeping = Keeping.of(subject, ONE, "tpu")
-    again, away = keeping.chosen(keeping.levels(True), 10.0)
+    assert found[begins[0]].transfer_seconds == pytest.approx(
+        2 * (8 * 2048 * 32 * 4 / kind.host_bandwidth + 8 * kind.host_latency)
+    )
+    keeping = MemoryPlanner.for_subject(subject, ONE, "tpu")
+    again, away = keeping.plan_at_level(keeping.levels(True), 10.0)
     assert away == tuple(begins) and {*again} <= subject.kept.keys() - {*begins}
     left = sum(each.bytes for made, each in subject.kept.items() if made not in again)
     assert left < 0.01 * sum(each.bytes for each in subject.kept.values())
-    assert not Keeping.of(subject, ONE, "cpu").chosen(keeping.levels(True), 10.0).away
+    assert not MemoryPlanner.for_subject(subject, ONE, "cpu").plan_at_level(keeping.levels(True), 10.0).offloaded
 
 
 # Plans
@@ -243,10 +249,10 @@ def plans() -> tuple[Plan, Plan, Any]:
     options = {"reduction": "fast", "donate_argnums": (0,)}
     step = on_nodes(train, 2, options)
     free, again = (
-        plan_of(subject, on.candidate("data parallel", on.whole), ONE, 1 << 34, {})
+        plan_of(subject, on.candidate("data parallel", on.undivided), ONE, 1 << 34, {})
         for less in ((), subject_of(step, args).kept)
-        for subject in [subject_of(computing_again(step, less), args)]
-        for on in [OnMesh(subject, ONE, {"vnode": 1}, "tpu", None)]
+        for subject in [subject_of(with_recomputation(step, less), args)]
+        for on in [MeshSearch(subject, ONE, {"vnode": 1}, "tpu", None)]
     )
     limit = again.figures.memory - BEGINS // 2
     return free, search(train, args, ONE, memory=limit, virtual_nodes=2, **options), args
@@ -283,12 +289,12 @@ def test_a_plan_has_on_the_host_what_does_not_fit_though_all_is_computed_again(t
 def test_a_planned_step_has_the_bits_of_one_that_keeps_all() -> None:
     args = shapes(8, 32, 2048)
     step = on_nodes(train, 2, {"reduction": "fast"})
-    machine, keeping = ONE, Keeping.of(subject_of(step, args), ONE, "tpu")
+    machine, keeping = ONE, MemoryPlanner.for_subject(subject_of(step, args), ONE, "tpu")
     made = []
     for level in (0, keeping.levels(True)):
-        subject = subject_of(computing_again(step, *keeping.chosen(level, 10.0)), args)
-        on = OnMesh(subject, machine, {"vnode": 1}, "tpu", None)
-        made.append(plan_of(subject, on.candidate("data parallel", on.whole), machine, 1 << 34, {}))
+        subject = subject_of(with_recomputation(step, *keeping.plan_at_level(level, 10.0)), args)
+        on = MeshSearch(subject, machine, {"vnode": 1}, "tpu", None)
+        made.append(plan_of(subject, on.candidate("data parallel", on.undivided), machine, 1 << 34, {}))
     assert made[1].away and made[1].figures.aside and not made[0].figures.aside
     state, batch = arguments(8, 32, 2048)
     results = [each(each.put(state), batch) for each in (plan.step(jax.devices()[:1]) for plan in made)]

@@ -24,7 +24,7 @@ from vnode.partition.compiler import CompiledStats, CompilePool, CompileTarget
 from vnode.partition.compiler.stats import compiled_stats
 from vnode.partition.compiler.target import Topology, compile_target
 from vnode.partition.cost import Cache
-from vnode.partition.hlo import Instruction, found_collectives, groups, parse
+from vnode.partition.hlo import Instruction, device_groups, find_collectives, parse
 
 
 def lowered(width: int, devices: int = 4) -> Any:
@@ -133,10 +133,10 @@ def test_groups_in_the_notation_of_counts(shape: list[int], data: st.DataObject)
     wanted = tuple(map(tuple, numbers.reshape(-1, width).tolist()))
     turned = "" if list(order) == sorted(order) else f"T({','.join(map(str, order))})"
     said = f"%x), replica_groups=[{len(numbers) // width},{width}]<=[{','.join(map(str, shape))}]{turned}, more"
-    assert groups(Instruction("all-reduce.1", "f32[8]", "all-reduce", said)) == wanted
+    assert device_groups(Instruction("all-reduce.1", "f32[8]", "all-reduce", said)) == wanted
     listed = ",".join("{" + ",".join(map(str, group)) + "}" for group in wanted)
     said = f"%x), replica_groups={{{listed}}}, use_global_device_ids=true"
-    assert groups(Instruction("all-reduce.1", "f32[8]", "all-reduce", said)) == wanted
+    assert device_groups(Instruction("all-reduce.1", "f32[8]", "all-reduce", said)) == wanted
 
 
 def test_stats_are_the_same_after_json() -> None:
@@ -154,7 +154,7 @@ def test_groups_of_what_is_compiled(axes: tuple[str, ...]) -> None:
     mesh = Mesh(devices.reshape(2, 2, 2), ("x", "y", "z"))
     shape = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(None, axes)))
     text = jax.jit(lambda a: a @ a.T).lower(shape).compile().as_text()
-    (found,) = (each for each in found_collectives(parse(text or "")) if each.kind == "all-reduce")
+    (found,) = (each for each in find_collectives(parse(text or "")) if each.kind == "all-reduce")
     places = np.moveaxis(np.arange(8).reshape(2, 2, 2), [mesh.axis_names.index(a) for a in axes], range(-len(axes), 0))
     assert {frozenset(group) for group in found.groups} == {
         frozenset(row) for row in places.reshape(-1, 2 ** len(axes)).tolist()
@@ -164,4 +164,4 @@ def test_groups_of_what_is_compiled(axes: tuple[str, ...]) -> None:
 def test_groups_along_a_part_of_an_axis() -> None:
     """Of an axis of 8, the middle: numbers that differ in the second of three bits."""
     said = "%x), replica_groups=mesh['a'=8] {'a':(2)2}, use_global_device_ids=true"
-    assert groups(Instruction("all-reduce.1", "f32[8]", "all-reduce", said)) == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert device_groups(Instruction("all-reduce.1", "f32[8]", "all-reduce", said)) == ((0, 2), (1, 3), (4, 6), (5, 7))

@@ -29,9 +29,9 @@ from vnode.partition.cost import (
     Calibration,
     DeviceProgram,
     Measured,
-    Piece,
     Roofline,
     Time,
+    TimedOp,
     Times,
     Transfer,
     copy_of,
@@ -42,11 +42,11 @@ from vnode.partition.cost import (
     transfers_of_route,
 )
 from vnode.partition.cost.calibration import entries
-from vnode.partition.cost.fusion import kernels_of
-from vnode.partition.cost.liveness import Operation, freeing_first, held, held_in_best_order, peak
-from vnode.partition.cost.lower_to_device import simplified
-from vnode.partition.cost.simplify_loops import invariants_first, without_single_turns
-from vnode.partition.cost.timed_pieces import piece_of, program_piece, traced_piece
+from vnode.partition.cost.fusion import fuse_program
+from vnode.partition.cost.liveness import Operation, liveness, liveness_in_best_order, memory_greedy_order, peak_bytes
+from vnode.partition.cost.lower_to_device import simplify
+from vnode.partition.cost.simplify_loops import hoist_invariants, inline_single_iterations
+from vnode.partition.cost.timed_pieces import program_op, timed_op_of, traced_op
 from vnode.partition.machine import Kind
 from vnode.partition.machine.known_kinds import kind_named
 from vnode.spmd.layout import Layout, cut_of, from_spec
@@ -74,20 +74,20 @@ def ones(*shape: int, dtype: Any = jnp.float32) -> Any:
 
 
 def test_a_fused_piece_reads_and_writes_at_its_border() -> None:
-    piece = traced_piece(lambda x, y: jnp.exp(x) * y + x, ones(8, 16), ones(8, 16))
+    piece = traced_op(lambda x, y: jnp.exp(x) * y + x, ones(8, 16), ones(8, 16))
     assert len(piece.equations) == 3
     assert piece.cost == Cost(vector=3 * 128, transcendental=128, read=2 * 128 * 4, written=128 * 4)
 
 
 def test_of_what_is_looked_up_in_only_what_is_found_is_read() -> None:
-    piece = traced_piece(lambda t, i: jnp.tanh(t.at[i].get(mode="clip")), ones(1000, 16), ones(8, dtype=jnp.int32))
+    piece = traced_op(lambda t, i: jnp.tanh(t.at[i].get(mode="clip")), ones(1000, 16), ones(8, dtype=jnp.int32))
     found = 8 * 16 * 4
     assert piece.cost.written == found
     assert found <= piece.cost.read <= found + 2 * 8 * 4  # and the indices; never the table of 64,000 bytes
 
 
 def test_a_piece_computes_what_it_stands_for() -> None:
-    piece = traced_piece(lambda a, b: jnp.tanh(a @ b).sum(0), ones(4, 8), ones(8, 16))
+    piece = traced_op(lambda a, b: jnp.tanh(a @ b).sum(0), ones(4, 8), ones(8, 16))
     a, b = np.random.default_rng(0).random((4, 8)), np.random.default_rng(1).random((8, 16))
     (found,) = piece.function(jnp.float32(a), jnp.float32(b))
     np.testing.assert_allclose(found, np.tanh(a @ b).sum(0), rtol=1e-5)
@@ -95,7 +95,7 @@ def test_a_piece_computes_what_it_stands_for() -> None:
 
 def test_keys_tell_computations_apart_and_nothing_else() -> None:
     def key(function: Any, *args: Any) -> str:
-        return traced_piece(function, *args).key
+        return traced_op(function, *args).key
 
     same = key(lambda x: x * 2.0, ones(4)), key(lambda y: y * 2.0, ones(4))
     assert same[0] == same[1]
@@ -147,7 +147,7 @@ def test_roofline_of_a_published_figure() -> None:
     kind = Machine.tpu("v5e:2x2").kinds[0]
     ratios = []
     for batch in (200, 280):
-        piece = traced_piece(
+        piece = traced_op(
             lambda a, b: a @ b, ones(batch, 8192, dtype=jnp.bfloat16), ones(8192, 8192, dtype=jnp.bfloat16)
         )
         memory = (piece.cost.read + piece.cost.written) / kind.bandwidth
@@ -158,36 +158,36 @@ def test_roofline_of_a_published_figure() -> None:
 class _Fixed:
     """A source that knows pieces of one equation."""
 
-    def time(self, piece: Piece, kind: Kind) -> Time | None:
+    def time(self, piece: TimedOp, kind: Kind) -> Time | None:
         return Time(1.0, "measured") if len(piece.equations) == 1 else None
 
 
 def test_the_first_source_that_knows_is_asked() -> None:
     times = Times((_Fixed(), Roofline()))
-    assert times.time(traced_piece(jnp.tanh, ones(4)), TOY).source == "measured"
-    assert times.time(traced_piece(lambda x: jnp.tanh(x) + x, ones(4)), TOY).source == "roofline"
+    assert times.time(traced_op(jnp.tanh, ones(4)), TOY).source == "measured"
+    assert times.time(traced_op(lambda x: jnp.tanh(x) + x, ones(4)), TOY).source == "roofline"
     slow = Kind("slow", {}, vector=1e3, memory=2**30, bandwidth=1e3, host_bandwidth=1e3)
-    piece = traced_piece(lambda x: jnp.tanh(x) + x, ones(4))
+    piece = traced_op(lambda x: jnp.tanh(x) + x, ones(4))
     assert times.slowest(piece, (TOY, slow)) == Roofline().time(piece, slow)
 
 
 def test_a_measured_time_is_measured_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    piece = traced_piece(lambda a: a @ a, ones(64, 64))
+    piece = traced_op(lambda a: a @ a, ones(64, 64))
     kind = Machine.here(jax.devices()[:1]).kinds[0]
     first = Measured(cache=Cache(tmp_path), batches=3).time(piece, kind)
     assert first is not None and first.source == "measured" and first.seconds > 0 and first.noise >= 0
     again = Measured(cache=Cache(tmp_path))
     monkeypatch.setattr(again, "measure", lambda _: pytest.fail("measured a second time"))
     assert again.time(piece, kind) == first
-    other = traced_piece(lambda a: a @ a, ones(64, 64, dtype=jnp.bfloat16))
+    other = traced_op(lambda a: a @ a, ones(64, 64, dtype=jnp.bfloat16))
     assert again.cache.get(again.key(other)) is None
     assert again.time(piece, TOY) is None, "another kind of device"
-    keys = traced_piece(jax.random.key_data, jax.eval_shape(jax.random.key, 0))
+    keys = traced_op(jax.random.key_data, jax.eval_shape(jax.random.key, 0))
     assert again.time(keys, kind) is None
 
 
 def test_a_noisy_measurement_is_made_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    piece = traced_piece(lambda a: a @ a, ones(8, 8))
+    piece = traced_op(lambda a: a @ a, ones(8, 8))
     for said, least in (
         ([(2.0, 1.0), (1.0, 0.01), (3.0, 0.0)], (1.0, 0.01)),  # quiet at the second try
         ([(1.0, 0.5), (2.0, 0.4), (3.0, 0.9), (1.0, 0.0)], (2.0, 0.4)),  # the quietest of three
@@ -275,7 +275,7 @@ def test_writers_and_readers_at_once_never_see_half_an_entry(tmp_path: Any) -> N
 
 
 def kernels(function: Any, *args: Any, recomputes: bool = False) -> list[str]:
-    return [str(kernel.piece) for kernel in kernels_of(program_of(function, *args), recomputes).kernels]
+    return [str(kernel.timed_op) for kernel in fuse_program(program_of(function, *args), recomputes).fused_ops]
 
 
 def test_what_is_evaluated_inside_of_what() -> None:
@@ -302,16 +302,16 @@ def test_updates_that_read_the_same_are_one_operation_with_several_results() -> 
         m, v = 0.9 * m + 0.1 * g, 0.9 * v + 0.1 * g * g
         return m, v, p - m / (jnp.sqrt(v) + 1e-8)
 
-    (kernel,) = kernels_of(program_of(update, *[ones(64, 64)] * 4), True).kernels
+    (kernel,) = fuse_program(program_of(update, *[ones(64, 64)] * 4), True).fused_ops
     n = 64 * 64 * 4
-    assert (kernel.piece.cost.read, kernel.piece.cost.written) == (4 * n, 3 * n)
+    assert (kernel.timed_op.cost.read, kernel.timed_op.cost.written) == (4 * n, 3 * n)
 
 
 def test_only_what_is_needed_of_a_reshaped_slice_is_read() -> None:
     cut = lambda x, i: lax.dynamic_slice(x.reshape(64, 8, 8), (i, 0, 0), (4, 8, 8)) * 2  # noqa: E731
-    (kernel,) = kernels_of(program_of(cut, ones(64, 64), jnp.int32(3)), True).kernels
-    assert kernel.piece.cost.read == pytest.approx(4 * 64 * 4, rel=0.05)
-    assert kernel.piece.cost.written == 4 * 64 * 4
+    (kernel,) = fuse_program(program_of(cut, ones(64, 64), jnp.int32(3)), True).fused_ops
+    assert kernel.timed_op.cost.read == pytest.approx(4 * 64 * 4, rel=0.05)
+    assert kernel.timed_op.cost.written == 4 * 64 * 4
 
 
 def test_every_equation_that_is_wanted_is_in_an_operation() -> None:
@@ -322,18 +322,18 @@ def test_every_equation_that_is_wanted_is_in_an_operation() -> None:
         h = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
         return (jax.nn.softmax(h @ w.T, -1) ** 2).sum()
 
-    program = simplified(program_of(jax.grad(loss), ones(16, 32), ones(8, 16)))
+    program = simplify(program_of(jax.grad(loss), ones(16, 32), ones(8, 16)))
     for recomputes in (False, True):
-        found = kernels_of(program, recomputes)
+        found = fuse_program(program, recomputes)
         rng = np.random.default_rng(0)
         values = [jnp.asarray(rng.random(v.aval.shape), jnp.float32) for v in program.inputs]
         there: dict[Var, Any] = dict(zip(program.inputs, values, strict=True)) | program.constants
-        for kernel in found.kernels:
-            operands = [there[found.memory_of(var)].reshape(var.aval.shape) for var in kernel.piece.reads]
-            there.update(zip(kernel.piece.writes, kernel.piece.function(*operands), strict=True))
+        for kernel in found.fused_ops:
+            operands = [there[found.buffer_of(var)].reshape(var.aval.shape) for var in kernel.timed_op.reads]
+            there.update(zip(kernel.timed_op.writes, kernel.timed_op.function(*operands), strict=True))
         (end,) = program.outputs
         assert isinstance(end, Var)
-        np.testing.assert_allclose(there[found.memory_of(end)], jax.grad(loss)(*values), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(there[found.buffer_of(end)], jax.grad(loss)(*values), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -349,8 +349,8 @@ def test_every_equation_that_is_wanted_is_in_an_operation() -> None:
 def test_operations_and_bytes_are_those_that_xla_counts(function: Any) -> None:
     """Its analysis of the compiled program; it counts a `tanh` apart, and fuses a little more, or less."""
     x, w = ones(256, 512), ones(512, 512)
-    program = simplified(program_of(function, x, w))
-    costs = [kernel.piece.cost for kernel in kernels_of(program, False).kernels]
+    program = simplify(program_of(function, x, w))
+    costs = [kernel.timed_op.cost for kernel in fuse_program(program, False).fused_ops]
     said = jax.jit(function).lower(x, w).compile().cost_analysis()
     assert sum(c.flops for c in costs) == pytest.approx(said["flops"] + said.get("transcendentals", 0), rel=0.02)
     assert sum(c.read + c.written for c in costs) == pytest.approx(said["bytes accessed"], rel=0.3)
@@ -358,7 +358,7 @@ def test_operations_and_bytes_are_those_that_xla_counts(function: Any) -> None:
 
 def over(function: Any, *args: Any, **axes: int) -> Program:
     traced = jax.make_jaxpr(function, axis_env=list(axes.items()))(*args)
-    return simplified(inline(traced.jaxpr, traced.consts))
+    return simplify(inline(traced.jaxpr, traced.consts))
 
 
 def test_reductions_that_do_not_wait_for_each_other_are_sent_together() -> None:
@@ -368,8 +368,8 @@ def test_reductions_that_do_not_wait_for_each_other_are_sent_together() -> None:
         return first, second, third, lax.psum(c, ("x", "y")), lax.pmax(c, "x")
 
     program = over(several, ones(4), ones(8), ones(2), x=2, y=2)
-    found = [k for k in kernels_of(program, False).kernels if k.root.primitive.name in ("psum", "pmax")]
-    assert sorted(len(k.piece.equations) for k in found) == [1, 1, 1, 2]
+    found = [k for k in fuse_program(program, False).fused_ops if k.root.primitive.name in ("psum", "pmax")]
+    assert sorted(len(k.timed_op.equations) for k in found) == [1, 1, 1, 2]
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=14))
@@ -382,12 +382,12 @@ def test_kernels_sent_together_never_wait_in_a_circle(steps: list[tuple[int, boo
         return values
 
     program = over(chain, ones(4), x=2, y=2)
-    found = kernels_of(program, True)
+    found = fuse_program(program, True)
     there = {*program.inputs}
-    for kernel in found.kernels:
-        assert {found.memory_of(var) for var in kernel.piece.reads} <= there
-        there.update(kernel.piece.writes)
-    count = sum(kernel.root.primitive.name == "psum" for kernel in found.kernels)
+    for kernel in found.fused_ops:
+        assert {found.buffer_of(var) for var in kernel.timed_op.reads} <= there
+        there.update(kernel.timed_op.writes)
+    count = sum(kernel.root.primitive.name == "psum" for kernel in found.fused_ops)
     longest = {program.inputs[0]: (0, 0)}  # how many of either axis follow each other at most
     for eqn in program.equations:
         x, y = longest[eqn.invars[0]]
@@ -412,10 +412,10 @@ def test_what_does_not_change_is_computed_before_loops() -> None:
     w, x = jnp.arange(4.0), jnp.arange(12.0).reshape(3, 4)
     for n in (1, 3):
         program = program_of(turns(n), w, x)
-        made = simplified(invariants_first(simplified(without_single_turns(program))))
+        made = simplify(hoist_invariants(simplify(inline_single_iterations(program))))
         assert [e.primitive.name for e in made.equations].count("tanh") == 1, "once, before both loops"
         assert sum(e.primitive.name == "scan" for e in made.equations) == 1
-        for found, expected in zip(program_piece(made).function(w, x), turns(n)(w, x), strict=True):
+        for found, expected in zip(program_op(made).function(w, x), turns(n)(w, x), strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
@@ -425,9 +425,9 @@ def test_what_is_turned_back_is_the_same() -> None:
 
     x = jnp.arange(24.0).reshape(2, 3, 4)
     for order, left in (((2, 0, 1), 0), ((1, 2, 0), 2)):
-        program = simplified(program_of(lambda x, order=order: turned(x, order), x))
+        program = simplify(program_of(lambda x, order=order: turned(x, order), x))
         assert [e.primitive.name for e in program.equations].count("transpose") == left
-        np.testing.assert_array_equal(program_piece(program).function(x)[0], turned(x, order))
+        np.testing.assert_array_equal(program_op(program).function(x)[0], turned(x, order))
 
 
 # Exchange
@@ -448,7 +448,7 @@ def test_bytes_sent_by_hand() -> None:
     program = over(all_kinds, ones(8, 8), **mesh)
     found = [transfer for eqn in program.equations if (transfer := transfer_of(eqn, mesh)) is not None]
     n = 8 * 8 * 4
-    assert {t.kind: (t.bytes, t.sent) for t in found} == {
+    assert {t.kind: (t.bytes, t.bytes_sent) for t in found} == {
         "all-reduce": (n, 2 * n * 7 / 8),
         "all-gather": (4 * n, 3 * n),
         "reduce-scatter": (n, n * 3 / 4),
@@ -501,7 +501,7 @@ def naive_peak(operations: Sequence[Operation], order: Sequence[int], kept: froz
     """Values held at each place, one by one."""
     most = 0
     for now, k in enumerate(order):
-        bytes_ = operations[k].inside
+        bytes_ = operations[k].scratch_bytes
         for maker, each in enumerate(operations):
             for var, need in each.writes.items():
                 ends = [place for place, reader in enumerate(order) if var in operations[reader].reads]
@@ -535,9 +535,9 @@ def test_the_peak_of_an_order_is_what_counting_gives(graph: tuple[list[Operation
     operations, kept = graph
     every = {order: naive_peak(operations, order, kept) for order in orders(operations)}
     for order, most in list(every.items())[:20]:
-        assert max(now for _, now, _ in held(operations, order, kept)) == most
-    assert tuple(freeing_first(operations, kept)) in every
-    best = peak(held_in_best_order(operations, kept))
+        assert max(now for _, now, _ in liveness(operations, order, kept)) == most
+    assert tuple(memory_greedy_order(operations, kept)) in every
+    best = peak_bytes(liveness_in_best_order(operations, kept))
     assert min(every.values()) <= best <= every[tuple(range(len(operations)))]
 
 
@@ -548,14 +548,14 @@ def test_writing_in_place_takes_no_more(graph: tuple[list[Operation], frozenset[
     sizes = {var: need for each in operations for var, need in each.writes.items()}
     pairs = [[(v, r) for v, n in each.writes.items() for r in each.reads if sizes[r] == n] for each in operations]
     over_ = [tuple(pair for pair in several if data.draw(st.booleans())) for several in pairs]
-    changed = [dataclasses.replace(each, over=own) for each, own in zip(operations, over_, strict=True)]
+    changed = [dataclasses.replace(each, in_place=own) for each, own in zip(operations, over_, strict=True)]
     for order in orders(operations)[:10]:
-        most = [max(now for _, now, _ in held(each, order, kept)) for each in (changed, operations)]
+        most = [max(now for _, now, _ in liveness(each, order, kept)) for each in (changed, operations)]
         assert most[0] <= most[1]
 
 
 def device_of(function: Any, *args: Any, donated: Sequence[int] = ()) -> DeviceProgram:
-    return DeviceProgram(simplified(program_of(function, *args)), {}, frozenset(donated))
+    return DeviceProgram(simplify(program_of(function, *args)), {}, frozenset(donated))
 
 
 N = 16 * 16 * 4
@@ -636,13 +636,13 @@ def test_a_fit_finds_the_rates_of_a_device_that_is_made_up() -> None:
     kind = kind_named("v5e")
     reached = Calibration(products=0.8, passes=0.6, launch=3e-6)
 
-    def seconds(piece: Piece) -> float:
+    def seconds(piece: TimedOp) -> float:
         cost = piece.cost
         if cost.matrix:
             return sum(n / kind.rate(t) for t, n in cost.matrix.items()) / reached.products + reached.launch
         return (cost.read + cost.written) / (kind.bandwidth * reached.passes) + reached.launch
 
-    found = calibrate.fitted(kind, seconds, Calibration(recomputes=True))
+    found = calibrate.fit_entry(kind, seconds, Calibration(recomputes=True))
     for name in ("products", "passes", "launch"):
         assert getattr(found, name) == pytest.approx(getattr(reached, name), rel=1e-3)
     assert found.recomputes
@@ -650,11 +650,11 @@ def test_a_fit_finds_the_rates_of_a_device_that_is_made_up() -> None:
 
 def test_an_entry_is_of_a_kind_with_the_figures_of_its_data_sheet() -> None:
     kind = kind_named("v5e")
-    assert Calibration.of(kind) == entries()["TPU v5e"]
-    assert Calibration.of(dataclasses.replace(kind, bandwidth=kind.bandwidth / 2)) == Calibration()
-    piece, plain = traced_piece(lambda a: a + 1, ones(64, 4096)), Roofline(launch=0, calibrated=False)
+    assert Calibration.for_kind(kind) == entries()["TPU v5e"]
+    assert Calibration.for_kind(dataclasses.replace(kind, bandwidth=kind.bandwidth / 2)) == Calibration()
+    piece, plain = traced_op(lambda a: a + 1, ones(64, 4096)), Roofline(launch=0, calibrated=False)
     assert Roofline(launch=0).time(piece, kind).seconds == pytest.approx(
-        plain.time(piece, kind).seconds / Calibration.of(kind).passes
+        plain.time(piece, kind).seconds / Calibration.for_kind(kind).passes
     )
 
 
@@ -770,4 +770,4 @@ def test_the_device_program_of_a_flow_has_local_sizes() -> None:
     flow = follow(program, [from_spec(s, v.aval.shape, axes) for s, v in zip(specs, program.inputs, strict=True)], axes)
     device = device_program(flow, axes)
     assert [v.aval.shape for v in device.program.inputs] == [(32, 32), (32, 32), (8, 32), (8, 32)]
-    assert all(isinstance(piece_of([eqn]).cost, Cost) for eqn in device.program.equations)
+    assert all(isinstance(timed_op_of([eqn]).cost, Cost) for eqn in device.program.equations)

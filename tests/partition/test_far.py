@@ -18,7 +18,7 @@ import pytest
 import vnode
 from tests.ahead import said
 from vnode.partition import Machine, Plan, search
-from vnode.partition.plan.candidates import OnMesh
+from vnode.partition.plan.candidates import MeshSearch
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import on_nodes, subject_of
 from vnode.runtime import offloaded_accumulators
@@ -84,9 +84,9 @@ def test_the_bits_stay_where_nodes_are_divided_too(monkeypatch, reduced):
     monkeypatch.setattr(offloaded_accumulators, "LEAST", 1)
     machine = Machine.gpus("P100", hosts=1, per_host=8)
     subject = subject_of(on_nodes(train, NODES, {}), arguments())
-    on = OnMesh(subject, machine, {"vnode": 2, "model": 4}, "gpu", None)
+    on = MeshSearch(subject, machine, {"vnode": 2, "model": 4}, "gpu", None)
     (expert,) = on.megatron()
-    plan = plan_of(subject, on.over_rows(expert) if reduced else expert, machine, 2**34, {})
+    plan = plan_of(subject, on.with_sharded_state(expert) if reduced else expert, machine, 2**34, {})
     found = []
     for far in (0, 1, 2):
         step = dataclasses.replace(plan, far=far, _steps={}).step()

@@ -23,7 +23,7 @@ import vnode
 from tests.ahead import said
 from tests.rounding import assert_same
 from vnode.partition import Machine, Plan, search
-from vnode.partition.plan.candidates import OnMesh
+from vnode.partition.plan.candidates import MeshSearch
 from vnode.partition.plan.search_subject import on_nodes, subject_of
 from vnode.placement.transfer import to_placement
 from vnode.runtime import host_prefetch
@@ -148,9 +148,11 @@ def test_no_more_than_needed_goes_there() -> None:
     """With one leaf less, the prediction is above the limit."""
     args = plan_for(LIMITS["some on the host"])[1]
     step = on_nodes(train, 4, {"reduction": "fast", "donate_argnums": 0})
-    on = OnMesh(subject_of(step, args), ONE, {"vnode": 1}, "gpu", None)
-    made = on.candidate("data parallel", on.whole)
-    assert list(made.slots.held) == [f"opt/1/0/{slot}/{name}" for slot in ("mu", "nu") for name in ("down", "up")]
+    on = MeshSearch(subject_of(step, args), ONE, {"vnode": 1}, "gpu", None)
+    made = on.candidate("data parallel", on.undivided)
+    assert list(made.slots.inputs_by_name) == [
+        f"opt/1/0/{slot}/{name}" for slot in ("mu", "nu") for name in ("down", "up")
+    ]
     memory = [made.slots.figures(made.figures, ONE, count).memory for count in range(5)]
     assert memory[0] == made.figures.memory and memory == sorted(memory, reverse=True)
     for count in range(1, 5):

@@ -17,7 +17,7 @@ import pytest
 
 import vnode
 from vnode.partition import Machine, search
-from vnode.partition.machine.doubled import doubled
+from vnode.partition.machine.doubled import double_machine
 from vnode.partition.plan import budget
 
 FOUND = re.compile(r"what would fit: (.*) \(([\d.]+ \w+), ")
@@ -156,7 +156,7 @@ def test_without_time_to_try_it_says_about(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_twice_a_machine_is_the_machine_that_is_made_so(one: Machine, two: Machine) -> None:
     """Its devices are numbered otherwise in a torus, but all together they exchange what the others do in that time."""
-    made, everyone = doubled(one), [range(len(two.devices))]
+    made, everyone = double_machine(one), [range(len(two.devices))]
     assert len(made.devices) == len(two.devices) and len(made.hosts) == len(two.hosts) and made.kinds == two.kinds
     for collective in ("all_gather", "all_reduce", "all_to_all"):
         a, b = (machine.collective(collective, everyone).seconds(1e7) for machine in (made, two))
@@ -166,7 +166,7 @@ def test_twice_a_machine_is_the_machine_that_is_made_so(one: Machine, two: Machi
 def test_a_device_alone_is_joined_to_its_double_by_way_of_the_host() -> None:
     one = machine_of(1)
     kind = one.devices[0].kind
-    assert doubled(one).route(0, 1).seconds(1e9) == pytest.approx(kind.host_latency + 1e9 / kind.host_bandwidth)
+    assert double_machine(one).route(0, 1).seconds(1e9) == pytest.approx(kind.host_latency + 1e9 / kind.host_bandwidth)
 
 
 @pytest.mark.sampled(1)

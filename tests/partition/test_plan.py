@@ -33,8 +33,8 @@ from tests.rounding import assert_same
 from vnode.cluster.live.command_submit import planned as planned_seconds
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.budget import Budget
-from vnode.partition.plan.candidates import OnMesh
-from vnode.partition.plan.mesh_search import OverMeshes
+from vnode.partition.plan.candidates import MeshSearch
+from vnode.partition.plan.mesh_search import MeshesSearch
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import on_nodes, subject_of
 from vnode.spmd.flow_record import RecordedFlow
@@ -128,14 +128,14 @@ def found(name: str) -> Plan:
     return search(step, args, FOUR, virtual_nodes=8)
 
 
-def planned(name: str, sizes: dict[str, int], seed: int, nodes: int = 8, over_rows: bool = False) -> Plan:
+def planned(name: str, sizes: dict[str, int], seed: int, nodes: int = 8, shard_state: bool = False) -> Plan:
     """A plan at random on a mesh, its state sharded over the nodes' axis as well or not."""
     step, args = example(name)
     subject = subject_of(on_nodes(step, nodes, {}), args)
-    on = OnMesh(subject, V5E, sizes, "cpu", None)
+    on = MeshSearch(subject, V5E, sizes, "cpu", None)
     search = on.search
     drawn = possible(search.problem, np.random.default_rng(seed))
-    made = on.candidate("random", search.flow(drawn), over_rows=over_rows)
+    made = on.candidate("random", search.flow(drawn), shard_state=shard_state)
     return plan_of(subject, made, V5E, 2**30, {})
 
 
@@ -180,8 +180,8 @@ def test_a_state_sharded_over_the_nodes_is_carried_out() -> None:
     """As FSDP has it: whole on no device, and in the same shards after the step."""
     step, (state, batch) = example("mlp")
     subject = subject_of(on_nodes(step, 8, {}), (state, batch))
-    on = OnMesh(subject, V5E, {"vnode": 8}, "cpu", None)
-    made = on.candidate("FSDP", on.whole, over_rows=True)
+    on = MeshSearch(subject, V5E, {"vnode": 8}, "cpu", None)
+    made = on.candidate("FSDP", on.undivided, shard_state=True)
     plan = plan_of(subject, made, V5E, 2**30, {})
     planned_step = plan.step()
     got = planned_step(planned_step.put(state), batch)
@@ -210,7 +210,7 @@ def test_random_plans_with_a_state_sharded_over_the_nodes_too(name: str) -> None
     """ZeRO on top of any split; gradients, and so the slots, have the bits that they have without it."""
     step, (state, batch) = example(name)
     for seed in range(2 if ALL else 1):
-        sharded = planned(name, {"vnode": 2, "model": 4}, seed, over_rows=True)
+        sharded = planned(name, {"vnode": 2, "model": 4}, seed, shard_state=True)
         assert any("vnode" in str(spec) for spec in sharded.specs.values())
         sharded_step, without = sharded.step(), planned(name, {"vnode": 2, "model": 4}, seed).step()
         got = sharded_step(sharded_step.put(state), batch)
@@ -229,9 +229,9 @@ def test_what_fits_only_with_its_state_sharded_over_all_axes() -> None:
 
     args = (wide, OPTIMIZER.init(wide)), (normal(3, 16, 64), normal(4, 16, 64))
     subject = subject_of(on_nodes(step, 8, {}), args)
-    on = OnMesh(subject, V5E, {"vnode": 4, "model": 2}, "cpu", None)
+    on = MeshSearch(subject, V5E, {"vnode": 4, "model": 2}, "cpu", None)
     expert = on.megatron()[0]
-    both = on.over_rows(expert)
+    both = on.with_sharded_state(expert)
     scalar = 4  # the optimizer's count of steps
     assert both.figures.state - scalar == (expert.figures.state - scalar) / 4
     assert both.figures.memory < expert.figures.memory
@@ -492,7 +492,7 @@ class FakeMesh:
       free: bytes by the account of what is best without a limit.
     """
 
-    rows = 1
+    replicas = 1
     sizes: ClassVar[dict[str, int]] = {"vnode": 1}
 
     def __init__(self, slope: float, more: float, fewest: float, free: float) -> None:
@@ -512,11 +512,13 @@ class FakeMesh:
         self.asked.append(memory)
         account = min(memory, self.free)
         figures = types.SimpleNamespace(memory=self.predicted(account), seconds=1.0)
-        return types.SimpleNamespace(name="searched", figures=figures, account=account, estimate=1.0, took=0.0), False
+        return types.SimpleNamespace(
+            name="searched", figures=figures, account=account, estimate=1.0, prediction_seconds=0.0
+        ), False
 
 
-def search_within(limit: int, on: FakeMesh, left: float = 1e6) -> tuple[OverMeshes, list[Any]]:
-    run, found = OverMeshes(V5E, "tpu", limit, None, Budget(left)), list[Any]()
+def search_within(limit: int, on: FakeMesh, left: float = 1e6) -> tuple[MeshesSearch, list[Any]]:
+    run, found = MeshesSearch(V5E, "tpu", limit, None, Budget(left)), list[Any]()
     assert not run.searched(cast(Any, on), found)
     return run, found
 
@@ -538,25 +540,25 @@ def test_a_search_ends_within_its_budget(
     monkeypatch: pytest.MonkeyPatch, seconds: float, memory: str | None, slow: int | None
 ) -> None:
     """By a clock on which a prediction takes ten seconds, a slow one 25, and a search on a mesh three."""
-    now, many, predict, solve = 0.0, 0, OnMesh.candidate, OnMesh.solution
+    now, many, predict, solve = 0.0, 0, MeshSearch.candidate, MeshSearch.solution
     seconds += 15.0 * (slow is not None)
 
-    def candidate(on: OnMesh, *args: Any, **kwargs: Any) -> Any:
+    def candidate(on: MeshSearch, *args: Any, **kwargs: Any) -> Any:
         nonlocal now, many
         took = 25.0 if many == slow else 10.0
         now, many = now + took, many + 1
-        return dataclasses.replace(predict(on, *args, **kwargs), took=took)
+        return dataclasses.replace(predict(on, *args, **kwargs), prediction_seconds=took)
 
-    def solution(on: OnMesh, memory: float, *args: Any) -> Any:
+    def solution(on: MeshSearch, memory: float, *args: Any) -> Any:
         nonlocal now
         now += 0.0 if memory in on.solutions else 3.0
         return solve(on, memory, *args)
 
     clock = types.SimpleNamespace(monotonic=lambda: now)
-    for module in ("budget", "over_meshes", "candidates"):
+    for module in ("budget", "mesh_search", "candidates"):
         monkeypatch.setattr(f"vnode.partition.plan.{module}.time", clock)
-    monkeypatch.setattr(OnMesh, "candidate", candidate)
-    monkeypatch.setattr(OnMesh, "solution", solution)
+    monkeypatch.setattr(MeshSearch, "candidate", candidate)
+    monkeypatch.setattr(MeshSearch, "solution", solution)
     state = {"up": normal(0, 32, 128), "bias": jnp.zeros(128), "down": normal(1, 128, 16)}
     args = (state, OPTIMIZER.init(state)), (normal(2, 32, 32), normal(3, 32, 16))
     plan = search(functools.partial(updated, mlp), args, V5E, virtual_nodes=8, memory=memory, budget=seconds)
@@ -687,7 +689,7 @@ def test_a_plan_for_other_options_is_refused(tmp_path: Path) -> None:
 
     def write(**options: Any) -> None:
         subject = subject_of(on_nodes(step, 4, options), args)
-        on = OnMesh(subject, V5E, {"vnode": 2, "model": 4}, "cpu", None)
+        on = MeshSearch(subject, V5E, {"vnode": 2, "model": 4}, "cpu", None)
         plan_of(subject, on.megatron()[0], V5E, 2**30, {}).save(path)
 
     write(donate_argnums=0)
@@ -735,8 +737,8 @@ def test_parameters_are_shown_before_slots_and_numbered_names_together(tmp_path:
     params = {"layers": layers, "odd": odd}
     args = {"acc": jax.tree.map(jnp.zeros_like, params), "params": params, "t": jnp.int32(0)}, normal(9, 16, 8)
     subject = subject_of(on_nodes(step, 4, {}), args)
-    on = OnMesh(subject, V5E, {"vnode": 8}, "cpu", None)
-    plan = plan_of(subject, on.candidate("FSDP", on.whole, over_rows=True), V5E, 2**30, {})
+    on = MeshSearch(subject, V5E, {"vnode": 8}, "cpu", None)
+    plan = plan_of(subject, on.candidate("FSDP", on.undivided, shard_state=True), V5E, 2**30, {})
     plan.save(tmp_path / "plan.json")
     for each in (plan, Plan.load(tmp_path / "plan.json", step, args)):
         assert each.parameters == {name for name in each.specs if name.startswith("params/")}
@@ -760,7 +762,7 @@ def test_names_are_taken_as_they_are() -> None:
 
     args = {"w\n": normal(1, 8, 64), "w": normal(2, 64, 8), "(b)*": normal(3, 8)}, normal(4, 16, 8)
     subject = subject_of(on_nodes(step, 4, {}), args)
-    on = OnMesh(subject, V5E, {"vnode": 2, "model": 4}, "cpu", None)
+    on = MeshSearch(subject, V5E, {"vnode": 2, "model": 4}, "cpu", None)
     virtual = plan_of(subject, on.megatron()[0], V5E, 2**30, {}).step()
     placed = virtual.put(args[0])
     assert [placed[name].addressable_shards[0].data.shape for name in ("w\n", "w")] == [(8, 16), (16, 8)]

@@ -23,7 +23,7 @@ import vnode
 from tests.partition.test_plan import OPTIMIZER, V5E, layers, normal, planned, updated
 from vnode.partition import Plan
 from vnode.partition.accept import TOLERANCE
-from vnode.partition.plan.candidates import Candidate, OnMesh
+from vnode.partition.plan.candidates import Candidate, MeshSearch
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import on_nodes, subject_of
 from vnode.runtime import one_pass
@@ -62,10 +62,12 @@ def example(name: str) -> tuple[Any, Any]:
     return step, ((params, OPTIMIZER.init(params)), batch)
 
 
-def candidate(name: str, reduction: str, sizes: dict[str, int], kind: str, nodes: int = 8) -> tuple[OnMesh, Candidate]:
+def candidate(
+    name: str, reduction: str, sizes: dict[str, int], kind: str, nodes: int = 8
+) -> tuple[MeshSearch, Candidate]:
     step, args = example(name)
     subject = subject_of(on_nodes(step, nodes, {"reduction": reduction, "donate_argnums": (0,)}), args)
-    on = OnMesh(subject, V5E, sizes, "cpu", None)
+    on = MeshSearch(subject, V5E, sizes, "cpu", None)
     match kind:
         case "searched":
             found, _ = on.searched(GIB, 20, 0.01)
@@ -73,7 +75,7 @@ def candidate(name: str, reduction: str, sizes: dict[str, int], kind: str, nodes
             return on, found
         case "Megatron":
             return on, on.megatron()[0]
-    return on, on.candidate(kind, on.whole, over_rows=kind == "FSDP")
+    return on, on.candidate(kind, on.undivided, shard_state=kind == "FSDP")
 
 
 MESHES = {"8": {"vnode": 8}, "2x4": {"vnode": 2, "model": 4}, "1x8": {"vnode": 1, "model": 8}}
@@ -132,8 +134,8 @@ def test_exchanges_of_an_update_in_a_branch_are_as_planned(optimizer: str, reduc
 
     options = {"reduction": reduction, "donate_argnums": (0,)}
     subject = subject_of(on_nodes(step, 8, options), ((params, tx.init(params)), batch))
-    on = OnMesh(subject, V5E, MESHES[mesh], "cpu", None)
-    made = on.candidate("FSDP", on.whole, over_rows=True) if mesh == "8" else on.megatron()[0]
+    on = MeshSearch(subject, V5E, MESHES[mesh], "cpu", None)
+    made = on.candidate("FSDP", on.undivided, shard_state=True) if mesh == "8" else on.megatron()[0]
     found = plan_of(subject, made, V5E, GIB, {}).accept()
     assert found.planned == found.found and found.exchange_accepted, str(found)
     assert not found.added and not found.rewritten
@@ -176,10 +178,10 @@ def test_leaves_of_one_name_in_several_arguments_lie_as_planned(step: Any, over_
     second = {"up": normal(5, 64, 512), "down": normal(6, 512, 1 if step is adversarial else 64)}
     args = first, second, normal(7, 16, 64)
     subject = subject_of(on_nodes(step, 4, {"in_axes": (None, None, 0)}), args)
-    on = OnMesh(subject, V5E, {"vnode": 2, "model": 2, "model2": 2}, "cpu", None)
+    on = MeshSearch(subject, V5E, {"vnode": 2, "model": 2, "model2": 2}, "cpu", None)
     made, _ = on.searched(GIB, 20, 0.01)
     assert made is not None
-    plan = plan_of(subject, on.over_rows(made) if over_rows else made, V5E, GIB, {})
+    plan = plan_of(subject, on.with_sharded_state(made) if over_rows else made, V5E, GIB, {})
     virtual = plan.step()
     placed = virtual.put(first), virtual.put(second)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(placed))
@@ -216,8 +218,8 @@ def test_small_gradients_of_a_sharded_state_are_not_gathered_to_be_clipped() -> 
     params = {"up": normal(1, 256, 1024), "down": normal(2, 1024, 256), "small": normal(3, 256, 8)}
     args = (params, optimizer.init(params)), normal(4, 64, 256), normal(5, 64, 8)
     subject = subject_of(on_nodes(step, 8, {"donate_argnums": (0,)}), args)
-    on = OnMesh(subject, V5E, {"vnode": 4, "model": 2}, "cpu", None)
-    plan = plan_of(subject, on.over_rows(on.megatron()[0]), V5E, GIB, {})
+    on = MeshSearch(subject, V5E, {"vnode": 4, "model": 2}, "cpu", None)
+    plan = plan_of(subject, on.with_sharded_state(on.megatron()[0]), V5E, GIB, {})
     assert all("vnode" in str(spec) for name, spec in plan.specs.items() if "small" in name)
     found = plan.accept()
     assert found.exchange_accepted, str(found)
@@ -245,23 +247,23 @@ def clipped(state: Any, x: Any, labels: Any) -> Any:
     return (optax.apply_updates(params, updates), slots), loss_
 
 
-def clipped_on(sizes: dict[str, int], reduction: str) -> OnMesh:
+def clipped_on(sizes: dict[str, int], reduction: str) -> MeshSearch:
     shapes = {"first": (64, 256), "up": (256, 1024), "down": (1024, 256), "bias": (256,), "logits": (256, 16)}
     params = {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
     args = (params, CLIPPED.init(params)), normal(5, 64, 64), jnp.arange(64) % 16
     subject = subject_of(on_nodes(clipped, 8, {"reduction": reduction, "donate_argnums": (0,)}), args)
-    return OnMesh(subject, V5E, sizes, "cpu", None)
+    return MeshSearch(subject, V5E, sizes, "cpu", None)
 
 
-def led(on: OnMesh, spec: Callable[[int, tuple[int, ...]], PartitionSpec]) -> Flow:
+def led(on: MeshSearch, spec: Callable[[int, tuple[int, ...]], PartitionSpec]) -> Flow:
     """A flow that the layouts of the state lead, each as `spec` says of a leaf's number and shape."""
-    inputs, carried = on.row.program.inputs, on.subject.carried
+    inputs, carried = on.replica.program.inputs, on.subject.carried
     lying = [
         from_spec(spec(i, v.aval.shape) if i in on.subject.state else PartitionSpec(), v.aval.shape, on.axes)
         for i, v in enumerate(inputs)
     ]
-    ends = [lying[carried[j]] if j in carried else None for j in range(len(on.row.program.outputs))]
-    return follow(on.row.program, lying, on.axes, outputs=ends)
+    ends = [lying[carried[j]] if j in carried else None for j in range(len(on.replica.program.outputs))]
+    return follow(on.replica.program, lying, on.axes, outputs=ends)
 
 
 @pytest.mark.thorough
@@ -286,7 +288,7 @@ def test_what_is_exchanged_is_planned_however_the_state_lies(
             drawn[shape] = PartitionSpec(*cuts)
         return drawn[shape]
 
-    made = on.candidate("at random", led(on, spec), over_rows=over_rows)
+    made = on.candidate("at random", led(on, spec), shard_state=over_rows)
     found = plan_of(on.subject, made, V5E, GIB, {}).accept()
     assert found.exchange_accepted, f"{drawn}\n{found}"
 
@@ -318,8 +320,8 @@ def test_a_plan_from_a_file_is_accepted_and_a_changed_one_is_not(tmp_path: Path)
 def test_a_plan_for_another_kind_of_device_says_so() -> None:
     step, args = example("mlp")
     subject = subject_of(on_nodes(step, 8, {"donate_argnums": (0,)}), args)
-    on = OnMesh(subject, V5E, MESHES["8"], "tpu", None)
-    found = plan_of(subject, on.candidate("data parallel", on.whole), V5E, GIB, {}).accept(tolerance=0.01)
+    on = MeshSearch(subject, V5E, MESHES["8"], "tpu", None)
+    found = plan_of(subject, on.candidate("data parallel", on.undivided), V5E, GIB, {}).accept(tolerance=0.01)
     assert not found.accepted, "what is on the chip there is not here"
     assert "compile it for tpu, as predicted, not for cpu: plan.accept(devices)" in " ".join(str(found).split())
 
@@ -470,6 +472,6 @@ def test_what_the_test_of_a_loop_exchanges_is_as_planned() -> None:
 
     args = normal(1, 16, 16), normal(2, 16, 16)
     subject = subject_of(on_nodes(step, 8, {"recompute_budget": 9.0}), args)
-    on = OnMesh(subject, V5E, {"vnode": 8}, "cpu", None)
-    report = plan_of(subject, on.candidate("data parallel", on.whole), V5E, GIB, {}).accept()
+    on = MeshSearch(subject, V5E, {"vnode": 8}, "cpu", None)
+    report = plan_of(subject, on.candidate("data parallel", on.undivided), V5E, GIB, {}).accept()
     assert report.open_loops and report.exchange_accepted, str(report)

@@ -27,7 +27,7 @@ from tests.rounding import assert_same
 from vnode.analysis.program import scope
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan import budget
-from vnode.partition.plan.candidates import BESIDE, OnMesh
+from vnode.partition.plan.candidates import BESIDE, MeshSearch
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import on_nodes, subject_of
 from vnode.show.units import size
@@ -116,10 +116,10 @@ def example(name: str) -> tuple[Any, Any]:
 
 
 @functools.cache
-def on_mesh(name: str, mesh: str, nodes: int = 4, donated: bool = False) -> OnMesh:
+def on_mesh(name: str, mesh: str, nodes: int = 4, donated: bool = False) -> MeshSearch:
     step, args = example(name)
     subject = subject_of(on_nodes(step, nodes, {"donate_argnums": (0,)} if donated else {}), args)
-    return OnMesh(subject, V5E, MESHES[mesh], "cpu", None)
+    return MeshSearch(subject, V5E, MESHES[mesh], "cpu", None)
 
 
 def planned(name: str, mesh: str, seed: int, axis: str = "model", stages: int = -1, nodes: int = 4) -> Plan:
@@ -148,7 +148,7 @@ SCOPES = {"towers": ("wide", "deep"), "inception": ("one", "three", "five"), "ex
 def test_branches_are_found_forward_and_backward(name: str) -> None:
     """All products of a scope are in one branch of a stage, and those of another in another; so is the way back."""
     on = on_mesh(name, "2x2x2")
-    (program,) = [node.written for node in on.row.nodes]
+    (program,) = [node.written for node in on.replica.nodes]
     (_, forward), (_, backward) = on.stages
     for stage, back in ((forward, False), (backward, True)):
         homes = []
@@ -346,14 +346,14 @@ def test_the_search_keeps_splits_where_they_are_better() -> None:
 def test_the_smallest_that_is_named_where_nothing_fits_may_have_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the smallest of all that are looked at, whatever a search thinks of them."""
     made: list[tuple[int, str]] = []
-    honest = OnMesh.candidate
+    honest = MeshSearch.candidate
 
-    def seen(self: OnMesh, *args: Any, **options: Any) -> Any:
+    def seen(self: MeshSearch, *args: Any, **options: Any) -> Any:
         found = honest(self, *args, **options)
         made.append((found.figures.memory, found.name))
         return found
 
-    monkeypatch.setattr(OnMesh, "candidate", seen)
+    monkeypatch.setattr(MeshSearch, "candidate", seen)
     monkeypatch.setattr(budget, "MORE", 0.0)  # nothing is looked at that would fit
     with pytest.raises(vnode.MemoryLimitError) as error:
         machine = Machine.tpu("v5e:2x2")

@@ -30,14 +30,14 @@ from vnode.partition.plan.search import _Search
 
 def make_wrong(monkeypatch: pytest.MonkeyPatch, times: float) -> None:
     """Predictions of so many times what is temporary."""
-    honest = candidates.predicted
+    honest = candidates.predict
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         found = honest(*args, **kwargs)
         temporary = int(found.figures.temporary * times)
         return dataclasses.replace(found, figures=dataclasses.replace(found.figures, temporary=temporary))
 
-    monkeypatch.setattr(candidates, "predicted", wrong)
+    monkeypatch.setattr(candidates, "predict", wrong)
 
 
 def compiled_memory(plan: Plan) -> int:
@@ -137,7 +137,7 @@ def entry(made: Made) -> Entry:
         name=made.name,
         mesh={"vnode": 8},
         figures=figures(*made.predicted),
-        prediction=types.SimpleNamespace(turns=1),
+        prediction=types.SimpleNamespace(iterations=1),
     )
     executor = types.SimpleNamespace(lower_for=lambda args, kwargs: made)
     plan: Any = types.SimpleNamespace(args=(), step=lambda devices: types.SimpleNamespace(executor=executor))

@@ -19,7 +19,7 @@ from benchmarks.partition import possible
 from tests.partition.test_plan import V5E, normal
 from tests.rounding import assert_same
 from vnode.partition import Machine, Plan
-from vnode.partition.plan.candidates import OnMesh
+from vnode.partition.plan.candidates import MeshSearch
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import on_nodes, subject_of
 
@@ -100,16 +100,16 @@ def planned(args: Any, name: str, mesh: str, kind: str, reduction: str, nodes: i
     subject = subject_of(on_nodes(STEPS[name], nodes, {"reduction": reduction}), args)
     sizes = MESHES[mesh]
     machine = Machine.gpus("P100", hosts=1, per_host=math.prod(sizes.values()))
-    on = OnMesh(subject, machine, sizes, "cpu", None)
+    on = MeshSearch(subject, machine, sizes, "cpu", None)
     match kind:
         case "Megatron":
-            made = on.over_rows(on.megatron()[-1])
+            made = on.with_sharded_state(on.megatron()[-1])
         case "searched":
             found, _ = on.searched(GIB, 20, 0.01)
             assert found is not None
             made = found
         case _:
-            made = on.candidate(kind, on.whole, over_rows=kind == "FSDP")
+            made = on.candidate(kind, on.undivided, shard_state=kind == "FSDP")
     return plan_of(subject, made, machine, GIB, {})
 
 
@@ -189,7 +189,7 @@ def test_parts_of_nodes_are_put_together_that_are_divided_along_their_examples(
     """A node's examples do not count as the whole batch's do: neither are all, nor are they padded alike."""
     args = {"up": normal(1, 12, 24), "down": normal(2, 24, 8)}, (normal(3, batch, 6, 12), normal(4, batch, 6, 8))
     subject = subject_of(on_nodes(by_words, nodes, {}), args)
-    on = OnMesh(subject, V5E, sizes, "cpu", None)
+    on = MeshSearch(subject, V5E, sizes, "cpu", None)
     drawn = possible(on.search.problem, np.random.default_rng(seed))
     plan = plan_of(subject, on.candidate("random", on.search.flow(drawn)), V5E, GIB, {})
     assert_same(plan.step()(*args), jax.jit(by_words), *args)
@@ -223,7 +223,7 @@ def test_zeros_in_the_place_of_what_another_branch_computes_of_each_example(
     params = {"up": normal(1, 12, 24), "down": normal(2, 24, 8), "above": jnp.asarray(np.float32(above))}
     args = params, (normal(3, 16, 12), normal(4, 16, 8))
     subject = subject_of(on_nodes(in_one_branch, nodes, {}), args)
-    on = OnMesh(subject, V5E, sizes, "cpu", None)
+    on = MeshSearch(subject, V5E, sizes, "cpu", None)
     for seed in range(2):
         drawn = possible(on.search.problem, np.random.default_rng(seed))
         plan = plan_of(subject, on.candidate("random", on.search.flow(drawn)), V5E, GIB, {})
@@ -248,8 +248,8 @@ def test_examples_in_turn_are_read_whole(sizes: dict[str, int], nodes: int) -> N
     """Where rows have different numbers of nodes, too."""
     args = {"up": normal(1, 12, 24), "down": normal(2, 24, 8)}, (normal(3, 16, 12), normal(4, 16, 8))
     subject = subject_of(on_nodes(in_turn, nodes, {}), args)
-    on = OnMesh(subject, V5E, sizes, "cpu", None)
-    plan = plan_of(subject, on.candidate("whole", on.whole), V5E, GIB, {})
+    on = MeshSearch(subject, V5E, sizes, "cpu", None)
+    plan = plan_of(subject, on.candidate("whole", on.undivided), V5E, GIB, {})
     assert_same(plan.step()(*args), jax.jit(in_turn), *args)
 
 
@@ -336,9 +336,9 @@ def test_values_of_each_example_around_loops_and_branches(
     machine = Machine.gpus("P100", hosts=1, per_host=math.prod(sizes.values()))
     for reduction in ("fast", "invariant"):
         subject = subject_of(on_nodes(step, nodes, {"reduction": reduction, "in_axes": (None, 0)}), args)
-        on = OnMesh(subject, machine, sizes, "cpu", None)
+        on = MeshSearch(subject, machine, sizes, "cpu", None)
         for seed in range(2):
             drawn = possible(on.search.problem, np.random.default_rng(seed))
-            made = on.candidate("random", on.search.flow(drawn), over_rows=bool(seed))
+            made = on.candidate("random", on.search.flow(drawn), shard_state=bool(seed))
             plan = plan_of(subject, made, machine, GIB, {})
             assert_same(plan.step(jax.devices()[: len(machine.devices)])(*args), jax.jit(step), *args)

@@ -19,7 +19,7 @@ from tests.partition.test_plan import example
 from tests.rounding import assert_same
 from vnode.errors import PartitionError
 from vnode.partition import Machine, Plan, search
-from vnode.partition.plan.replica_shares import fastest
+from vnode.partition.plan.replica_shares import fastest_shares
 
 V5E = Machine.tpu("v5e:2x4")
 
@@ -30,7 +30,7 @@ FAST, SLOW = slower(V5E, "TPU fast", 4000), slower(V5E, "TPU slow", 8000)
 @given(st.lists(st.sampled_from([1.0, 1.5, 2.0, 3.7]), min_size=1, max_size=4), st.integers(1, 12))
 def test_no_other_shares_are_done_earlier(seconds: list[float], nodes: int) -> None:
     """Against all of them."""
-    found = fastest(seconds, nodes, 1)
+    found = fastest_shares(seconds, nodes, 1)
     assert sum(found) == nodes
     least = 1 if nodes >= len(seconds) else 0
     others = (c for c in itertools.product(range(least, nodes + 1), repeat=len(seconds)) if sum(c) == nodes)
@@ -41,7 +41,7 @@ def test_no_other_shares_are_done_earlier(seconds: list[float], nodes: int) -> N
 
 @given(st.lists(st.floats(0.5, 4.0), min_size=1, max_size=6), st.integers(1, 60), st.sampled_from([2, 4]))
 def test_lanes_stay_whole(seconds: list[float], nodes: int, lane: int) -> None:
-    counts = fastest(seconds, nodes, lane)
+    counts = fastest_shares(seconds, nodes, lane)
     assert sum(counts) == nodes
     starts = [sum(counts[:r]) for r in range(len(counts))]
     assert all(start % lane == 0 for start, n in zip(starts, counts, strict=True) if n)

@@ -28,12 +28,12 @@ from tests.rounding import assert_same
 from vnode.errors import PartitionError, PlacementError
 from vnode.partition import Machine, Plan, search
 from vnode.partition.machine import Kind
-from vnode.partition.plan.candidates import Candidate, OnMesh, pace_of
+from vnode.partition.plan.candidates import Candidate, MeshSearch, pace_of
 from vnode.partition.plan.plan_file import checksum
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import Subject, on_nodes, subject_of
-from vnode.partition.uneven_shares.state_blocks import block_numbers, divided_over, tied_to
-from vnode.partition.uneven_shares.uneven_plans import Shared, Unequal, done_first, is_unequal
+from vnode.partition.uneven_shares.state_blocks import block_numbers, divided_state, tied_inputs
+from vnode.partition.uneven_shares.uneven_plans import UnevenCandidate, UnevenSearch, fastest_blocks, is_unequal
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 """Sums over all of a state, and slots like parameters."""
@@ -100,8 +100,8 @@ def shares_of(plan: Plan | Candidate) -> set[tuple[int, ...]]:
     return {spec.blocks for spec in plan.specs.values() if isinstance(spec, vnode.UnevenSpec)}
 
 
-def shares(subject: Subject, where: Machine, sizes: dict[str, int], platform: str = "gpu") -> Unequal:
-    return Unequal(subject, where, sizes, platform, None, pace_of(subject, where, platform, None))
+def shares(subject: Subject, where: Machine, sizes: dict[str, int], platform: str = "gpu") -> UnevenSearch:
+    return UnevenSearch(subject, where, sizes, platform, None, pace_of(subject, where, platform, None))
 
 
 @pytest.mark.quickly
@@ -130,7 +130,7 @@ class TestFound:
         subject = subject_of(on_nodes(STEP, 4, {}), (STATE, X))
         where = machine(4, 3.0, along="vnode", work=WORK)
         pace = pace_of(subject, where, "gpu", None)
-        on = OnMesh(subject, where, {"vnode": 2, "model": 2}, "gpu", None, pace)
+        on = MeshSearch(subject, where, {"vnode": 2, "model": 2}, "gpu", None, pace)
         assert on.unequal(where, pace, on.megatron(), GIB, float("inf")) == []
 
     @pytest.mark.thorough
@@ -238,8 +238,8 @@ def test_a_factor_in_one_dimension_with_the_examples_is_not_shared_out(nodes: in
 
     args = {"w": jnp.ones((4, 6))}, jnp.ones((10, 4))
     several = shares(subject_of(on_nodes(step, 2, {}), args), machine(2 * nodes, 2.0), {"vnode": nodes, "model": 2})
-    assert several.shared({0: 1}, (2, 1)) is None
-    assert several.shared({0: 1}, (1, 1)) is not None
+    assert several.with_counts({0: 1}, (2, 1)) is None
+    assert several.with_counts({0: 1}, (1, 1)) is not None
 
 
 def candidate(
@@ -247,9 +247,9 @@ def candidate(
 ) -> Candidate:
     """Megatron's split with other counts."""
     several = shares(subject, where, sizes, platform)
-    on = OnMesh(subject, where, sizes, platform, None, pace_of(subject, where, platform, None))
-    seeds = divided_over(on.megatron()[0].flow, subject, "model")
-    shared = several.shared(tied_to(subject, seeds, blocks), counts)
+    on = MeshSearch(subject, where, sizes, platform, None, pace_of(subject, where, platform, None))
+    seeds = divided_state(on.megatron()[0].flow, subject, "model")
+    shared = several.with_counts(tied_inputs(subject, seeds, blocks), counts)
     assert shared is not None
     return on.shared("unequal", shared, several.across.counts)
 
@@ -278,7 +278,7 @@ def test_no_other_counts_are_done_earlier(times: list[tuple[float, float]], bloc
         return max(fixed + n * block for n, (fixed, block) in zip(counts, times, strict=True))
 
     every = (c for c in itertools.product(range(blocks + 1), repeat=len(times)) if sum(c) == blocks)
-    counts = done_first(times, blocks)
+    counts = fastest_blocks(times, blocks)
     assert sum(counts) == blocks and last(counts) == pytest.approx(min(map(last, every)))
 
 
@@ -293,17 +293,17 @@ def test_no_other_counts_are_predicted_to_be_faster(devices: int, most: int, tim
     several = shares(subject, machine(devices, times, work=WORK), {"vnode": 1, "model": devices})
     numbers = [blocks for blocks in block_numbers([32]) if blocks <= most]
 
-    def seconds(shared: Shared | None) -> float:
+    def seconds(shared: UnevenCandidate | None) -> float:
         assert shared is not None
         return shared.prediction.figures.seconds
 
     best, every = [], []
     for blocks in numbers:
-        dims = tied_to(subject, {subject.names.index("0/up"): 1}, blocks)
+        dims = tied_inputs(subject, {subject.names.index("0/up"): 1}, blocks)
         one = several.best(dims, blocks)
         best += [seconds(one)] if one is not None else []
         counts = (c for c in itertools.product(range(blocks + 1), repeat=devices) if sum(c) == blocks)
-        every += [seconds(several.shared(dims, c)) for c in counts if is_unequal(c)]
+        every += [seconds(several.with_counts(dims, c)) for c in counts if is_unequal(c)]
     assert min(best) == min(every)
 
 
@@ -315,7 +315,7 @@ class TestAbsent:
         step, args = trained(loss), ((params, OPTIMIZER.init(params)), X)
         subject = subject_of(on_nodes(step, 1, {}), args)
         seeds = {subject.names.index("0/up"): 1}
-        assert not any(tied_to(subject, seeds, blocks) for blocks in block_numbers([32]))
+        assert not any(tied_inputs(subject, seeds, blocks) for blocks in block_numbers([32]))
         plan = search(step, args, machine(2, 3.0, work=WORK), virtual_nodes=1)
         spec = plan.specs["0/up"]
         assert not isinstance(spec, vnode.UnevenSpec) or spec.dim != 1

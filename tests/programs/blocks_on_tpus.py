@@ -13,7 +13,7 @@ from vnode.partition import Machine, blocked, program_cost
 from vnode.partition.cost.compiler import CLOCKS
 from vnode.partition.cost.lower_to_device import device_program
 from vnode.partition.hlo import parse
-from vnode.partition.uneven_shares.uneven_plans import seen_with
+from vnode.partition.uneven_shares.uneven_plans import flow_of_device
 
 machine, axes = Machine.tpu("v5e:2x4"), {"data": 4, "model": 2}
 (kind,) = machine.kinds
@@ -40,7 +40,7 @@ inside = [each.instruction.cycles for each in module.walk() if each.loops and ea
 
 
 def predicted(blocks):
-    program = device_program(seen_with(split.flow, (blocks, 0)), axes, donated=[0, 1])
+    program = device_program(flow_of_device(split.flow, (blocks, 0)), axes, donated=[0, 1])
     return program_cost(program, machine, machine.mesh(axes)).compute * CLOCKS[kind.name]
 
 

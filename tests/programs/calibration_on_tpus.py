@@ -9,8 +9,8 @@ from vnode.partition.cost.compiler import tpu_topology
 from vnode.partition.machine.known_kinds import kind_named
 
 devices, kind = tpu_topology("v5e:2x4"), kind_named("v5e")
-stored = Calibration.of(kind)
-fitted = calibrate.fitted(kind, calibrate.compiled_seconds(devices[0], kind), stored)
+stored = Calibration.for_kind(kind)
+fitted = calibrate.fit_entry(kind, calibrate.compiled_seconds(devices[0], kind), stored)
 memory, time = calibrate.spread(Machine.tpu("v5e:2x4"), devices)
 found = dataclasses.replace(fitted, memory=memory, time=time)
 print(json.dumps([dataclasses.asdict(each) for each in (stored, found)]))

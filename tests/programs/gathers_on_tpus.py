@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from benchmarks import tpu
 from vnode.partition import Machine
-from vnode.partition.plan.candidates import OnMesh
+from vnode.partition.plan.candidates import MeshSearch
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import on_nodes, subject_of
 
@@ -32,8 +32,8 @@ w = [jax.ShapeDtypeStruct((8192, 8192), jnp.float32)] * 5
 x = jax.ShapeDtypeStruct((2048, 8192), jnp.float32)
 machine = Machine.tpu("v5e:2x2")
 subject = subject_of(on_nodes(step, 8, {"donate_argnums": (0,)}), (w, x))
-on = OnMesh(subject, machine, {"vnode": 4}, "tpu", None)
-plan = plan_of(subject, on.candidate("FSDP", on.whole, over_rows=True), machine, 2**34, {})
+on = MeshSearch(subject, machine, {"vnode": 4}, "tpu", None)
+plan = plan_of(subject, on.candidate("FSDP", on.undivided, shard_state=True), machine, 2**34, {})
 found = plan.accept(tpu.topology("v5e:2x2"))
 print(
     json.dumps(

@@ -5,9 +5,9 @@ import sys
 
 from benchmarks import tpu
 from tests.partition.test_away import ONE, shapes, train
-from vnode.partition.plan.candidates import OnMesh
+from vnode.partition.plan.candidates import MeshSearch
 from vnode.partition.plan.search import plan_of
-from vnode.partition.plan.search_subject import computing_again, on_nodes, subject_of
+from vnode.partition.plan.search_subject import on_nodes, subject_of, with_recomputation
 from vnode.remat.offload import offloadable_residuals
 
 args = shapes(8, 512, 16384)
@@ -22,9 +22,9 @@ choices = [
     ((), offloadable_residuals(plain.schedule.flow.program)),
 ]
 for again, away in choices if sys.argv[1] == "fast" else choices[1:3]:
-    subject = subject_of(computing_again(step, again, away), args)
-    on = OnMesh(subject, ONE, {"vnode": 1}, "tpu", None)
-    plan = plan_of(subject, on.candidate("data parallel", on.whole), ONE, 2**34, {})
+    subject = subject_of(with_recomputation(step, again, away), args)
+    on = MeshSearch(subject, ONE, {"vnode": 1}, "tpu", None)
+    plan = plan_of(subject, on.candidate("data parallel", on.undivided), ONE, 2**34, {})
     report = plan.accept(tpu.topology("v5e:2x4")[:1])
     said = report.memory_error, report.exchange_accepted and report.host_accepted
     found.append([report.temporaries, report.on_host, plan.figures.aside, *report.fetched, *said])

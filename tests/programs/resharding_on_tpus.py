@@ -8,7 +8,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from vnode.partition.hlo import found_collectives, parse
+from vnode.partition.hlo import find_collectives, parse
 from vnode.spmd.layout import from_spec
 from vnode.spmd.resharding_collectives import convert
 
@@ -24,5 +24,5 @@ for start, end in pairs:
 
     program = jax.jit(jax.shard_map(moved, mesh=mesh, in_specs=start, out_specs=end, check_vma=False))
     text = program.lower(jax.ShapeDtypeStruct(shape, np.float32)).compile().as_text()
-    found.append([(each.kind, each.bytes) for each in found_collectives(parse(text))])
+    found.append([(each.kind, each.bytes) for each in find_collectives(parse(text))])
 print(json.dumps(found))

@@ -25,7 +25,7 @@ from tests.random_programs.training import plain
 from tests.spmd.reference import layout_of
 from vnode.analysis.tracing import trace
 from vnode.partition import Machine
-from vnode.partition.plan.candidates import OnMesh
+from vnode.partition.plan.candidates import MeshSearch
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import on_nodes, subject_of
 from vnode.spmd.sharded_program import flow_over_mesh
@@ -128,9 +128,9 @@ def planned(program: Program, step: Callable[..., Any]) -> Callable[..., Any]:
     tpu = TPUS.get(len(devices)) if rng.random() < 0.5 else None
     machine = Machine.gpus("P100", hosts=1, per_host=len(devices)) if tpu is None else Machine.tpu(tpu)
     subject = subject_of(on_nodes(step, program.virtual_nodes, options(program)), program.values())
-    on = OnMesh(subject, machine, sizes, "cpu" if tpu is None else "tpu", None)
+    on = MeshSearch(subject, machine, sizes, "cpu" if tpu is None else "tpu", None)
     drawn = possible(on.search.problem, rng)
-    chosen = on.candidate("random", on.search.flow(drawn), over_rows=bool(rng.random() < 0.5))
+    chosen = on.candidate("random", on.search.flow(drawn), shard_state=bool(rng.random() < 0.5))
     made = plan_of(subject, chosen, machine, 2**30, {}).step(devices)
     return on_rows(program, made, devices, sizes["vnode"])
 

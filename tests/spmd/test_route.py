@@ -20,7 +20,7 @@ from tests import ahead
 from tests.budget import examples
 from tests.spmd.reference import mesh_of
 from vnode.operators import Monoid
-from vnode.partition.hlo import found_collectives, parse
+from vnode.partition.hlo import find_collectives, parse
 from vnode.spmd.axis_parts import device_groups, join_names, parts_of, split_axes, split_names
 from vnode.spmd.layout import Layout, from_spec
 from vnode.spmd.resharding import plan_resharding
@@ -65,7 +65,7 @@ def resharded(start: PartitionSpec, end: PartitionSpec, axes: Mapping[str, int])
         jax.ShapeDtypeStruct(SHAPE, np.float32)
     )
     total = 0.0
-    for each in found_collectives(parse(compiled.compile().as_text())):
+    for each in find_collectives(parse(compiled.compile().as_text())):
         rest = (each.devices - 1) / each.devices if each.devices else 1.0
         total += each.bytes / 4 * rest * (2 if each.kind == "all-reduce" else 1)
     return total

@@ -121,7 +121,7 @@ def in_blocks(counts: tuple[int, ...], mesh: Mesh) -> dict[str, Any]:
     module = hlo.parse(jax.jit(flow_over_mesh(made.flow, mesh)).lower(*given).compile().as_text())
     return {
         "collectives": [dataclasses.asdict(c) for c in hlo.collectives(module)],
-        "turns": hlo.loops(module),
+        "turns": hlo.trip_counts(module),
         "cycles of a block": hlo.cycles(module, {}, in_loops=True),
     }
 

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from vnode.analysis.program import Program, inline
 from vnode.errors import PartitionError
 from vnode.operators import Monoid
-from vnode.partition.cost import Calibration, Piece, Roofline, Time, Times, program_cost
+from vnode.partition.cost import Calibration, Roofline, Time, TimedOp, Times, program_cost
 from vnode.partition.cost.roofline import TRANSCENDENTAL
 from vnode.partition.machine import Kind, Machine
 from vnode.partition.searches.flows import seconds_of
@@ -46,7 +46,7 @@ def test_a_product_takes_its_operations_or_its_bytes() -> None:
 
 
 def test_what_is_fused_takes_its_operations_or_what_it_writes() -> None:
-    model, reached = Estimate(MACHINE, AXES), Calibration.of(KIND).passes
+    model, reached = Estimate(MACHINE, AXES), Calibration.for_kind(KIND).passes
     program = traced(lambda x: jnp.exp(x) + x, jnp.zeros((64, 128)))
     flow = follow(program, [Layout((Cut(("y",), 1, 64), None))], AXES)
     for step, operations in zip(flow.steps, (TRANSCENDENTAL, 1), strict=True):
@@ -56,10 +56,10 @@ def test_what_is_fused_takes_its_operations_or_what_it_writes() -> None:
 
 
 def test_times_of_kernels_are_asked_for_at_local_sizes() -> None:
-    asked: list[Piece] = []
+    asked: list[TimedOp] = []
 
     class Told:
-        def time(self, piece: Piece, kind: Kind) -> Time:
+        def time(self, piece: TimedOp, kind: Kind) -> Time:
             asked.append(piece)
             return Time(0.25, "measured")
 
@@ -94,10 +94,10 @@ def test_what_neighbours_send_is_what_the_devices_program_sends(case: str, dimen
 
     class Sent(Estimate):
         def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
-            return sum(each.sent for each in fetched(eqn, choice, self.axes))
+            return sum(each.bytes_sent for each in fetched(eqn, choice, self.axes))
 
         def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
-            return sum(each.sent for each in self.transfers(start, end, shape, dtype))
+            return sum(each.bytes_sent for each in self.transfers(start, end, shape, dtype))
 
     mesh = MACHINE.mesh(AXES)
     expected = program_cost(flow, MACHINE, mesh).sent

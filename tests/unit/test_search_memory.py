@@ -13,9 +13,9 @@ from jax.extend.core import Var
 
 from tests.partition.search.test_steps import Counted
 from vnode.analysis.program import Program, inline
-from vnode.partition.searches.flattened_program import Flat, flat
+from vnode.partition.searches.flattened_program import FlatProgram, flatten
 from vnode.partition.searches.ilp_formulation import Search, as_problem
-from vnode.partition.searches.problem_memory import By, Span, spans_of
+from vnode.partition.searches.problem_memory import DecidedBy, Span, spans_of
 from vnode.spmd.layout import Axes, Layout, replicated
 
 pytestmark = pytest.mark.quickly
@@ -28,9 +28,9 @@ def of(step: Callable[..., Any], *shapes: tuple[int, ...]) -> Program:
     return inline(jaxpr.jaxpr, jaxpr.consts)
 
 
-def spans(program: Program, replaced: tuple[int, ...] = ()) -> tuple[Flat, dict[Var, Span]]:
+def spans(program: Program, replaced: tuple[int, ...] = ()) -> tuple[FlatProgram, dict[Var, Span]]:
     """Spans of everything that nodes make and others read."""
-    listed = flat(program, AXES)
+    listed = flatten(program, AXES)
     made = {var: n for n, node in enumerate(listed.nodes) for var in node.eqn.outvars}
     found = spans_of(listed, made, [program.outputs[i] for i in replaced if isinstance(program.outputs[i], Var)])
     assert len({span.var for span in found}) == len(found)
@@ -77,7 +77,7 @@ def test_copies_for_a_loop_inside_are_made_once_before_the_loop_around_it() -> N
     assert (span.first, span.last) == (outer.first, outer.last) and span.last > inner.last
     assert span.copied is program.inputs[0] and span.turns == 3
     (passed,) = [var for var, source in outer.reads.items() if source is program.inputs[0]]
-    assert found[passed].counts is By.NONE and span.beside is passed
+    assert found[passed].counts is DecidedBy.NONE and span.beside is passed
 
 
 def made_first(weights: jax.Array, x: jax.Array) -> jax.Array:
@@ -93,7 +93,7 @@ def test_what_only_a_loop_reads_is_counted_once() -> None:
     doubled = listed.nodes[0].eqn.outvars[0]
     (inside,) = [var for var, source in loop.reads.items() if source is doubled]
     assert (found[doubled].first, found[doubled].last) == (0, 0)  # until the loop begins
-    assert (found[inside].first, found[inside].beside) == (1, None) and found[inside].counts is By.READERS
+    assert (found[inside].first, found[inside].beside) == (1, None) and found[inside].counts is DecidedBy.READERS
 
 
 def test_what_takes_the_place_of_an_argument_is_not_counted_again() -> None:

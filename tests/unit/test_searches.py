@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tests.partition.search.problems import by_hand, problems
 from vnode.errors import MemoryLimitError, SearchError
 from vnode.partition.searches import Edge, Problem, Solution, bisection, exact, exhaustive, metropolis
-from vnode.partition.searches.diffusion import least_more, tightened
+from vnode.partition.searches.diffusion import diffuse, least_more
 from vnode.partition.searches.elimination import Elimination
-from vnode.partition.searches.flexflow_walk import Sums
+from vnode.partition.searches.flexflow_walk import LocalCost
 
 SEARCHES: dict[str, Callable[..., Solution]] = {
     "exact": exact,
@@ -37,7 +37,7 @@ def bits(problem: Problem) -> list[Any]:
 @given(problems(), st.sampled_from([1, 16, 2_000_000]))
 @settings(max_examples=150, deadline=None)
 def test_the_exact_search_finds_the_best_and_proves_it(problem: Problem, entries: int) -> None:
-    """With full tables, tables that are too small, and none at all, when everything is left to the programme."""
+    """With full tables, tables that are too small, and none at all, when everything is left to the program."""
     best, _ = by_hand(problem)
     if math.isinf(best):
         with pytest.raises((MemoryLimitError, SearchError)):
@@ -128,7 +128,7 @@ def test_tied_operators_cost_what_they_cost_apart(problem: Problem, data: st.Dat
 @given(problems(infinite=False), st.integers(0, 2**32 - 1))
 @settings(max_examples=40, deadline=None)
 def test_changes_cost_what_whole_assignments_do(problem: Problem, seed: int) -> None:
-    generator, sums = np.random.default_rng(seed), Sums(problem)
+    generator, sums = np.random.default_rng(seed), LocalCost(problem)
     chosen = generator.integers(0, problem.sizes)
     assert sums.start(chosen) == problem.cost(chosen)
     for _ in range(20):
@@ -177,7 +177,7 @@ def test_a_greedy_walk_only_descends() -> None:
 
 
 def test_a_chain_halved_without_memory_is_halved_best() -> None:
-    """With one step there is nothing that later steps could regret: the dynamic programme is exact."""
+    """With one step there is nothing that later steps could regret: the dynamic program is exact."""
     problem = chain()
     single = [np.arange(4)[:, None]] * 12
     assert bisection(problem, single).cost == pytest.approx(exact(problem).cost)
@@ -251,7 +251,7 @@ def test_nonsense_is_refused(make: Callable[[], object], says: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(problem=problems(), seed=st.integers(0, 1000))
 def test_moving_times_changes_no_cost_and_gives_a_lower_bound(problem: Problem, seed: int) -> None:
-    bound, rest = tightened(problem)
+    bound, rest = diffuse(problem)
     generator = np.random.default_rng(seed)
     drawn = np.stack([generator.integers(0, n, 20) for n in problem.sizes], axis=1)
     np.testing.assert_allclose(bound + rest.costs(drawn), problem.costs(drawn), rtol=1e-9, atol=1e-9)

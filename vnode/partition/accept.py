@@ -1,12 +1,12 @@
-"""Whether a compiled program is what was planned: collectives, by kind, group and bytes, memory, and the host's.
+"""A compiled program and its prediction -> the differences in collectives, memory and host memory.
 
-Knows compiled programs and predictions. Must not know how a split was found, or what it is good for.
+Knows compiled programs and predictions. Must not know how a split was found, or its purpose.
 
-Compilers send several arrays by one collective where they can; that is as planned, and listed. So are exchanges that a
-compiler is known to carry out as others (`REWRITES`), pair by pair: a sum of which everybody keeps a part as a whole
-sum, which then may be in bfloat16, or the other way round; a gather of parts that are no whole rows (`ROW`) as a sum
-of arrays that are zero elsewhere; in bfloat16 in place of float32, or the other way round; of a half, a quarter or an
-eighth only, if each device keeps no more of the result. Everything else is a difference.
+A compiler may combine several arrays in one collective: that is as planned, and listed. So are known rewrites
+(`REWRITES`), pair by pair. A reduce-scatter may become an all-reduce, perhaps in bfloat16, or the other way round. A
+gather of parts that are no whole rows (`ROW`) may become an all-reduce of arrays that are zero elsewhere. A dtype may
+change between bfloat16 and float32. Only a half, a quarter or an eighth may be sent, if each device keeps no more of
+the result. Everything else is a difference.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from collections.abc import Iterable
 from typing import Any
 
 from vnode.errors import ProfileError, layout_message
-from vnode.partition.bipartite_pairing import most_paired
+from vnode.partition.bipartite_pairing import maximum_pairing
 from vnode.partition.cost.collective_cost import NAMES
 from vnode.partition.cost.program_memory import Memory
-from vnode.partition.cost.split_cost import Planned, ProgramCost
-from vnode.partition.hlo import Found, found_collectives, found_fetches, parse
+from vnode.partition.cost.split_cost import PlannedCollective, ProgramCost
+from vnode.partition.hlo import HloCollective, find_collectives, find_fetches, parse
 from vnode.placement.temporary import temporary_of
 from vnode.show.drawable import Drawn
 from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
 from vnode.show.units import several, size
 
 TOLERANCE = 0.35
-"""By which share the memory of a compiled program may differ from the prediction: estimates are off by that much."""
+"""The relative error up to which memory counts as predicted: estimates are off by that much."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Collectives that are alike.
+    """Equal collectives.
 
     Attributes:
       kind: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"`` or ``"permute"``, or another that
         only a compiler makes.
-      bytes: of one device's array: of the result of an all-gather, of the operand of the others.
-      devices: of a group; 0 of a permute.
+      bytes: size of one device's array: the result of an all-gather, the operand of other kinds.
+      devices: number of devices in a group; 0 for a permute.
       runs: how often they run in all.
     """
 
@@ -60,24 +60,24 @@ class Acceptance(Drawn):
     Attributes:
       planned: bytes by kind of collective, as predicted.
       found: the same in the compiled program.
-      missing: collectives that are planned and not there.
-      extra: collectives that are there and not planned.
-      rewritten: those that are planned, with those that a compiler is known to make of them, and that are there.
-      added: those by which a compiler puts in place what a sum over padded arrays has left elsewhere
-        (`vnode.partition.hlo.found_collectives`); listed, and neither found nor extra.
-      combined: how many arrays each collective sends that sends several.
-      predicted: the memory of one device.
-      arguments: bytes of them in the compiled program.
-      outputs: of results.
-      aliased: of results in place of arguments.
-      temporaries: of the rest, at the moment at which that is most.
-      gaps: bytes that it takes besides, between temporary arrays: compilers leave them where there is room.
-      open_loops: collectives in loops whose length the compiled text does not tell; they are counted once.
-      tolerance: by which share memory may differ.
-      limit: bytes that one device may hold, if that is known.
-      platforms: what was predicted for, and what it was compiled for, if these differ.
-      on_host: bytes of what is temporary in the host's memory in the compiled program.
-      fetched: bytes that come from there in a step, as planned and in the compiled program.
+      missing: planned collectives that the compiled program lacks.
+      extra: compiled collectives that were not planned.
+      rewritten: planned collectives, each with the known rewrite that the compiled program has instead.
+      added: permutes that move elements to their place after a sum over padded arrays
+        (`vnode.partition.hlo.find_collectives`); listed, and neither found nor extra.
+      combined: number of arrays of each collective that sends several.
+      predicted: the predicted memory of one device.
+      arguments: bytes of arguments in the compiled program.
+      outputs: bytes of results.
+      aliased: bytes of results in donated buffers.
+      temporaries: bytes of all other arrays at the peak.
+      gaps: bytes of fragmentation between temporary arrays, which compilers leave where there is room.
+      open_loops: collectives in loops without a known trip count; they are counted once.
+      tolerance: relative error up to which memory counts as predicted.
+      limit: bytes that one device may hold, if known.
+      platforms: the predicted platform and the compiled one, if they differ.
+      on_host: bytes of temporary arrays in the host's memory, in the compiled program.
+      fetched: bytes fetched from the host's memory in a step, as planned and as compiled.
     """
 
     planned: dict[str, int]
@@ -102,12 +102,12 @@ class Acceptance(Drawn):
 
     @property
     def memory(self) -> int:
-        """Bytes of one device's memory that the compiled program needs: all that it takes, but for gaps."""
+        """Bytes of one device's memory that the compiled program needs, without gaps."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
     @property
     def memory_error(self) -> float:
-        """The prediction's relative deviation from it."""
+        """The prediction's relative deviation from `memory`."""
         return (self.predicted.total - self.memory) / max(self.memory, 1)
 
     @property
@@ -122,7 +122,7 @@ class Acceptance(Drawn):
 
     @property
     def host_accepted(self) -> bool:
-        """Whether what loops were to keep on the host is there, and comes from there, up to the tolerance."""
+        """Whether host memory and fetched bytes of offloaded residuals are as predicted, up to the tolerance."""
         planned, found = self.fetched
         pairs = (self.predicted.host, self.on_host), (planned, found)
         return not self.predicted.host or all(abs(a - b) <= self.tolerance * b for a, b in pairs)
@@ -134,7 +134,7 @@ class Acceptance(Drawn):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it is not accepted; nothing if it is."""
+        """The reasons why it is not accepted; empty if it is."""
         found = []
         if not self.exchange_accepted:
             more, less = (sum(each.bytes * each.runs for each in several) for several in (self.extra, self.missing))
@@ -152,7 +152,7 @@ class Acceptance(Drawn):
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to do; nothing if it is accepted."""
+        """Remedies; empty if it is accepted."""
         found: list[str] = []
         if not self.accepted and self.platforms is not None:
             wanted, given = self.platforms
@@ -176,11 +176,11 @@ class Acceptance(Drawn):
         return tuple(found)
 
     def _host(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """What is on the host, as planned and in the compiled program, and what comes from there."""
+        """Bytes in host memory, and bytes fetched from it: as planned, and in the compiled program."""
         return (self.predicted.host, self.on_host), self.fetched
 
     def page(self) -> Page:
-        """What there is to see."""
+        """The report."""
         said = "; ".join(self.reasons) or "collectives as planned, memory as predicted"
         blocks: list[Facts | Table] = []
         if self.advice:
@@ -235,18 +235,18 @@ class Acceptance(Drawn):
 
 
 def accept(compiled: Any, cost: ProgramCost, *, tolerance: float = TOLERANCE) -> Acceptance:
-    """Compares a compiled program with what was predicted of it.
+    """Compares a compiled program with its prediction.
 
     Args:
-      compiled: of the program that the prediction is of; a `jax.stages.Compiled`.
-      cost: the prediction.
-      tolerance: by which share memory may differ.
+      compiled: the compiled program, a `jax.stages.Compiled`.
+      cost: the prediction for the same program.
+      tolerance: relative error up to which memory counts as predicted.
 
     Returns:
-      What differs.
+      The differences.
 
     Raises:
-      ProfileError: the compiler says nothing about the program's memory, or shows no text.
+      ProfileError: the compiler reports no memory for the program, or no text.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np
@@ -269,10 +269,12 @@ def accept(compiled: Any, cost: ProgramCost, *, tolerance: float = TOLERANCE) ->
       >>> found.accepted, found.found, found.memory
       (True, {'all-reduce': 16384}, 98304)
     """
-    return compared(compiled, counted_plan((*cost.collectives, *cost.others)), cost.memory, tolerance=tolerance)
+    return compare_collectives(
+        compiled, count_planned((*cost.collectives, *cost.others)), cost.memory, tolerance=tolerance
+    )
 
 
-def compared(
+def compare_collectives(
     compiled: Any,
     wanted: Counts,
     predicted: Memory,
@@ -287,19 +289,19 @@ def compared(
 
     Args:
       compiled: the program, a `jax.stages.Compiled`.
-      wanted: the collectives that are planned.
-      predicted: the memory of one device.
-      tolerance: by which share memory may differ.
-      limit: bytes that one device may hold, if that is known.
-      over_nodes: how often loops over a device's nodes run whose length the compiled text does not tell.
-      platforms: what was predicted for, and what it was compiled for, if these differ.
-      fetched: bytes that are to come from the host's memory in a step.
+      wanted: the planned collectives.
+      predicted: the predicted memory of one device.
+      tolerance: relative error up to which memory counts as predicted.
+      limit: bytes that one device may hold, if known.
+      over_nodes: total trip count of loops over a device's nodes, where the compiled text lacks it.
+      platforms: the predicted platform and the compiled one, if they differ.
+      fetched: predicted bytes fetched from the host's memory in a step.
 
     Returns:
-      What differs.
+      The differences.
 
     Raises:
-      ProfileError: the compiler says nothing about the program's memory, or shows no text.
+      ProfileError: the compiler reports no memory for the program, or no text.
     """
     memory, text = compiled.memory_analysis(), compiled.as_text()
     if memory is None or not text:
@@ -311,16 +313,16 @@ def compared(
             )
         )
     module, temporary = parse(text), temporary_of(compiled)
-    found = found_collectives(module, over_nodes)
-    there = counted(each for each in found if not each.added)
-    missing, extra, rewritten = matched(wanted, there)
+    found = find_collectives(module, over_nodes)
+    there = count_compiled(each for each in found if not each.added)
+    missing, extra, rewritten = match_rewrites(wanted, there)
     return Acceptance(
-        planned=by_kind(wanted),
-        found=by_kind(there),
-        missing=exchanges(missing),
-        extra=exchanges(extra),
+        planned=bytes_by_kind(wanted),
+        found=bytes_by_kind(there),
+        missing=sorted_exchanges(missing),
+        extra=sorted_exchanges(extra),
         rewritten=rewritten,
-        added=exchanges(counted(each for each in found if each.added)),
+        added=sorted_exchanges(count_compiled(each for each in found if each.added)),
         combined=tuple(len(each.arrays) for each in found if len(each.arrays) > 1 and each.kind != "all-to-all"),
         predicted=predicted,
         arguments=memory.argument_size_in_bytes,
@@ -333,16 +335,16 @@ def compared(
         limit=limit,
         platforms=platforms,
         on_host=getattr(memory, "host_temp_size_in_bytes", 0),
-        fetched=(fetched, found_fetches(module, over_nodes)),
+        fetched=(fetched, find_fetches(module, over_nodes)),
     )
 
 
 Counts = collections.Counter[tuple[str, int, int]]
-"""How often a collective of a kind, with so many bytes, among so many devices runs."""
+"""The number of runs of collectives, by kind, bytes and devices."""
 
 
-def counted_plan(planned: Iterable[Planned]) -> Counts:
-    """The collectives of a plan."""
+def count_planned(planned: Iterable[PlannedCollective]) -> Counts:
+    """Counts the collectives of a plan."""
     found: Counts = collections.Counter()
     for each in planned:
         transfer = each.transfer
@@ -351,16 +353,16 @@ def counted_plan(planned: Iterable[Planned]) -> Counts:
     return found
 
 
-def counted_exchanges(several: Iterable[Exchange]) -> Counts:
-    """Collectives that were written down."""
+def count_exchanges(several: Iterable[Exchange]) -> Counts:
+    """Counts the collectives of a saved prediction."""
     found: Counts = collections.Counter()
     for each in several:
         found[each.kind, each.bytes, each.devices] += each.runs
     return found
 
 
-def counted(collectives_found: Iterable[Found]) -> Counts:
-    """The collectives of a compiled program; the arrays of an all-to-all are parts of one."""
+def count_compiled(collectives_found: Iterable[HloCollective]) -> Counts:
+    """Counts the collectives of a compiled program; the arrays of an all-to-all are parts of one."""
     found: Counts = collections.Counter()
     for each in collectives_found:
         kind = "permute" if each.kind == "collective-permute" else each.kind
@@ -376,30 +378,35 @@ REWRITES = (
     *((kind, kind, factor) for kind in NAMES for factor in (0.5, 2)),
     *((kind, kind, 1 / part) for kind in ("all-reduce", "all-gather") for part in (4, 8)),
 )
-"""As which kind, with how many times the bytes, exchanges among as many devices are known to be carried out."""
+"""Known rewrites: the kind, and the factor of the bytes, that compilers use for a collective among as many devices."""
 
 ROW = 128 * 4
-"""Bytes of a row of a TPU's tiles in float32: parts that are no whole rows are not gathered, but summed."""
+"""Bytes of a row of a TPU's tiles in float32: parts that are no whole rows are summed instead of gathered."""
 
 
-def matched(wanted: Counts, there: Counts) -> tuple[Counts, Counts, tuple[tuple[Exchange, Exchange], ...]]:
-    """What is left of differences where planned exchanges are carried out as others that are known, and these pairs.
+def match_rewrites(wanted: Counts, there: Counts) -> tuple[Counts, Counts, tuple[tuple[Exchange, Exchange], ...]]:
+    """Pairs planned collectives with compiled ones by known rewrites; the unpaired ones, and the pairs.
 
-    All are paired at once, and as many as can be: one that is there as planned may still be another that is carried out
-    as that, as where a compiler sends all in twice the bytes. Of pairings of as many, it is the one whose pairs are,
-    added up, nearest to the beginning of `REWRITES`, before which is what is as planned.
+    As many as possible are paired, all at once, because a compiled collective may be as one plan has it and also the
+    rewrite of another. Of the largest pairings, the one with the smallest sum of ranks in `REWRITES` is taken; a
+    collective as planned has rank 0.
 
     >>> planned, found = Counts({("reduce-scatter", 64, 4): 2}), Counts({("all-reduce", 64, 4): 1})
-    >>> missing, extra, ((before, after),) = matched(planned, found)
+    >>> missing, extra, ((before, after),) = match_rewrites(planned, found)
     >>> dict(missing), dict(extra)
     ({('reduce-scatter', 64, 4): 1}, {})
     >>> print(before, "as", after)
     1 x reduce-scatter of 64 bytes among 4 as 1 x all-reduce of 64 bytes among 4
     """
-    ranks = {(one, other): rank for one in sorted(+wanted) for other, rank in outcomes(one).items() if there[other] > 0}
+    ranks = {
+        (one, other): rank
+        for one in sorted(+wanted)
+        for other, rank in possible_rewrites(one).items()
+        if there[other] > 0
+    }
     missing, extra = +wanted, +there
     pairs = list[tuple[Exchange, Exchange]]()
-    for (one, other), runs in most_paired(wanted, there, ranks).items():
+    for (one, other), runs in maximum_pairing(wanted, there, ranks).items():
         missing[one] -= runs
         extra[other] -= runs
         if one != other:
@@ -408,8 +415,8 @@ def matched(wanted: Counts, there: Counts) -> tuple[Counts, Counts, tuple[tuple[
     return +missing, +extra, tuple(pairs)
 
 
-def outcomes(planned: tuple[str, int, int]) -> dict[tuple[str, int, int], int]:
-    """As what an exchange may be carried out, with its rank: 0 as planned, then as `REWRITES` are ordered."""
+def possible_rewrites(planned: tuple[str, int, int]) -> dict[tuple[str, int, int], int]:
+    """The collectives that a planned one may become, with ranks: 0 as planned, then in the order of `REWRITES`."""
     kind, n, devices = planned
     found = {planned: 0}
     for rank, (before, after, factor) in enumerate(REWRITES, 1):
@@ -419,7 +426,7 @@ def outcomes(planned: tuple[str, int, int]) -> dict[tuple[str, int, int], int]:
     return found
 
 
-def by_kind(counts: Counts) -> dict[str, int]:
+def bytes_by_kind(counts: Counts) -> dict[str, int]:
     """Bytes by kind."""
     found: dict[str, int] = {}
     for (kind, n, _), runs in sorted(counts.items()):
@@ -427,7 +434,7 @@ def by_kind(counts: Counts) -> dict[str, int]:
     return found
 
 
-def exchanges(counts: Counts) -> tuple[Exchange, ...]:
-    """The largest first."""
+def sorted_exchanges(counts: Counts) -> tuple[Exchange, ...]:
+    """Counted collectives as exchanges, the largest first."""
     found = [Exchange(kind, n, devices, runs) for (kind, n, devices), runs in counts.items()]
     return tuple(sorted(found, key=lambda each: (-each.bytes * each.runs, str(each))))

@@ -1,6 +1,6 @@
-"""Pairs of what was expected and what was found, as many as can be.
+"""Counts of two kinds of things, and ranks of allowed pairs -> the largest pairing of least rank.
 
-Knows how many there are of each, which may be one another, and how readily. Must not know what they are.
+Knows counts and ranks. Must not know what is paired.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import numpy as np
 import scipy.optimize
 
 
-def most_paired(
+def maximum_pairing(
     left: Mapping[Any, int], right: Mapping[Any, int], ranks: Mapping[tuple[Any, Any], int]
 ) -> dict[tuple[Any, Any], int]:
-    """Pairs as many as can be, and of such pairings takes the one with the least sum of ranks.
+    """The largest pairing; of equal ones, the one with the least sum of ranks.
 
-    A transportation problem, which linear programming solves in whole numbers.
+    A transportation problem, whose linear program has an integer solution.
 
     Args:
-      left: how many there are of each.
-      right: the same, of those to pair them with.
-      ranks: of pairs that may be.
+      left: count of each thing to pair.
+      right: count of each of its possible partners.
+      ranks: rank of each allowed pair.
 
     Returns:
-      How often each pair is made, for those that are.
+      How often each pair is made, without zeros.
 
     Example:
-      >>> most_paired({"a": 1, "b": 1}, {1: 1, 2: 1}, {("a", 1): 0, ("a", 2): 5, ("b", 1): 5})
+      >>> maximum_pairing({"a": 1, "b": 1}, {1: 1, 2: 1}, {("a", 1): 0, ("a", 2): 5, ("b", 1): 5})
       {('a', 2): 1, ('b', 1): 1}
     """
     if not ranks:

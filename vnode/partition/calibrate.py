@@ -3,9 +3,9 @@
     products of 512 to 4,096, passes over 1 to 64 MiB   ->   the parts of the peak rates that they reach
     small train steps, divided in three ways            ->   compiled / estimated memory and time
 
-For a TPU libtpu compiles, and says how many cycles it expects; no TPU is needed. ``here`` times the same programs on
-the first device of this machine; of CPUs, whose rates `Machine.here` measures, it finds the memory alone. An entry is
-to be written again when a compiler changes.
+For a TPU, libtpu compiles the programs and estimates their cycles; no TPU is needed. ``here`` times the same programs
+on the first device of this machine; for CPUs, whose rates `Machine.here` measures, it fits the memory alone. Entries
+must be written again when a compiler changes.
 
 Knows a handful of programs, compiled programs and devices. Must not know how searches use an entry.
 """
@@ -30,7 +30,7 @@ from vnode.partition.cost.calibration import FILE, Calibration, Quantiles, entri
 from vnode.partition.cost.compiler import CLOCKS, tpu_topology
 from vnode.partition.cost.measured_times import Measured
 from vnode.partition.cost.split_cost import program_cost
-from vnode.partition.cost.timed_pieces import Piece, traced_piece
+from vnode.partition.cost.timed_pieces import TimedOp, traced_op
 from vnode.partition.hlo import cycles, parse
 from vnode.partition.machine import Kind, Machine
 from vnode.partition.machine.known_kinds import KINDS, kind_named
@@ -49,32 +49,32 @@ ROWS = (256, 1024, 4096, 16_384)
 """Rows of 1,024 numbers of passes."""
 
 SHARES = (0.1, 0.5, 0.9)
-"""Of programs that quantiles are of."""
+"""The quantiles of the programs of an entry."""
 
-Seconds = Callable[[Piece], float]
+Seconds = Callable[[TimedOp], float]
 
 
-def products() -> list[Piece]:
+def products() -> list[TimedOp]:
     """Matrix products, in both precisions that models compute in."""
     shapes = [jax.ShapeDtypeStruct((n, n), dtype) for n in SIZES for dtype in (jnp.bfloat16, jnp.float32)]
-    return [traced_piece(jnp.dot, shape, shape) for shape in shapes]
+    return [traced_op(jnp.dot, shape, shape) for shape in shapes]
 
 
-def passes() -> list[Piece]:
+def passes() -> list[TimedOp]:
     """Fused element-wise operations and reductions."""
 
     def update(x: Any, y: Any) -> Any:
         return x * 0.9 + jnp.tanh(y) * 0.1
 
     shapes = [jax.ShapeDtypeStruct((n, 1024), jnp.float32) for n in ROWS]
-    return [traced_piece(f, *args) for x in shapes for f, args in ((update, (x, x)), (lambda x: x.sum(1), (x,)))]
+    return [traced_op(f, *args) for x in shapes for f, args in ((update, (x, x)), (lambda x: x.sum(1), (x,)))]
 
 
 def compiled_seconds(device: Any, kind: Kind) -> Seconds:
-    """Seconds of pieces by the TPU compiler's estimated cycles."""
+    """Seconds of functions by the TPU compiler's estimated cycles."""
     place = jax.sharding.SingleDeviceSharding(device)
 
-    def seconds(piece: Piece) -> float:
+    def seconds(piece: TimedOp) -> float:
         given = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=place) for each in piece.shapes]
         text = jax.jit(piece.function, out_shardings=place).lower(*given).compile().as_text()
         return cycles(parse(text or ""), {}) / CLOCKS[kind.name]
@@ -82,7 +82,7 @@ def compiled_seconds(device: Any, kind: Kind) -> Seconds:
     return seconds
 
 
-def fitted(kind: Kind, seconds: Seconds, before: Calibration) -> Calibration:
+def fit_entry(kind: Kind, seconds: Seconds, before: Calibration) -> Calibration:
     """An entry with its rates fitted.
 
     A pass takes a launch, and its bytes by the bandwidth that it reaches: a line by least squares of relative errors.
@@ -195,7 +195,7 @@ def quantiles(ratios: Sequence[float]) -> Quantiles | None:
     return [round(float(each), 2) for each in np.quantile(ratios, SHARES)] if ratios else None
 
 
-def written(name: str, entry: Calibration) -> None:
+def write_entry(name: str, entry: Calibration) -> None:
     """Puts an entry into the file."""
     content = json.loads(FILE.read_text(encoding="utf-8"))
     content[name] = {
@@ -218,19 +218,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         machine = Machine.here(devices)
         kind = machine.kinds[0]
         name = kind.name if kind.name in KINDS else devices[0].platform  # whose rates are measured, they are reached
-        entry = Calibration.on(devices[0].platform, kind.name)
+        entry = Calibration.for_platform(devices[0].platform, kind.name)
         if kind.name in KINDS:
             with tempfile.TemporaryDirectory() as folder:
                 measured = Measured(devices[0], Cache(folder))
-                entry = fitted(kind, lambda piece: measured.measure(piece)[0], entry)
+                entry = fit_entry(kind, lambda piece: measured.measure(piece)[0], entry)
     else:
         devices, machine = tpu_topology(TOPOLOGIES[which]), Machine.tpu(TOPOLOGIES[which])
         kind = kind_named(which)
         name = kind.name
-        entry = fitted(kind, compiled_seconds(devices[0], kind), Calibration.on("tpu", name))
-    written(name, entry)
+        entry = fit_entry(kind, compiled_seconds(devices[0], kind), Calibration.for_platform("tpu", name))
+    write_entry(name, entry)
     memory, time = spread(machine, devices)  # of estimates with the new rates
-    written(name, dataclasses.replace(entry, memory=memory, time=time))
+    write_entry(name, dataclasses.replace(entry, memory=memory, time=time))
     print(f"{name}: {entries()[name]}")
 
 

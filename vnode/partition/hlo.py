@@ -1,4 +1,4 @@
-"""Reads compiled HLO text: which computations call which, how often they run, where the collectives are.
+"""Compiled HLO text -> its instructions, how often each runs, and its collectives.
 
 Knows the text format. Must not know jax, devices, or what is being compiled.
 """
@@ -86,7 +86,7 @@ class Visit:
     fused: bool
 
     def times(self, turns: Mapping[str, float]) -> float:
-        """How often it runs, given the turns of loops whose length the text does not tell, by name; else one."""
+        """How often it runs; `turns` has the trip counts that the text lacks, by loop name, 1 by default."""
         return math.prod(turns.get(name, 1) if trips is None else trips for name, trips in self.loops)
 
 
@@ -154,8 +154,8 @@ def parse(text: str) -> Module:
     return Module(entry, computations)
 
 
-def members(instruction: Instruction) -> int:
-    """How many devices a group of a collective has: of three notations."""
+def group_size(instruction: Instruction) -> int:
+    """The number of devices in a group of a collective, in any of three notations."""
     found = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]|mesh\[(.*?)\][^{]*\{(.*?)\})", instruction.rest)
     if found is None:
         raise ValueError(f"{instruction.name} does not say which devices take part: {instruction.rest[:200]}")
@@ -173,18 +173,20 @@ _MESHED = re.compile(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\)(?= 
 _PAIRS = re.compile(r"source_target_pairs=\{([\d,{}]*)\}")
 
 
-def groups(instruction: Instruction) -> tuple[tuple[int, ...], ...]:
-    """The devices of each group of a collective, by number; of a permute its pairs; nothing where it names none.
+def device_groups(instruction: Instruction) -> tuple[tuple[int, ...], ...]:
+    """The numbers of the devices of each group of a collective; a permute's pairs; empty where the text names none.
 
-    XLA lists them, or counts along the axes of an array, or names axes of a mesh. ``"x:(2)4"`` is a part of an axis:
-    of ``x`` as 2 x 4 x the rest, the 4.
+    XLA lists them, or counts along the axes of an array, or names axes of a mesh. ``"x:(2)4"`` is a part of an axis: if
+    ``x`` is 2 x 4 x the rest, the 4.
 
     >>> def made(rest):
     ...     return Instruction("all-reduce.1", "f32[8]", "all-reduce", f"%x), {rest}")
-    >>> groups(made("replica_groups={{0,2},{1,3}}")), groups(made("source_target_pairs={{0,1},{1,0}}"))
+    >>> device_groups(made("replica_groups={{0,2},{1,3}}")), device_groups(made("source_target_pairs={{0,1},{1,0}}"))
     (((0, 2), (1, 3)), ((0, 1), (1, 0)))
-    >>> groups(made("replica_groups=[2,2]<=[2,2]T(1,0)")), groups(made("replica_groups=mesh['a'=2,'b'=2] {'a'}"))
-    (((0, 2), (1, 3)), ((0, 2), (1, 3)))
+    >>> device_groups(made("replica_groups=[2,2]<=[2,2]T(1,0)"))
+    ((0, 2), (1, 3))
+    >>> device_groups(made("replica_groups=mesh['a'=2,'b'=2] {'a'}"))
+    ((0, 2), (1, 3))
     """
     rest = instruction.rest
     if listed := _LISTED.search(rest) or _PAIRS.search(rest):
@@ -212,33 +214,32 @@ def groups(instruction: Instruction) -> tuple[tuple[int, ...], ...]:
 
 
 def _counted(said: str) -> np.ndarray:
-    """Numbers that count along the axes of an array, which are then put in another order: ``"[2,4]T(1,0)"``."""
+    """The numbers of a reshaped and transposed iota: ``"[2,4]T(1,0)"``."""
     shape, _, order = said.partition("T")
     sizes = [*map(int, shape.strip("[]").split(","))]
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
     return (numbers.transpose([*map(int, order.strip("()").split(","))]) if order else numbers).ravel()
 
 
-def arrays(instruction: Instruction) -> list[int]:
+def array_bytes(instruction: Instruction) -> list[int]:
     """Bytes of each array of the result."""
     return [_width(kind) * _product(dims) // 8 for kind, dims in _SHAPE.findall(instruction.type)]
 
 
 @dataclass(frozen=True)
-class Found:
+class HloCollective:
     """A collective in a compiled program.
 
     Attributes:
         kind: Its opcode, without ``-start``.
-        arrays: Bytes of one device's arrays that are sent together: of the results of an all-gather, of the operands of
-            the others.
-        devices: Of a group; 0 where the text names pairs.
-        runs: How often it runs; loops whose length the text does not tell count once.
+        arrays: Bytes of each array that one device sends: the results of an all-gather, the operands of other kinds.
+        devices: Size of a group; 0 where the text names pairs.
+        runs: How often it runs; loops without a trip count in the text count once.
         open: Whether it is in such a loop.
-        name: In the text.
-        type: Of the result, as the text has it.
-        added: Whether it only puts in place what a sum over padded arrays has left elsewhere (`found_collectives`).
-        groups: Numbers of the devices that exchange (`groups`).
+        name: Its name in the text.
+        type: The type of the result, as text.
+        added: Whether it only moves elements to their place after a sum over padded arrays (`find_collectives`).
+        groups: Numbers of the devices that exchange (`device_groups`).
     """
 
     kind: str
@@ -253,45 +254,44 @@ class Found:
 
     @property
     def bytes(self) -> int:
-        """Of all arrays."""
+        """Bytes of all arrays."""
         return sum(self.arrays)
 
 
 OVER_NODES = {"nodes", "run", "lane"}
-"""What loops over the nodes of a device are called, one within the other (`vnode.runtime.node_loops`)."""
+"""Names of the loops over the nodes of a device, which may be nested (`vnode.runtime.node_loops`)."""
 
 
 def scope_of(loop: Instruction) -> str:
-    """What the program calls a loop; nothing if it has no name, or is no loop."""
+    """The name of a loop in the traced program; empty if it has no name, or is no loop."""
     found = _OP_NAME.search(loop.rest) if loop.opcode == "while" else None
     path = found[1].split("/") if found else []
     return path[-2] if len(path) > 1 and path[-1] == "while" else ""
 
 
-def found_collectives(module: Module, over_nodes: int | None = None) -> list[Found]:
+def find_collectives(module: Module, over_nodes: int | None = None) -> list[HloCollective]:
     """All collectives of more than one device that a module runs.
 
-    A collective that begins and ends in two places has its operands and its results in the first one's type. The TPU
-    compiler spreads some over a chain of fusions that compute beside it; each of these names the whole collective,
-    which counts once, wherever on the chip or off it a link has the result. It carries out some sums of which everybody
-    keeps a part as fusions of a sum and a slice: these count as what they are, with the bytes before it pads them to
-    another length; the parts then lie at other places than they should, and a permute, `Found.added`, moves what is
-    beyond the border to the neighbour.
+    An asynchronous collective has its operands and its results in the type of its start. The TPU compiler spreads some
+    collectives over a chain of fusions that compute meanwhile. Each of these fusions names the whole collective, which
+    counts once. Some reduce-scatters are fusions of an all-reduce and a slice: they count as reduce-scatters, with the
+    bytes before padding. Their padded parts then lie at other offsets, and a permute (`HloCollective.added`) moves the
+    elements beyond the border to the neighbour.
 
     Args:
         module: The module.
-        over_nodes: How often the loops over a device's nodes (`OVER_NODES`) run in all, where the text does not tell.
+        over_nodes: Total trip count of the loops over a device's nodes (`OVER_NODES`), where the text lacks it.
     """
     nodes = loops_over_nodes(module)
     found, chains = [], set[tuple[str, ...]]()
-    scattered = _scattered(module)
-    moved = _beyond_the_border(module, scattered)
+    scattered = _sliced_sums(module)
+    moved = _border_permutes(module, scattered)
     for visit in module.walk(conditions=True):
         instruction = visit.instruction
         kind = instruction.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:
             continue
-        devices = 0 if kind in ("collective-permute", "collective-broadcast") else members(instruction)
+        devices = 0 if kind in ("collective-permute", "collective-broadcast") else group_size(instruction)
         if devices == 1:
             continue
         chain = _CHAIN.search(instruction.rest) if visit.fused else None
@@ -300,7 +300,7 @@ def found_collectives(module: Module, over_nodes: int | None = None) -> list[Fou
             if link in chains:
                 continue
             chains.add(link)
-        own = arrays(instruction)
+        own = array_bytes(instruction)
         if instruction.opcode == "collective-permute-start":
             own = own[1:2]
         elif instruction.opcode == "all-gather-start":
@@ -309,10 +309,10 @@ def found_collectives(module: Module, over_nodes: int | None = None) -> list[Fou
             own = [n * devices for n in own]
         if instruction.name in scattered:
             kind, own = "reduce-scatter", [scattered[instruction.name]]
-        runs, open_ = runs_of(visit, nodes, over_nodes)
+        runs, open_ = visit_runs(visit, nodes, over_nodes)
         added = instruction.name in moved
-        said = instruction.name, instruction.type, added, groups(instruction)
-        found.append(Found(kind, tuple(own), devices, runs, open_, *said))
+        said = instruction.name, instruction.type, added, device_groups(instruction)
+        found.append(HloCollective(kind, tuple(own), devices, runs, open_, *said))
     return found
 
 
@@ -321,13 +321,13 @@ def loops_over_nodes(module: Module) -> set[str]:
     return {v.instruction.name for v in module.walk() if scope_of(v.instruction) in OVER_NODES}
 
 
-def runs_of(visit: Visit, nodes: Set[str], over_nodes: int | None) -> tuple[int, bool]:
-    """How often an instruction runs, and whether it is in a loop whose length the text does not tell: these count once.
+def visit_runs(visit: Visit, nodes: Set[str], over_nodes: int | None) -> tuple[int, bool]:
+    """How often an instruction runs, and whether it is in a loop without a known trip count, which counts once.
 
     Args:
         visit: The instruction.
         nodes: The loops over a device's nodes, by name.
-        over_nodes: How often these run in all, where the text does not tell.
+        over_nodes: Total trip count of these, where the text lacks it.
     """
     runs = math.prod(trip for _, trip in visit.loops if trip is not None)
     unknown = {name for name, trip in visit.loops if trip is None}
@@ -336,14 +336,14 @@ def runs_of(visit: Visit, nodes: Set[str], over_nodes: int | None) -> tuple[int,
     return runs, bool(unknown)
 
 
-def found_fetches(module: Module, over_nodes: int | None = None) -> int:
-    """Bytes of slices that a module begins to fetch from the host's memory, each as often as that runs.
+def find_fetches(module: Module, over_nodes: int | None = None) -> int:
+    """Bytes of slices that a module fetches from the host's memory in a run.
 
-    Those in other loops whose length the text does not tell are left out: sums that wait come back in such loops.
+    Other loops without a known trip count are left out: partial sums on the host come back in such loops.
 
     Args:
         module: The module.
-        over_nodes: How often the loops over a device's nodes (`OVER_NODES`) run in all, where the text does not tell.
+        over_nodes: Total trip count of the loops over a device's nodes (`OVER_NODES`), where the text lacks it.
     """
     nodes, total = loops_over_nodes(module), 0
     for visit in module.walk():
@@ -352,17 +352,17 @@ def found_fetches(module: Module, over_nodes: int | None = None) -> int:
         (_, _, layout), *others = _LAID_OUT.findall(visit.instruction.type)
         if HOST in layout:
             sizes = [_width(kind) * _product(dims) // 8 for kind, dims, where in others if HOST not in where]
-            runs, open_ = runs_of(visit, nodes, over_nodes)
+            runs, open_ = visit_runs(visit, nodes, over_nodes)
             total += 0 if open_ else max(sizes, default=0) * runs
     return total
 
 
 HOST = "S(5)"
-"""How a layout says that an array is in the host's memory."""
+"""The mark of a layout in the host's memory."""
 
 
-def _scattered(module: Module) -> dict[str, int]:
-    """Sums in fusions of which only a slice is used: by name the bytes that are summed, without padding."""
+def _sliced_sums(module: Module) -> dict[str, int]:
+    """All-reduces in fusions that use only a slice of the sum: the summed bytes, without padding, by name."""
     found = {}
     fusions = (each for instructions in module.computations.values() for each in instructions)
     called = (name for each in fusions if each.opcode == "fusion" for name in each.called().get("calls", ()))
@@ -378,8 +378,8 @@ def _scattered(module: Module) -> dict[str, int]:
     return found
 
 
-def _beyond_the_border(module: Module, scattered: Mapping[str, int]) -> set[str]:
-    """Permutes of slices of what fusions with such sums give."""
+def _border_permutes(module: Module, scattered: Mapping[str, int]) -> set[str]:
+    """The permutes of slices of such fusions' results."""
     found = set()
     for instructions in module.computations.values():
         named = {each.name: each for each in instructions}
@@ -401,15 +401,15 @@ def cycles(module: Module, turns: Mapping[str, float], in_loops: bool = False) -
 
     Args:
         module: The module.
-        turns: How often loops run whose length the text does not tell, by name.
-        in_loops: Count only what is in a loop.
+        turns: Trip counts that the text lacks, by name of the loop.
+        in_loops: Count only instructions in loops.
     """
     counted = (v for v in module.walk() if not v.fused and (v.loops or not in_loops))
     return round(sum(v.instruction.cycles * v.times(turns) for v in counted))
 
 
-def loops(module: Module) -> list[int | None]:
-    """Trip counts of the outermost loops in order; None where the text does not tell."""
+def trip_counts(module: Module) -> list[int | None]:
+    """Trip counts of the outermost loops, in order; None where the text lacks them."""
     return [module._trips(v.instruction) for v in module.walk() if v.instruction.opcode == "while" and not v.loops]
 
 

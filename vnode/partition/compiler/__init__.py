@@ -1,4 +1,4 @@
-"""Asks a compiler about programs: which compiler serves a machine, what it says, many programs within a time."""
+"""A machine and programs -> its compiler's figures for them, for many programs within a time limit."""
 
 from vnode.partition.compiler.pool import CompilePool
 from vnode.partition.compiler.stats import CompiledStats

@@ -2,8 +2,8 @@
 
     python -m vnode.partition.compiler.compile_worker FOLDER
 
-A process of its own can be ended when time is over, and takes a crash of the compiler with it. It ends when its
-standard input does, so that none is left behind by whoever started it.
+A separate process can be ended at the deadline, and contains a crash of the compiler. It ends when its standard input
+closes, so that it never outlives its parent.
 
 Knows requests and jax. Must not know who asks, nor what for.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 
 def end_with_parent() -> None:
-    """Ends this process when whoever started it ends."""
+    """Ends this process when its parent ends."""
     while os.read(0, 1):
         pass
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Lowered programs -> what a compiler says of each: several at a time, kept on disk, ended when time is over.
+"""Lowered programs -> the compiler's figures of each: several at a time, cached on disk, ended at a deadline.
 
     with CompilePool(target) as pool:
         job = pool.submit(step.lower(state, batch))
@@ -38,10 +38,10 @@ from vnode.plan.nodes.device_memory import memory_refusal
 from vnode.show.units import size
 
 AT_ONCE = 2
-"""Compilations at a time at most: a compiler takes gigabytes for a large program."""
+"""Most compilations at a time: a compiler needs gigabytes for a large program."""
 
 CORES = 2
-"""Cores for each: with fewer, one that is done is worth more than two that are half done."""
+"""Cores per compilation: with fewer, one finished compilation is worth more than two unfinished ones."""
 
 POLL = 0.05
 """Seconds between two looks at processes."""
@@ -49,15 +49,15 @@ POLL = 0.05
 
 @dataclasses.dataclass(eq=False)
 class CompileJob:
-    """A program that is compiled, or was.
+    """The compilation of a program.
 
     Attributes:
-      stats: what the compiler says of it; None as long as it says nothing, or where it refuses it.
-      refused: whether it does not fit in the devices' memory.
-      needed: bytes that a refused program needs, if the compiler says.
+      stats: the compiler's figures; None until it has finished, or if it refuses the program.
+      refused: whether the program does not fit in the devices' memory.
+      needed: bytes that a refused program needs, if the compiler reports them.
       failure: the compiler's message, if it failed for another reason.
-      cached: whether the answer was on disk.
-      seconds: that compiling took.
+      cached: whether the result was on disk.
+      seconds: seconds of compilation.
     """
 
     stats: CompiledStats | None = None
@@ -69,12 +69,12 @@ class CompileJob:
 
     @property
     def done(self) -> bool:
-        """Whether the compiler has answered."""
+        """Whether the compiler has finished."""
         return self.stats is not None or self.refused or bool(self.failure)
 
     @property
     def outcome(self) -> str:
-        """The answer in words."""
+        """The result in words."""
         if self.stats is not None:
             return "compiled"
         if self.refused:
@@ -186,7 +186,7 @@ class CompilePool:
                 each.job.seconds = time.monotonic() - each.began
                 if not each.job.failure:
                     with contextlib.suppress(ProfileError):  # the folder cannot be written to: asked again next time
-                        self.cache.put(each.key, answered(each.job))
+                        self.cache.put(each.key, job_content(each.job))
         busy = sum(each.process is not None or each.thread is not None for each in self.queue)
         for each in self.queue:
             if busy >= (min(AT_ONCE, (os.cpu_count() or 1) // CORES) if self.target.separate else 1) and busy:
@@ -256,8 +256,8 @@ class CompilePool:
             shutil.rmtree(each.folder, ignore_errors=True)
 
 
-def answered(job: CompileJob) -> dict[str, Any]:
-    """What is kept of an answer."""
+def job_content(job: CompileJob) -> dict[str, Any]:
+    """The result of a job, as it is cached."""
     if job.stats is not None:
         return {"stats": job.stats.to_json()}
     return {"refused": True, "needed": job.needed}

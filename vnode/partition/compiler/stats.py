@@ -1,4 +1,4 @@
-"""A compiled program -> what its compiler says of it: bytes, cycles, collectives; as numbers that JSON can hold.
+"""A compiled program -> its compiler's figures: bytes, cycles, collectives; as numbers that JSON can hold.
 
     compiled = jax.jit(step).lower(state, batch).compile()
     stats = compiled_stats(compiled)
@@ -12,21 +12,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from vnode.partition.hlo import Module, found_collectives, found_fetches, loops_over_nodes, parse, runs_of
+from vnode.partition.hlo import Module, find_collectives, find_fetches, loops_over_nodes, parse, visit_runs
 from vnode.placement.temporary import temporary_of
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCollective:
-    """Collectives of a compiled program that are alike.
+    """Equal collectives of a compiled program.
 
     Attributes:
       kind: the opcode: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"``,
         ``"collective-permute"``, or another.
-      bytes: of one device's array: of the result of an all-gather, of the operand of the others.
-      devices: of a group; 0 of a permute.
+      bytes: size of one device's array: the result of an all-gather, the operand of other kinds.
+      devices: number of devices in a group; 0 for a permute.
       runs: how often they run in a step.
-      groups: numbers of the devices that exchange with each other; of a permute pairs of who sends to whom; empty where
+      groups: numbers of the devices that exchange with each other; of a permute, (sender, receiver) pairs; empty where
         the compiled text does not list them.
     """
 
@@ -39,18 +39,18 @@ class CompiledCollective:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStats:
-    """What a compiler says of a program.
+    """A compiler's figures for a program.
 
     Attributes:
       arguments: bytes of one device's arguments.
       outputs: bytes of its results.
-      aliased: bytes of results in the memory of donated arguments.
-      temporary: bytes of everything else, at the moment at which they are most.
-      gaps: bytes between temporary arrays.
+      aliased: bytes of results in donated buffers.
+      temporary: bytes of all other arrays at the peak.
+      gaps: bytes of fragmentation between temporary arrays.
       host: bytes of temporary arrays in the host's memory.
-      fetched: bytes that come from the host's memory in a step.
-      cycles: estimated cycles of computation of a step; 0 where the compiler gives none.
-      collectives: of a step.
+      fetched: bytes fetched from the host's memory in a step.
+      cycles: estimated cycles of computation of a step; 0 where the compiler estimates none.
+      collectives: the collectives of a step.
     """
 
     arguments: int
@@ -65,7 +65,7 @@ class CompiledStats:
 
     @property
     def memory(self) -> int:
-        """Bytes that one device holds at most, gaps between arrays left out: a compiler closes them where it must."""
+        """Peak bytes of one device, without gaps between arrays: a compiler closes these where it must."""
         return self.arguments + self.outputs - self.aliased + self.temporary
 
     def to_json(self) -> dict[str, Any]:
@@ -90,11 +90,11 @@ class CompiledStats:
 
 
 def compiled_stats(compiled: Any, over_nodes: int | None = None) -> CompiledStats:
-    """Reads what a compiler says of a program.
+    """Reads the compiler's figures for a program.
 
     Args:
       compiled: a `jax.stages.Compiled`.
-      over_nodes: how often loops over a device's nodes run whose length the text does not tell.
+      over_nodes: total trip count of loops over a device's nodes, where the text lacks it.
 
     Returns:
       The figures.
@@ -108,7 +108,7 @@ def compiled_stats(compiled: Any, over_nodes: int | None = None) -> CompiledStat
     """
     said, module, temporary = compiled.memory_analysis(), parse(compiled.as_text()), temporary_of(compiled)
     counted: dict[tuple[str, int, int, tuple[tuple[int, ...], ...]], int] = {}
-    for each in found_collectives(module, over_nodes):
+    for each in find_collectives(module, over_nodes):
         key = each.kind, each.bytes, each.devices, each.groups
         counted[key] = counted.get(key, 0) + (0 if each.added else each.runs)
     return CompiledStats(
@@ -118,7 +118,7 @@ def compiled_stats(compiled: Any, over_nodes: int | None = None) -> CompiledStat
         temporary=temporary.held,
         gaps=temporary.gaps,
         host=getattr(said, "host_temp_size_in_bytes", 0),
-        fetched=found_fetches(module, over_nodes),
+        fetched=find_fetches(module, over_nodes),
         cycles=estimated_cycles(module, over_nodes),
         collectives=tuple(
             CompiledCollective(kind, size, devices, runs, groups)
@@ -129,7 +129,7 @@ def compiled_stats(compiled: Any, over_nodes: int | None = None) -> CompiledStat
 
 
 def estimated_cycles(module: Module, over_nodes: int | None) -> int:
-    """The compiler's cycles of a step; loops of unknown length that are not over nodes count once."""
+    """The compiler's cycles of a step; other loops without a known trip count count once."""
     nodes = loops_over_nodes(module)
     visits = (visit for visit in module.walk() if not visit.fused and visit.instruction.cycles)
-    return sum(visit.instruction.cycles * runs_of(visit, nodes, over_nodes)[0] for visit in visits)
+    return sum(visit.instruction.cycles * visit_runs(visit, nodes, over_nodes)[0] for visit in visits)

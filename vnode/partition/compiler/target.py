@@ -55,8 +55,8 @@ class CompileTarget:
     """Devices to compile for.
 
     Attributes:
-      devices: in the order of the machine's.
-      topology: whose they are, if they need not be there.
+      devices: jax devices, in the order of the machine's.
+      topology: their TPU topology, if they are not on this host.
     """
 
     devices: tuple[Any, ...]
@@ -69,12 +69,12 @@ class CompileTarget:
 
     @property
     def separate(self) -> bool:
-        """Whether another process can compile for them: accelerators that are here belong to this one."""
+        """Whether another process can compile for them: local accelerators belong to this process."""
         return self.topology is not None or self.platform == "cpu"
 
     @property
     def key(self) -> dict[str, str]:
-        """What decides about a compiled program beside the program itself."""
+        """The part of a cache key that identifies the compiler: its versions, devices and flags."""
         versions = {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")}
         if self.platform == "tpu" and importlib.util.find_spec("libtpu"):
             versions["libtpu"] = importlib.metadata.version("libtpu")
@@ -87,7 +87,7 @@ class CompileTarget:
         }
 
     def environment(self) -> Mapping[str, str]:
-        """Of a process that compiles for the same devices, beside what this process has."""
+        """Additional environment variables of a process that compiles for the same devices."""
         found = {"JAX_PLATFORMS": "cpu"}
         if self.topology is not None:
             return {**found, **NO_METADATA_SERVER}
@@ -100,9 +100,9 @@ def compile_target(machine: Machine, devices: Sequence[Any] | None = None) -> tu
     """Finds the compiler that serves a machine.
 
     Args:
-      machine: what is compiled for.
-      devices: to compile for, in the machine's order; by default those of the TPU topology that the machine is named
-        for, if libtpu is installed, or the devices of this process, if they are what the machine consists of.
+      machine: the machine to compile for.
+      devices: the devices to compile for, in the machine's order. By default those of the TPU topology that the machine
+        is named for, if libtpu is installed; or this process's devices, if the machine consists of them.
 
     Returns:
       The target, or None and the reason in words.

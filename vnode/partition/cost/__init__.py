@@ -1,4 +1,4 @@
-"""What an operator, an exchange and a whole split program take: time, bytes, memory."""
+"""An operator, a collective or a split program -> its time, bytes and memory."""
 
 from vnode.partition.cost.cache import Cache
 from vnode.partition.cost.calibration import Calibration
@@ -9,7 +9,7 @@ from vnode.partition.cost.program_memory import Memory, memory_of
 from vnode.partition.cost.roofline import Roofline, Source, Time
 from vnode.partition.cost.split_cost import ProgramCost, program_cost
 from vnode.partition.cost.time_sources import Times
-from vnode.partition.cost.timed_pieces import Piece, copy_of, piece_of
+from vnode.partition.cost.timed_pieces import TimedOp, copy_of, timed_op_of
 
 __all__ = [
     "Cache",
@@ -17,18 +17,18 @@ __all__ = [
     "DeviceProgram",
     "Measured",
     "Memory",
-    "Piece",
     "ProgramCost",
     "Roofline",
     "Source",
     "Time",
+    "TimedOp",
     "Times",
     "Transfer",
     "copy_of",
     "device_program",
     "memory_of",
-    "piece_of",
     "program_cost",
+    "timed_op_of",
     "transfer_of",
     "transfers_of_route",
 ]

@@ -1,10 +1,10 @@
-"""What was measured or compiled once, kept in a folder: one small JSON file for each entry.
+"""Measured and compiled figures -> small JSON files in a folder, one for each entry.
 
 Knows keys, numbers and files. Must not know what they mean, nor how they are found.
 
-Any number of processes may share a folder: an entry is written to a file of its own and then put in its place at once,
-so that nobody reads half of one; who comes later with the same key wins. A file that cannot be read, or holds another
-key (of another version, or another computation with the same hash), counts as none, and is written again.
+Any number of processes may share a folder. An entry is written to a temporary file, which then replaces the old file
+atomically, so that no reader sees half an entry. The last writer of a key wins. A file that cannot be read, or holds
+another key (another version, or another computation with the same hash), counts as missing and is written again.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Cache:
         """An entry.
 
         Args:
-          key: what it is of.
+          key: identifies the computation.
 
         Returns:
-          The content that was put there; None if there is none, or the file holds something else.
+          The stored content; None if there is none, or if the file holds something else.
         """
         path = self.path(key)
         if path.name not in self._known:
@@ -89,7 +89,7 @@ class Cache:
         """Writes an entry.
 
         Args:
-          key: what it is of.
+          key: identifies the computation.
           value: plain data by name; numbers are not negative.
 
         Raises:

@@ -1,4 +1,4 @@
-"""A kind of device -> what its programs reach of its peak rates, as ``calibration.json`` has it.
+"""A kind of device -> the share of its peak rates that programs reach, read from ``calibration.json``.
 
     {"TPU v5e": {"products": 0.9, "passes": 0.8, "launch": 1e-6, "recomputes": true, "memory": [0.9, 1.1], ...}}
 
@@ -27,15 +27,15 @@ Quantiles = Sequence[float]
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What programs reach on a kind of device, and how far estimates are off.
+    """The rates that programs reach on a kind of device, and the errors of estimates.
 
     Attributes:
-      products: the part of the peak rate that matrix products reach.
-      passes: the part of the bandwidth of memory that other fused operations reach.
-      launch: seconds that a fused operation takes besides.
-      recomputes: whether arithmetic is cheaper than memory: products take in element-wise operations, and what is made
-        of one array is evaluated again where it is read (`vnode.partition.cost.fusion`).
-      on_chip: bytes of temporary arrays that are not in the device's memory, but on its chip.
+      products: the share of the peak rate that matrix products reach.
+      passes: the share of the memory bandwidth that other fused operations reach.
+      launch: seconds of launch overhead per fused operation.
+      recomputes: whether arithmetic is cheaper than memory: products fuse element-wise operations, and results computed
+        from one array are recomputed by each reader (`vnode.partition.cost.fusion`).
+      on_chip: bytes of temporary arrays that stay on the chip instead of in the device's memory.
       memory: compiled / estimated bytes of a device: quantiles 10%, 50% and 90% of the programs of the calibration.
       time: the same of seconds of computation.
     """
@@ -49,18 +49,18 @@ class Calibration:
     time: Quantiles | None = None
 
     @staticmethod
-    def on(platform: str, kind: str = "") -> Calibration:
+    def for_platform(platform: str, kind: str = "") -> Calibration:
         """The entry of a kind, if it belongs to the platform that is compiled for; otherwise that of the platform.
 
-        >>> Calibration.on("tpu", "TPU v5e").recomputes, Calibration.on("cpu", "TPU v5e").recomputes
+        >>> Calibration.for_platform("tpu", "TPU v5e").recomputes, Calibration.for_platform("cpu", "TPU v5e").recomputes
         (True, False)
         """
         own = kind if kind in entries() and kind.lower().startswith(platform) else platform
         return entries().get(own, Calibration())
 
     @staticmethod
-    def of(kind: Kind) -> Calibration:
-        """The entry of a kind with the figures of its data sheet; measured figures are what programs reach already."""
+    def for_kind(kind: Kind) -> Calibration:
+        """The entry of a kind with its data sheet's figures; a measured kind needs no correction."""
         sheet = KINDS.get(kind.name)
         same = sheet is not None and (kind.bandwidth, kind.peak) == (sheet.bandwidth, sheet.peak)
         return entries().get(kind.name, Calibration()) if same else Calibration()

@@ -1,4 +1,4 @@
-"""What it takes to move values between devices of a mesh: a collective of a program, a route between layouts.
+"""A collective, or a route between two layouts -> its bytes and its time on a mesh of devices.
 
 Knows jax's collectives, moves between layouts, and machines. Must not know programs, nor when anything is moved.
 """
@@ -25,29 +25,29 @@ KINDS = {
     "all_to_all": "all-to-all",
     "ppermute": "permute",
 }
-"""What jax's collectives are called in the field; all that `vnode.spmd.resharding_collectives` makes."""
+"""The field's names of jax's collectives, of all that `vnode.spmd.resharding_collectives` emits."""
 
 NAMES = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"} | {
     "all-to-all": "all_to_all",
     "permute": "permute",
 }
-"""What `Machine.collective` calls them."""
+"""`Machine.collective`'s names of these kinds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """One collective, as every device takes part in it.
+    """One collective, seen by any of its devices.
 
     Attributes:
       kind: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"`` or ``"permute"``.
-      axes: of the mesh, along which devices exchange.
-      bytes: of one device's array: of the result of an all-gather, of the operand of the others.
-      devices: of a group.
-      pairs: of a permute, who sends to whom, by place in the group.
-      among: the groups, by place along the axes, if not all devices along them exchange with each other.
+      axes: mesh axes along which devices exchange.
+      bytes: size of one device's array: the result of an all-gather, the operand of the other kinds.
+      devices: number of devices in a group.
+      pairs: of a permute, (sender, receiver) positions in the group.
+      among: the groups, as positions along the axes, if only subsets of the devices along them exchange.
 
     Example:
-      >>> Transfer("all-reduce", ("data",), 1024, 4).sent
+      >>> Transfer("all-reduce", ("data",), 1024, 4).bytes_sent
       1536.0
     """
 
@@ -59,18 +59,18 @@ class Transfer:
     among: tuple[tuple[int, ...], ...] = ()
 
     @property
-    def sent(self) -> float:
-        """Bytes that each device sends, by the algorithms that move least (`resharding.Move.elements_sent`)."""
+    def bytes_sent(self) -> float:
+        """Bytes that each device sends, by the algorithms that move the least (`resharding.Move.elements_sent`)."""
         rest = (self.devices - 1) / self.devices
         return self.bytes * {"all-reduce": 2 * rest, "permute": 1.0}.get(self.kind, rest)
 
     def cost(self, machine: Machine, mesh: MachineMesh) -> Cost:
         """Latency, seconds a byte and links on a machine, all groups of the mesh at once.
 
-        The latency is that of all hops one after another; of a permute, of the pair that is farthest apart.
+        The latency is that of all hops in sequence; a permute has the latency of its most distant pair.
 
         Args:
-          machine: which moves the bytes.
+          machine: the machine whose links carry the bytes.
           mesh: its devices, with the axes of the transfer.
 
         Returns:
@@ -90,16 +90,16 @@ class Transfer:
 
 
 def is_sum(eqn: JaxprEqn) -> bool:
-    """Whether an equation sums one array over devices, and everybody gets the sum."""
+    """Whether an equation is an all-reduce (sum) of one array."""
     return eqn.primitive.name == "psum" and len(eqn.outvars) == 1
 
 
 def transfer_of(eqn: JaxprEqn, axes: Mapping[str, int]) -> Transfer | None:
-    """The collective that an equation is; None if it is none.
+    """An equation as a collective; None if it is no collective.
 
     Args:
       eqn: an equation of one device's program.
-      axes: of the mesh, those longer than one.
+      axes: sizes of the mesh axes longer than one.
     """
     kind = KINDS.get(eqn.primitive.name)
     if kind is None:
@@ -116,12 +116,12 @@ def transfer_of(eqn: JaxprEqn, axes: Mapping[str, int]) -> Transfer | None:
 
 
 def transfers_of_route(moves: Sequence[Move], itemsize: int, axes: Axes) -> tuple[Transfer, ...]:
-    """The collectives of a route between two layouts; what is cut where it lies moves nothing.
+    """The collectives of a route between two layouts; local cuts move nothing.
 
     Args:
-      moves: as `vnode.spmd.resharding.plan_resharding` gives them.
+      moves: the result of `vnode.spmd.resharding.plan_resharding`.
       itemsize: bytes of an element.
-      axes: of the mesh.
+      axes: sizes of the mesh axes.
 
     Returns:
       One for each move over the network, in order.

@@ -1,4 +1,4 @@
-"""A kind of TPU -> its clock and the smallest topology that its compiler knows, for builds where no TPU is.
+"""A kind of TPU -> its clock and the smallest topology that its compiler knows, for hosts without a TPU.
 
 Knows data sheets and libtpu's names. Must not know programs.
 
@@ -32,11 +32,11 @@ NO_METADATA_SERVER = {
     "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
 }
-"""What the compiler reads when it is loaded: not to ask a metadata server which machine this is."""
+"""Environment variables that stop libtpu from asking a metadata server which machine this is."""
 
 
 def tpu_topology(name: str, slices: int = 1) -> list[Any]:
-    """The devices of a topology, to compile for; they need not be there. Loads libtpu.
+    """The devices of a topology, as targets to compile for; no hardware is needed. Loads libtpu.
 
     Args:
       name: such as ``"v5e:2x4"``.

@@ -1,19 +1,19 @@
-"""A program -> its fused operations, so that what passes between the equations of one is never in memory.
+"""A program -> its fused operations; intermediate values inside a fused operation are never in memory.
 
     y = tanh(x * 2 + b); s = y.sum(0)   ->   one operation that reads x and b, and writes s
 
-Knows descriptions and programs. Must not know machines, times, or how much memory there is. The rules are those of
-producers and consumers that any compiler has:
+Knows descriptions and programs. Must not know machines, times, or how much memory there is. The rules are the
+producer-consumer rules of any compiler:
 
-- Element-wise equations, broadcasts, slices and rearrangements are evaluated inside of the equation that reads them. If
-  several read the result, it is written once, unless it is cheap: made of one array, in `FEW` operations at most.
-- Reductions take in what they read, and write their result.
-- Products take in rearrangements and conversions of their operands, and write their result.
-- Where arithmetic is cheaper than memory (`recomputes`), products take in all element-wise operands, and one
-  element-wise reader of the same size takes in the product; whatever is made of one array is cheap; and element-wise
-  operations that read the same become one with several results.
+- Element-wise equations, broadcasts, slices and rearrangements are fused into the equation that reads them. A result
+  with several readers is written once, unless it is cheap: computed from one array, in at most `FEW` operations.
+- Reductions fuse their operands, and write their result.
+- Products fuse rearrangements and conversions of their operands, and write their result.
+- Where arithmetic is cheaper than memory (`recomputes`), products fuse all element-wise operands, and one element-wise
+  reader of the same size fuses the product. Every result computed from one array is cheap. Element-wise operations
+  that read the same array become one operation with several results.
 - Everything else (scatters, sorts, windows, loops, collectives) reads from memory and writes to it.
-- Reductions over devices that do not wait for each other are sent together.
+- Independent all-reduces are combined into one collective.
 """
 
 from __future__ import annotations
@@ -29,96 +29,96 @@ from vnode.analysis.program import Program
 from vnode.operators import Role, describe
 from vnode.operators.cost import nbytes
 from vnode.partition.cost.collective_cost import KINDS
-from vnode.partition.cost.op_kinds import Kernel, Kernels, Shape, shape_of
-from vnode.partition.cost.timed_pieces import piece_of
+from vnode.partition.cost.op_kinds import FusedOp, FusedProgram, OpKind, op_kind_of
+from vnode.partition.cost.timed_pieces import timed_op_of
 
 FEW = 4
-"""Operations per element up to which several readers evaluate something again, rather than read it."""
+"""Operations per element up to which each reader recomputes a value instead of reading it."""
 
-TAKES = {Shape.EACH: 2, Shape.SAME: 2, Shape.MOVED: 2, Shape.REDUCED: 2, Shape.CONTRACTED: 1}
-"""What equations take in: 0 nothing, 1 rearrangements and conversions, 2 whatever is element-wise."""
+TAKES = {OpKind.ELEMENTWISE: 2, OpKind.BITCAST: 2, OpKind.TRANSPOSED: 2, OpKind.REDUCED: 2, OpKind.CONTRACTED: 1}
+"""Operands that each kind fuses: 0 none, 1 rearrangements and conversions, 2 all element-wise ones."""
 
-LIGHT = {Shape.EACH, Shape.SAME, Shape.MOVED}
-"""What may be evaluated inside of its readers."""
+LIGHT = {OpKind.ELEMENTWISE, OpKind.BITCAST, OpKind.TRANSPOSED}
+"""Kinds that may be fused into their readers."""
 
 
 @functools.lru_cache(maxsize=8)  # time and memory are asked for one after the other
-def kernels_of(program: Program, recomputes: bool) -> Kernels:
+def fuse_program(program: Program, recomputes: bool) -> FusedProgram:
     """Fuses the equations of a program.
 
     Args:
-      program: of one device.
+      program: one device's program.
       recomputes: whether arithmetic is cheaper than memory.
 
     Returns:
       The fused operations, in an order in which they can run.
     """
-    shapes = {id(eqn): shape_of(eqn, program.describe(eqn)) for eqn in program.equations}
+    shapes = {id(eqn): op_kind_of(eqn, program.describe(eqn)) for eqn in program.equations}
     if recomputes:
-        shapes |= {id(eqn): Shape.EACH for eqn in program.equations if puts_one_in_each_row(eqn, shapes)}
+        shapes |= {id(eqn): OpKind.ELEMENTWISE for eqn in program.equations if is_one_hot_update(eqn, shapes)}
     ends = {atom for atom in program.outputs if isinstance(atom, Var)}
-    inside = evaluated_inside(program, shapes, ends, recomputes)
+    inside = inlined_equations(program, shapes, ends, recomputes)
     names: dict[Var, Var] = {}
     for eqn in program.equations:
         source = eqn.invars[0] if eqn.invars else None
-        if shapes[id(eqn)] is Shape.SAME and isinstance(source, Var):
+        if shapes[id(eqn)] is OpKind.BITCAST and isinstance(source, Var):
             maker = program.definitions.get(source)
             if maker is None or id(maker) not in inside or source in names:
                 names[eqn.outvars[0]] = source
     found = []
     for eqn in program.equations:
         if id(eqn) not in inside and not (eqn.outvars and eqn.outvars[0] in names):
-            found.append(Kernel(piece_of(members(eqn, program, inside), eqn.outvars), shapes[id(eqn)], eqn))
-    made = Kernels(program, tuple(found), names)
-    return sent_together(beside_each_other(made) if recomputes else made)
+            found.append(FusedOp(timed_op_of(fused_equations(eqn, program, inside), eqn.outvars), shapes[id(eqn)], eqn))
+    made = FusedProgram(program, tuple(found), names)
+    return combine_collectives(fuse_siblings(made) if recomputes else made)
 
 
-def evaluated_inside(program: Program, shapes: Mapping[int, Shape], ends: Set[Var], recomputes: bool) -> set[int]:
-    """The equations, by id, that are evaluated inside of those that read them."""
-    cheap = cheap_results(program, shapes, recomputes)
+def inlined_equations(program: Program, shapes: Mapping[int, OpKind], ends: Set[Var], recomputes: bool) -> set[int]:
+    """The ids of the equations that are fused into their readers."""
+    cheap = recomputed_equations(program, shapes, recomputes)
     takes: dict[int, int] = {}
-    roots: dict[int, frozenset[int]] = {}  # for each equation that is inside of others, whose operations
-    multiplies: set[int] = set()  # operations that have taken in a product
+    roots: dict[int, frozenset[int]] = {}  # for each inlined equation, the operations that contain it
+    multiplies: set[int] = set()  # operations that have fused a product
     for eqn in reversed(program.equations):
         shape = shapes[id(eqn)]
-        takes[id(eqn)] = 2 if recomputes and shape is Shape.CONTRACTED else TAKES.get(shape, 0)
+        takes[id(eqn)] = 2 if recomputes and shape is OpKind.CONTRACTED else TAKES.get(shape, 0)
         readers = program.readers.get(eqn.outvars[0], ()) if len(eqn.outvars) == 1 else ()
         if not readers or eqn.outvars[0] in ends:
             continue
         least = min(takes[id(reader)] for reader in readers)
         into = frozenset[int]().union(*(roots.get(id(reader), {id(reader)}) for reader in readers))
-        if shape is Shape.CONTRACTED and recomputes and len(into) == 1 and into.isdisjoint(multiplies):
+        if shape is OpKind.CONTRACTED and recomputes and len(into) == 1 and into.isdisjoint(multiplies):
             alike = all(reader.outvars[0].aval.size == eqn.outvars[0].aval.size for reader in readers)
             if alike and least == 2 and all(shapes[id(reader)] in LIGHT for reader in readers):
                 roots[id(eqn)] = into
                 multiplies |= into
         elif shape in LIGHT:
-            rearranges = shape is not Shape.EACH or eqn.primitive.name == "convert_element_type"
+            rearranges = shape is not OpKind.ELEMENTWISE or eqn.primitive.name == "convert_element_type"
             if least >= (1 if rearranges else 2) and (len(into) == 1 or eqn.outvars[0] in cheap):
                 roots[id(eqn)] = into
                 takes[id(eqn)] = least
     return {*roots}
 
 
-def puts_one_in_each_row(eqn: JaxprEqn, shapes: Mapping[int, Shape]) -> bool:
-    """Whether at most one place of an array is replaced in each row: a comparison of positions does that, too.
+def is_one_hot_update(eqn: JaxprEqn, shapes: Mapping[int, OpKind]) -> bool:
+    """Whether an update replaces at most one element per row, so that a comparison of positions computes it too.
 
-    (The gradient of looking up the logits of labels.)
+    The gradient of looking up the logits of labels is such an update.
     """
     of = describe(eqn)
-    if shapes[id(eqn)] is not Shape.UPDATED or of is None:
+    if shapes[id(eqn)] is not OpKind.UPDATED or of is None:
         return False
     whose = {f for dim in of.results[0] for f in dim}
     values = [dims for i, dims in enumerate(of.operands) if i and of.roles.get(i) is not Role.INDEX]
     return all({f for dim in dims for f in dim if of.sizes[f] > 1} <= whose for dims in values)
 
 
-def cheap_results(program: Program, shapes: Mapping[int, Shape], recomputes: bool) -> set[Var]:
-    """What several readers had better evaluate again: made of one array in few operations, and not smaller than that.
+def recomputed_equations(program: Program, shapes: Mapping[int, OpKind], recomputes: bool) -> set[Var]:
+    """Values that each reader should recompute: cheap to compute from one array, and not smaller than that array.
 
-    A smaller result, of a conversion, is cheap if its operand is in memory for others anyway.
+    A smaller result of a conversion is cheap if its operand stays in memory for other readers.
     """
-    found: dict[Var, tuple[frozenset[Var], int]] = {}  # the arrays that it is made of, and how many operations
+    found: dict[Var, tuple[frozenset[Var], int]] = {}  # the arrays that it is computed from, and operations per element
     for eqn in program.equations:
         of = program.describe(eqn)
         if shapes[id(eqn)] not in LIGHT or of is None or (of.operations.transcendental and not recomputes):
@@ -137,8 +137,8 @@ def cheap_results(program: Program, shapes: Mapping[int, Shape], recomputes: boo
     return {*found}
 
 
-def members(root: JaxprEqn, program: Program, inside: Set[int]) -> list[JaxprEqn]:
-    """An equation with all that is evaluated inside of it, in order."""
+def fused_equations(root: JaxprEqn, program: Program, inside: Set[int]) -> list[JaxprEqn]:
+    """An equation with the equations that are fused into it, in order."""
     order: dict[int, JaxprEqn] = {}
     pending = [(root, False)]
     while pending:
@@ -152,78 +152,80 @@ def members(root: JaxprEqn, program: Program, inside: Set[int]) -> list[JaxprEqn
     return list(order.values())
 
 
-def beside_each_other(kernels: Kernels) -> Kernels:
-    """The same with element-wise operations joined that read, or write, the same largest array.
+def fuse_siblings(fused: FusedProgram) -> FusedProgram:
+    """Merges element-wise operations that read or write the same largest array.
 
-    One joins the first such before it that runs when all that it reads is there: it then has several results.
+    An operation joins the earliest such operation at which all of its operands exist.
     """
-    places: list[int] = []  # for each operation that of the one that it joined
-    groups: dict[int, list[Kernel]] = {}
+    places: list[int] = []  # for each operation the position of the operation that it joined
+    groups: dict[int, list[FusedOp]] = {}
     offered: dict[Var, int] = {}  # the first operation of a group, by the large arrays that it reads and writes
-    for k, (kernel, reads) in enumerate(zip(kernels.kernels, kernels.reads, strict=True)):
+    for k, (op, reads) in enumerate(zip(fused.fused_ops, fused.reads, strict=True)):
         large = max((nbytes(var.aval) for var in reads), default=0)
-        joins = kernel.shape is Shape.EACH and large and not kernel.piece.cost.matrix
+        joins = op.kind is OpKind.ELEMENTWISE and large and not op.timed_op.cost.matrix
         several = [var for var in reads if nbytes(var.aval) == large] if joins else []
-        needed = {places[kernels.writers[var]] for var in reads if var in kernels.writers}
+        needed = {places[fused.writers[var]] for var in reads if var in fused.writers}
         first = next((offered[var] for var in several if var in offered), k)
         if first == k or max(needed, default=-1) > first:
             first = k
         places.append(first)
-        groups.setdefault(first, []).append(kernel)
-        for var in (*several, *kernel.piece.writes) if several else ():
+        groups.setdefault(first, []).append(op)
+        for var in (*several, *op.timed_op.writes) if several else ():
             offered.setdefault(var, first)
     if len(groups) == len(places):
-        return kernels
-    number = {id(eqn): n for n, eqn in enumerate(kernels.program.equations)}
-    return Kernels(kernels.program, tuple(joined(group, number) for group in groups.values()), kernels.names)
+        return fused
+    number = {id(eqn): n for n, eqn in enumerate(fused.program.equations)}
+    return FusedProgram(fused.program, tuple(merged_op(group, number) for group in groups.values()), fused.names)
 
 
-def joined(kernels: Sequence[Kernel], number: Mapping[int, int]) -> Kernel:
-    """Operations as one that writes all that they write."""
-    if len(kernels) == 1:
-        return kernels[0]
-    equations = {id(eqn): eqn for kernel in kernels for eqn in kernel.piece.equations}
-    writes = [var for kernel in kernels for var in kernel.piece.writes]
-    piece = piece_of([equations[key] for key in sorted(equations, key=number.__getitem__)], writes)
-    return Kernel(piece, kernels[0].shape, kernels[0].root)
+def merged_op(ops: Sequence[FusedOp], number: Mapping[int, int]) -> FusedOp:
+    """Merges operations into one that writes all of their results."""
+    if len(ops) == 1:
+        return ops[0]
+    equations = {id(eqn): eqn for op in ops for eqn in op.timed_op.equations}
+    writes = [var for op in ops for var in op.timed_op.writes]
+    piece = timed_op_of([equations[key] for key in sorted(equations, key=number.__getitem__)], writes)
+    return FusedOp(piece, ops[0].kind, ops[0].root)
 
 
-def sent_together(kernels: Kernels) -> Kernels:
-    """The same with reductions over devices that are alike, and do not wait for each other, as one collective.
+def combine_collectives(fused: FusedProgram) -> FusedProgram:
+    """Combines equal all-reduces that do not depend on each other into one collective.
 
-    A reduction's level is how many others come before it, one after another; those of one level are sent together.
+    The level of a reduction is the longest chain of reductions before it. Equal reductions of one level are combined.
     """
-    needs = [{kernels.writers[var] for var in reads if var in kernels.writers} for reads in kernels.reads]
+    needs = [{fused.writers[var] for var in reads if var in fused.writers} for reads in fused.reads]
     needs = [several - {k} for k, several in enumerate(needs)]
     levels = [0] * len(needs)
     groups: dict[object, list[int]] = collections.defaultdict(list)
-    for k in topological(needs, range(len(needs))):  # joined operations may stand before what they need
-        kernel = kernels.kernels[k]
-        reduces = kernel.shape is Shape.COLLECTIVE and KINDS[kernel.root.primitive.name] == "all-reduce"
+    for k in topological_order(needs, range(len(needs))):  # merged operations may stand before their operands
+        op = fused.fused_ops[k]
+        reduces = op.kind is OpKind.COLLECTIVE and KINDS[op.root.primitive.name] == "all-reduce"
         level = max((levels[n] for n in needs[k]), default=0)
         levels[k] = level + reduces
-        aval = kernel.root.invars[0].aval if reduces else None
-        key = (kernel.root.primitive, repr(kernel.root.params), getattr(aval, "dtype", None), level) if reduces else k
+        aval = op.root.invars[0].aval if reduces else None
+        key = (op.root.primitive, repr(op.root.params), getattr(aval, "dtype", None), level) if reduces else k
         groups[key].append(k)
     if len(groups) == len(needs):
-        return kernels
+        return fused
     several = list(groups.values())
     group_of = {k: g for g, ks in enumerate(several) for k in ks}
-    merged = [together([kernels.kernels[k] for k in ks]) for ks in several]
-    order = topological([{group_of[n] for k in ks for n in needs[k]} for ks in several], [max(ks) for ks in several])
-    return Kernels(kernels.program, tuple(merged[g] for g in order), kernels.names)
+    merged = [combined_collective([fused.fused_ops[k] for k in ks]) for ks in several]
+    order = topological_order(
+        [{group_of[n] for k in ks for n in needs[k]} for ks in several], [max(ks) for ks in several]
+    )
+    return FusedProgram(fused.program, tuple(merged[g] for g in order), fused.names)
 
 
-def together(kernels: Sequence[Kernel]) -> Kernel:
-    """Collectives as one."""
-    if len(kernels) == 1:
-        return kernels[0]
-    equations = [eqn for kernel in kernels for eqn in kernel.piece.equations]
-    return Kernel(piece_of(equations), kernels[0].shape, kernels[0].root)
+def combined_collective(ops: Sequence[FusedOp]) -> FusedOp:
+    """Combines collectives into one."""
+    if len(ops) == 1:
+        return ops[0]
+    equations = [eqn for op in ops for eqn in op.timed_op.equations]
+    return FusedOp(timed_op_of(equations), ops[0].kind, ops[0].root)
 
 
-def topological(needs: Sequence[Set[int]], places: Sequence[int]) -> list[int]:
-    """Numbers after those that they need, as near to the order of their places as can be."""
+def topological_order(needs: Sequence[Set[int]], places: Sequence[int]) -> list[int]:
+    """A topological order that stays as near to the order of `places` as possible."""
     following: list[list[int]] = [[] for _ in needs]
     missing = [len(each) for each in needs]
     for k, each in enumerate(needs):

@@ -1,11 +1,11 @@
-"""Fused operations in an order -> the bytes that are held while each runs.
+"""Fused operations in an order -> the bytes that are live while each runs.
 
     a = x @ x; b = a @ x; c = b.sum()   ->   a; a and b; b
 
 Knows what each operation reads, writes, and holds besides. Must not know equations, nor arguments and results.
 
-A value is held from the operation that writes it to the last that reads it. Two orders are tried, that of the program
-and one that next runs whatever frees most; the one that holds less at most is taken.
+A value is live from the operation that writes it to its last reader. Two orders are tried: the program's, and a greedy
+one that next runs the operation that frees the most. The order with the lower peak is taken.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from jax.extend.core import Var
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What an operation does in memory.
+    """The memory effects of an operation.
 
     Attributes:
-      writes: the values for which it needs room, with their bytes.
-      reads: the values that it reads, of those that operations write, or that may be written over.
-      inside: bytes that it holds while it runs; less than nothing if the chip has room for so much of what is held.
-      over: pairs of a value that it writes and one over which it may do so.
-      needs: the numbers of operations that must have run before it.
+      writes: the values that it allocates, with their bytes.
+      reads: the values that it reads, of those that operations write or that may be overwritten.
+      scratch_bytes: bytes that it needs while it runs; negative if the chip itself holds so many of the live bytes.
+      in_place: pairs of a result and an operand that the result may overwrite.
+      needs: the numbers of the operations that must run before it.
     """
 
     writes: Mapping[Var, int]
     reads: frozenset[Var]
-    inside: int
-    over: tuple[tuple[Var, Var], ...]
+    scratch_bytes: int
+    in_place: tuple[tuple[Var, Var], ...]
     needs: frozenset[int]
 
 
 Moment = tuple[int, int, dict[Var, int]]
-"""The number of an operation, bytes that are held while it runs, and the values that are, with their bytes."""
+"""The number of an operation, the bytes live while it runs, and the live values with their bytes."""
 
 
-def held_in_best_order(operations: Sequence[Operation], kept: frozenset[Var] = frozenset()) -> list[Moment]:
-    """What is held while each operation runs, in the better of two orders.
+def liveness_in_best_order(operations: Sequence[Operation], kept: frozenset[Var] = frozenset()) -> list[Moment]:
+    """The live values while each operation runs, in the better of two orders.
 
     Args:
       operations: in an order in which they can run.
-      kept: values that are held to the end.
+      kept: values that are live to the end.
     """
-    orders = range(len(operations)), freeing_first(operations, kept)
-    several = [[(k, now, dict(sizes)) for k, now, sizes in held(operations, order, kept)] for order in orders]
-    return min(several, key=peak)
+    orders = range(len(operations)), memory_greedy_order(operations, kept)
+    several = [[(k, now, dict(sizes)) for k, now, sizes in liveness(operations, order, kept)] for order in orders]
+    return min(several, key=peak_bytes)
 
 
-def peak(moments: Sequence[Moment]) -> int:
-    """The most bytes that are held at a time."""
+def peak_bytes(moments: Sequence[Moment]) -> int:
+    """The most bytes that are live at a time."""
     return max((now for _, now, _ in moments), default=0)
 
 
-def held(operations: Sequence[Operation], order: Sequence[int], kept: frozenset[Var]) -> Iterator[Moment]:
-    """What is held while each operation runs, in an order."""
+def liveness(operations: Sequence[Operation], order: Sequence[int], kept: frozenset[Var]) -> Iterator[Moment]:
+    """The live values while each operation runs, in a given order."""
     last: dict[Var, int] = {}
     for place, k in enumerate(order):
         last.update(dict.fromkeys((*operations[k].reads, *operations[k].writes), place))
@@ -70,20 +70,20 @@ def held(operations: Sequence[Operation], order: Sequence[int], kept: frozenset[
         free = {var for var in own.reads if last[var] == place}
         taken = set[Var]()
         for var, need in own.writes.items():
-            below = next((v for result, v in own.over if result is var and v in free - taken), None)
+            below = next((v for result, v in own.in_place if result is var and v in free - taken), None)
             if below is None:
                 sizes[var] = need
                 now += need
             else:
                 taken.add(below)
-                sizes[var] = sizes.pop(below, 0)  # of an argument nothing is counted
-        yield k, max(now + own.inside, 0), sizes
+                sizes[var] = sizes.pop(below, 0)  # arguments count nothing
+        yield k, max(now + own.scratch_bytes, 0), sizes
         for var in {*free, *(v for v in own.writes if last[v] == place)}:
             now -= sizes.pop(var, 0)
 
 
-def freeing_first(operations: Sequence[Operation], kept: frozenset[Var]) -> list[int]:
-    """Of the operations that can run always the one after which least more is held."""
+def memory_greedy_order(operations: Sequence[Operation], kept: frozenset[Var]) -> list[int]:
+    """A greedy order: of the operations that can run, always the one that adds the fewest live bytes."""
     left: dict[Var, int] = {}
     readers: dict[Var, list[int]] = {}
     following: list[list[int]] = [[] for _ in operations]

@@ -4,9 +4,10 @@
 
 Knows flows, how they are run, and tracing. Must not know machines, or what anything costs.
 
-The program is traced from what `vnode.spmd.sharded_program.flow_over_mesh` runs on each device, so that what is counted
-is what is compiled: copies of equations, masks, halos and every exchange. Results that nobody reads are left out, and
-equal equations, exchanges too, are evaluated once, as every compiler does.
+The program is traced from the function that `vnode.spmd.sharded_program.flow_over_mesh` runs on each device. So costs count the compiled
+equations: local copies, masks, halos and every collective. Unread results are dropped, and
+equal equations, collectives
+too, are evaluated once, as every compiler does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from vnode.analysis.meshless import NO_MESH
 from vnode.analysis.program import Program, inline
 from vnode.operators import kind_to_keep
 from vnode.operators.control_flow import region_of
-from vnode.partition.cost.simplify_loops import invariants_first, without_single_turns
+from vnode.partition.cost.simplify_loops import hoist_invariants, inline_single_iterations
 from vnode.spmd.device_program import run
 from vnode.spmd.layout import Axes
 from vnode.spmd.resharding_collectives import convert
@@ -34,12 +35,12 @@ from vnode.spmd.sharding_flow import Flow
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeviceProgram:
-    """What one device of a mesh runs.
+    """The program of one device of a mesh.
 
     Attributes:
-      program: its equations at local sizes; those of loops and branches are in their bodies (`bodies_of`).
-      axes: of the mesh, those longer than one.
-      donated: the inputs whose memory results may take.
+      program: its equations at local sizes; those of loops and branches are in their bodies (`body_programs`).
+      axes: sizes of the mesh axes longer than one.
+      donated: the numbers of the donated inputs.
     """
 
     program: Program
@@ -50,14 +51,14 @@ class DeviceProgram:
 def device_program(
     flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Collection[int] = (), single_turns: bool = False
 ) -> DeviceProgram:
-    """Traces what one device runs.
+    """Traces the program of one device.
 
     Args:
       flow: layouts through the program.
-      axes: of the mesh, those longer than one.
-      platform: what is compiled for.
-      donated: the inputs of the program that are given away.
-      single_turns: whether loops of one turn stay loops, because the compiler is not told that they are.
+      axes: sizes of the mesh axes longer than one.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+      donated: the numbers of the donated inputs.
+      single_turns: whether loops of one iteration stay loops, because the compiler does not see their trip count.
 
     Returns:
       The program; its inputs and outputs are those of the flow, in local shapes.
@@ -90,29 +91,29 @@ def device_program(
     with jax.sharding.use_abstract_mesh(NO_MESH):  # whatever mesh the user has set
         traced = jax.make_jaxpr(on_one, axis_env=list(axes.items()))(*local)
     program = inline(traced.jaxpr, traced.consts)
-    program = simplified(program if single_turns else without_single_turns(program))
-    return DeviceProgram(simplified(invariants_first(program)), dict(axes), frozenset(donated))
+    program = simplify(program if single_turns else inline_single_iterations(program))
+    return DeviceProgram(simplify(hoist_invariants(program)), dict(axes), frozenset(donated))
 
 
-def simplified(program: Program) -> Program:
-    """The program without equations that repeat others, that turn back what others turned, or that nobody reads.
+def simplify(program: Program) -> Program:
+    """Drops repeated equations, pairs of inverse transpositions, and equations that nobody reads.
 
-    The only effect that equations have here is that they name mesh axes: `vnode.spmd` refuses others.
+    The only effect of equations here is that they name mesh axes: `vnode.spmd` refuses others.
     """
     same: dict[Var, Var] = {}
     known: dict[object, JaxprEqn] = {}
     equations: list[JaxprEqn] = []
     turned: dict[Var, JaxprEqn] = {}  # the results of transpositions
 
-    def first(atom: Any) -> Any:
+    def first_equal(atom: Any) -> Any:
         return atom if isinstance(atom, Literal) else same.get(atom, atom)
 
     for eqn in program.equations:
         if any(isinstance(atom, Var) and atom in same for atom in eqn.invars):
-            eqn = eqn.replace(invars=[first(atom) for atom in eqn.invars])
+            eqn = eqn.replace(invars=[first_equal(atom) for atom in eqn.invars])
         if region_of(eqn) is None:
             of = kind_to_keep(eqn) or repr(sorted(eqn.params.items(), key=str))
-            key = eqn.primitive, tuple(map(identity, eqn.invars)), of
+            key = eqn.primitive, tuple(map(operand_key, eqn.invars)), of
             other = known.setdefault(key, eqn)
             if other is not eqn:
                 same.update(zip(eqn.outvars, other.outvars, strict=True))
@@ -121,11 +122,11 @@ def simplified(program: Program) -> Program:
         if order is not None and isinstance(source, Var):
             before = turned.get(source)
             if before is not None and [before.params["permutation"][i] for i in order] == sorted(order):
-                same[eqn.outvars[0]] = first(before.invars[0])
+                same[eqn.outvars[0]] = first_equal(before.invars[0])
                 continue
             turned[eqn.outvars[0]] = eqn
         equations.append(eqn)
-    outputs = [first(atom) for atom in program.outputs]
+    outputs = [first_equal(atom) for atom in program.outputs]
     wanted = {atom for atom in outputs if isinstance(atom, Var)}
     kept: list[JaxprEqn] = []
     for eqn in reversed(equations):
@@ -135,19 +136,19 @@ def simplified(program: Program) -> Program:
     return program.derive(program.inputs, kept[::-1], outputs)
 
 
-def identity(atom: Any) -> object:
+def operand_key(atom: Any) -> object:
     """The key of an operand: literals are the same if their values and types are."""
     return (np.asarray(atom.val).tobytes(), atom.aval) if isinstance(atom, Literal) else atom
 
 
-def bodies_of(eqn: JaxprEqn) -> Sequence[Program]:
+def body_programs(eqn: JaxprEqn) -> Sequence[Program]:
     """The programs of the bodies of a loop or branch; nothing for any other equation."""
-    return [] if region_of(eqn) is None else bodies_of_region(eqn)
+    return [] if region_of(eqn) is None else region_programs(eqn)
 
 
 @functools.lru_cache(maxsize=8)
-def bodies_of_region(eqn: JaxprEqn) -> Sequence[Program]:
+def region_programs(eqn: JaxprEqn) -> Sequence[Program]:
     """The programs of the bodies of a loop or branch, the same for who asks for their time, and for their memory."""
     region = region_of(eqn)
     assert region is not None
-    return tuple(simplified(inline(body.jaxpr, body.constants, eqn)) for body in region.bodies)
+    return tuple(simplify(inline(body.jaxpr, body.constants, eqn)) for body in region.bodies)

@@ -1,13 +1,12 @@
-"""How long a piece takes, measured on a device that is here; once, and then from a cache.
+"""A timed op -> its seconds, measured once on a local device and then read from a cache.
 
-Knows jax's devices, clocks, and pieces. Must not know programs, or what times are compared with.
+Knows jax's devices, clocks, and timed ops. Must not know programs, or what times are compared with.
 
-A piece is compiled for one device and run in batches: as many runs, one after the other without waiting, as take
-`BATCH` seconds together, and then one wait. As often a program that does nothing is run, in turns with the piece, so
-that whatever else happens on the machine hits both. The time of a run is the median of the batches less that of
-nothing, which is what starting a program from Python takes and what the equations of one program do not pay each.
-The noise is half of the distance between the quartiles of the batches of either; where it is large, there is
-a second measurement, or a third.
+A timed op is compiled for one device and run in batches. A batch starts as many runs as take `BATCH` seconds, without
+waiting in between, and then waits once. Batches of an empty program alternate with them, so that other load on the
+machine affects both. The time of a run is the difference of the two medians: starting a program from Python is not
+counted, because the equations of one program do not pay it each. The noise is half of the distance between the
+quartiles of the batches, the larger of the two; where it is large, the measurement is repeated, at most twice.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import numpy as np
 
 from vnode.partition.cost.cache import Cache
 from vnode.partition.cost.roofline import Time
-from vnode.partition.cost.timed_pieces import Piece
+from vnode.partition.cost.timed_pieces import TimedOp
 from vnode.partition.machine import Kind
 from vnode.partition.machine.known_kinds import JAX_NAMES
 
@@ -33,22 +32,22 @@ BATCHES = 25
 MOST_RUNS = 1000
 TRIES = 3
 QUIET = 0.1
-"""What share of a time its noise may be without another try: something else runs on the machine, for a while."""
+"""The noise, as a share of the time, above which a measurement is repeated: other programs may disturb it."""
 
 
 class Measured:
     """Times measured on one device of this machine.
 
     Args:
-      device: on which; by default the first that jax has.
+      device: the device to measure on; by default jax's first.
       cache: where times are kept; by default in the user's cache folder.
-      batches: how often is measured.
+      batches: number of measured batches.
 
     Example:
       >>> import tempfile
-      >>> from vnode.partition.cost.timed_pieces import traced_piece
+      >>> from vnode.partition.cost.timed_pieces import traced_op
       >>> from vnode.partition.machine import Machine
-      >>> piece = traced_piece(lambda a: a @ a, jnp.ones((256, 256)))
+      >>> piece = traced_op(lambda a: a @ a, jnp.ones((256, 256)))
       >>> kind = Machine.here(jax.devices()[:1]).kinds[0]
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     found = Measured(cache=Cache(folder)).time(piece, kind)
@@ -61,8 +60,8 @@ class Measured:
         self.cache = Cache() if cache is None else cache
         self.batches = batches
 
-    def key(self, piece: Piece) -> dict[str, str]:
-        """Under which a piece's time is kept: the computation, where, and with what it is compiled."""
+    def key(self, piece: TimedOp) -> dict[str, str]:
+        """The cache key of a timed op: the computation, the device, and the versions that compile it."""
         return {
             "source": "measured",
             "piece": piece.key,
@@ -72,10 +71,10 @@ class Measured:
             "jaxlib": importlib.metadata.version("jaxlib"),
         }
 
-    def time(self, piece: Piece, kind: Kind) -> Time | None:
-        """See `Source`: None for another kind of device than the one that is here, and for operands that are keys."""
+    def time(self, piece: TimedOp, kind: Kind) -> Time | None:
+        """See `Source`: None for kinds of device other than this one, and for operands that are random keys."""
         mine = {self.device.device_kind, JAX_NAMES.get(self.device.device_kind)}
-        if kind.name not in mine or not all(map(is_plain, piece.shapes)):
+        if kind.name not in mine or not all(map(is_numeric, piece.shapes)):
             return None
         key = self.key(piece)
         found = self.cache.numbers(key)
@@ -85,45 +84,47 @@ class Measured:
             self.cache.put(key, found)
         return Time(found["seconds"], "measured", found["noise"])
 
-    def measure(self, piece: Piece) -> tuple[float, float]:
-        """Seconds of a run, and the noise: of the quietest of some measurements, the first that is quiet enough."""
+    def measure(self, piece: TimedOp) -> tuple[float, float]:
+        """Seconds of a run, and the noise: of the first measurement with little noise, else of the quietest."""
         found = list[tuple[float, float]]()
         while len(found) < TRIES and not (found and found[-1][1] <= QUIET * found[-1][0]):
             found.append(self.measure_once(piece))
         return min(found, key=lambda each: each[1])
 
-    def measure_once(self, piece: Piece) -> tuple[float, float]:
-        """Seconds of a run, and the noise, of one measurement."""
+    def measure_once(self, piece: TimedOp) -> tuple[float, float]:
+        """Seconds of a run, and the noise, by one measurement."""
         with jax.default_device(self.device):
-            values = [example(shape, i) for i, shape in enumerate(piece.shapes)]
+            values = [example_array(shape, i) for i, shape in enumerate(piece.shapes)]
             run = jax.jit(piece.function)
             nothing = jax.jit(lambda x: x + 1)
             scalar = jnp.zeros((), jnp.float32)
             pair: Sequence[Callable[[], Any]] = (lambda: run(*values), lambda: nothing(scalar))
-            counts = [runs_of(function) for function in pair]
-            samples = np.array([[batch(f, n) for f, n in zip(pair, counts, strict=True)] for _ in range(self.batches)])
+            counts = [runs_per_batch(function) for function in pair]
+            samples = np.array(
+                [[seconds_per_run(f, n) for f, n in zip(pair, counts, strict=True)] for _ in range(self.batches)]
+            )
         middle = np.median(samples, axis=0)
         low, high = np.percentile(samples, [25, 75], axis=0)
         noise = float((high - low).max() / 2)
         return max(float(middle[0] - middle[1]), time.get_clock_info("perf_counter").resolution), noise
 
 
-def is_plain(shape: Any) -> bool:
-    """Whether arrays of a type can be made of numbers."""
+def is_numeric(shape: Any) -> bool:
+    """Whether arrays of a dtype hold numbers."""
     return not jnp.issubdtype(shape.dtype, jax.dtypes.extended)
 
 
-def example(shape: Any, seed: int) -> Any:
-    """An array to measure with: numbers in [0.5, 1.5), so that nothing overflows or is denormal; whole ones are 0 or 1,
-    which are indices of everything."""
+def example_array(shape: Any, seed: int) -> Any:
+    """An array to measure with: floats in [0.5, 1.5), so that nothing overflows or is denormal; integers are 0 or 1, so
+    that they are valid indices."""
     generator = np.random.default_rng(seed)
     if jnp.issubdtype(shape.dtype, np.inexact):
         return jnp.asarray(generator.random(shape.shape, np.float32) + 0.5).astype(shape.dtype)
     return jnp.asarray(generator.integers(0, 2, shape.shape)).astype(shape.dtype)
 
 
-def batch(function: Callable[[], Any], runs: int) -> float:
-    """Seconds of a run, of so many in a row."""
+def seconds_per_run(function: Callable[[], Any], runs: int) -> float:
+    """Seconds of one run, averaged over `runs` that are started without waiting."""
     start = time.perf_counter()
     result = None
     for _ in range(runs):
@@ -132,8 +133,8 @@ def batch(function: Callable[[], Any], runs: int) -> float:
     return (time.perf_counter() - start) / runs
 
 
-def runs_of(function: Callable[[], Any]) -> int:
-    """How many runs make up a batch; compiles the function, and warms it up."""
-    batch(function, 1)
-    once = min(batch(function, 1) for _ in range(3))
+def runs_per_batch(function: Callable[[], Any]) -> int:
+    """The number of runs in a batch; compiles the function and warms it up."""
+    seconds_per_run(function, 1)
+    once = min(seconds_per_run(function, 1) for _ in range(3))
     return int(np.clip(BATCH / max(once, 1e-9), 1, MOST_RUNS))

@@ -1,6 +1,6 @@
-"""An equation -> what it looks like to a compiler that fuses; and the fused operations of a program, as data.
+"""An equation -> its kind for a compiler that fuses; and the fused operations of a program, as data.
 
-    x.T -> MOVED      tanh(x) -> EACH      x.sum(0) -> REDUCED      x @ y -> CONTRACTED
+    x.T -> TRANSPOSED      tanh(x) -> ELEMENTWISE      x.sum(0) -> REDUCED      x @ y -> CONTRACTED
 
 Knows descriptions and programs. Must not know platforms, nor which equations are fused.
 """
@@ -23,87 +23,87 @@ from vnode.operators.cost import nbytes
 from vnode.operators.memory_spaces import crosses_memories
 from vnode.operators.splits import Free, LookedUp, Reduced, Shifted
 from vnode.partition.cost.collective_cost import KINDS
-from vnode.partition.cost.timed_pieces import Piece
+from vnode.partition.cost.timed_pieces import TimedOp
 
-BESIDE = Primitive("beside")
-"""What a loop holds besides one of its results, from its first turn on: an array as large as that, and so many more."""
+LOOP_BUFFERS = Primitive("beside")
+"""Arrays that a loop holds besides one of its results, from its first iteration on: one of its size, and `count`."""
 
-BESIDE.multiple_results = True
+LOOP_BUFFERS.multiple_results = True
 
 
-@BESIDE.def_abstract_eval
+@LOOP_BUFFERS.def_abstract_eval
 def _(value: Any, *, count: int) -> list[Any]:
     return [value, value.update(shape=(count, *value.shape))] if count else [value]
 
 
-DEAR = 15
-"""Operations per element from which an equation is not taken into what reads it: random bits, above all."""
+EXPENSIVE_PER_ELEMENT = 15
+"""Operations per element from which an equation is not fused into its readers: random bits, above all."""
 
 
-class Shape(enum.Enum):
-    """What an equation looks like to a compiler that fuses."""
+class OpKind(enum.Enum):
+    """The kind of an equation, for a compiler that fuses."""
 
-    SAME = "same"
-    """Elements stay in their order: the result is another name for the operand."""
-    MOVED = "moved"
-    """Elements change places, each once: a transposition."""
-    EACH = "each"
-    """Element by element, or elements that are repeated, cut out, looked up."""
+    BITCAST = "same"
+    """Elements keep their order: the result has the operand's buffer."""
+    TRANSPOSED = "moved"
+    """A transposition."""
+    ELEMENTWISE = "each"
+    """Element-wise; also broadcasts, slices and look-ups."""
     REDUCED = "reduced"
     CONTRACTED = "contracted"
     UPDATED = "updated"
-    """The first operand with some elements replaced, in place where it can be."""
+    """The first operand with some elements replaced, in place where possible."""
     COLLECTIVE = "collective"
     REGION = "region"
-    AWAY = "away"
-    """To the host's memory, or from there."""
+    HOST_TRANSFER = "away"
+    """A copy to the host's memory or back."""
     OTHER = "other"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Kernel:
+class FusedOp:
     """A fused operation: equations that run together.
 
     Attributes:
-      piece: the equations; the variables that it reads and writes are in memory.
-      shape: of the equation whose result it writes.
-      root: that equation.
+      timed_op: the equations; the variables that it reads and writes are in memory.
+      kind: the kind of `root`.
+      root: the equation whose result it writes.
     """
 
-    piece: Piece
-    shape: Shape
+    timed_op: TimedOp
+    kind: OpKind
     root: JaxprEqn
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Kernels:
+class FusedProgram:
     """A program as fused operations.
 
     Attributes:
-      program: whose.
-      kernels: in an order in which they can run.
-      names: variables that are other names for something in memory, with that.
+      program: the program.
+      fused_ops: in an order in which they can run.
+      names: variables that share the buffer of another variable, with that variable.
     """
 
     program: Program
-    kernels: tuple[Kernel, ...]
+    fused_ops: tuple[FusedOp, ...]
     names: Mapping[Var, Var]
 
-    def memory_of(self, var: Var) -> Var:
-        """The variable whose memory a variable has."""
+    def buffer_of(self, var: Var) -> Var:
+        """The variable whose buffer a variable has."""
         while var in self.names:
             var = self.names[var]
         return var
 
     @functools.cached_property
     def writers(self) -> dict[Var, int]:
-        """The number of the kernel that writes each variable in memory."""
-        return {self.memory_of(var): k for k, kernel in enumerate(self.kernels) for var in kernel.piece.writes}
+        """The number of the fused op that writes each variable in memory."""
+        return {self.buffer_of(var): k for k, op in enumerate(self.fused_ops) for var in op.timed_op.writes}
 
     @functools.cached_property
     def reads(self) -> tuple[tuple[Var, ...], ...]:
-        """For each kernel the variables in memory that it reads, each once."""
-        return tuple(tuple(dict.fromkeys(map(self.memory_of, kernel.piece.reads))) for kernel in self.kernels)
+        """The variables in memory that each fused op reads, each once."""
+        return tuple(tuple(dict.fromkeys(map(self.buffer_of, op.timed_op.reads))) for op in self.fused_ops)
 
     @staticmethod
     def nbytes(var: Var) -> int:
@@ -111,50 +111,50 @@ class Kernels:
         return nbytes(var.aval)
 
 
-def shape_of(eqn: JaxprEqn, description: OperatorDescription | None) -> Shape:
-    """What an equation looks like.
+def op_kind_of(eqn: JaxprEqn, description: OperatorDescription | None) -> OpKind:
+    """The kind of an equation.
 
     >>> import jax, jax.numpy as jnp
     >>> from vnode.operators import describe
     >>> x = jnp.ones((4, 8))
     >>> functions = [lambda x: x.reshape(32), lambda x: x.T, jnp.tanh, lambda x: x.sum(0), lambda x: x @ x.T]
     >>> equations = [jax.make_jaxpr(f)(x).jaxpr.eqns[-1] for f in functions]
-    >>> [shape_of(eqn, describe(eqn)).value for eqn in equations]
+    >>> [op_kind_of(eqn, describe(eqn)).value for eqn in equations]
     ['same', 'moved', 'each', 'reduced', 'contracted']
     """
     if eqn.primitive.name in KINDS:
-        return Shape.COLLECTIVE
+        return OpKind.COLLECTIVE
     if region_of(eqn) is not None:
-        return Shape.REGION
+        return OpKind.REGION
     if crosses_memories(eqn):
-        return Shape.AWAY
+        return OpKind.HOST_TRANSFER
     if description is None or len(eqn.outvars) != 1:
-        return Shape.OTHER
+        return OpKind.OTHER
     if description.has(Algebra.CONTRACTS):
-        return Shape.CONTRACTED
+        return OpKind.CONTRACTED
     splits = [factor.split for factor in description.factors]
     read = [atom for atom in eqn.invars if isinstance(atom, Var)]
     out = eqn.outvars[0].aval
     if any(isinstance(split, LookedUp) for split in splits):
         if read and read[0].aval.shape == out.shape and len(eqn.invars) > 1 and (read[0] is eqn.invars[0]):
             values = [i for i in range(1, len(eqn.invars)) if description.roles.get(i) is not Role.INDEX]
-            return Shape.UPDATED if values else Shape.EACH
-        return Shape.EACH if description.has(Algebra.MOVES) else Shape.OTHER
+            return OpKind.UPDATED if values else OpKind.ELEMENTWISE
+        return OpKind.ELEMENTWISE if description.has(Algebra.MOVES) else OpKind.OTHER
     if any(isinstance(split, Reduced) for split in splits):
         plain = all(isinstance(split, Free | Reduced) for split in splits)
-        return Shape.REDUCED if plain else Shape.OTHER
+        return OpKind.REDUCED if plain else OpKind.OTHER
     if not all(isinstance(split, Free | Shifted) for split in splits):
-        return Shape.OTHER
+        return OpKind.OTHER
     work = description.work
-    if work is not None and work.operations >= DEAR:
-        return Shape.OTHER
+    if work is not None and work.operations >= EXPENSIVE_PER_ELEMENT:
+        return OpKind.OTHER
     moves = description.has(Algebra.MOVES) and len(eqn.invars) == 1 and len(read) == 1
     if moves and math.prod(read[0].aval.shape) == math.prod(out.shape) and read[0].aval.dtype == out.dtype:
         if not all(isinstance(split, Free) for split in splits):
-            return Shape.EACH
+            return OpKind.ELEMENTWISE
         before, after = (
             [f for dim in dims for f in dim if description.sizes[f] > 1]
             for dims in (description.operands[0], description.results[0])
         )
-        return Shape.SAME if before == after else Shape.MOVED
-    return Shape.EACH
+        return OpKind.BITCAST if before == after else OpKind.TRANSPOSED
+    return OpKind.ELEMENTWISE

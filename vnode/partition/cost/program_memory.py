@@ -1,12 +1,12 @@
-"""The program of one device -> its memory: arguments, results in place of them, and temporary arrays at their peak.
+"""The program of one device -> its memory: arguments, results, donated buffers, and temporary arrays at the peak.
 
-    y = x @ x; z = y @ x, x given away  ->  arguments x, results z in the place of x, temporary y
+    y = x @ x; z = y @ x, x donated  ->  arguments x, result z in x's buffer, temporary y
 
 Knows fused operations, loops and branches. Must not know machines or times.
 
-Constants are made where they are read. Results have memory of their own, or that of arguments that are given away. A
-loop holds what it carries and what it stacks once, and its body's peak beside; a branch the largest peak of its bodies.
-What is on the host is apart.
+Constants are computed by their readers. Results have buffers of their own, or donated buffers. A loop holds its carry
+and its stacked results once, and its body's peak besides; a branch holds the largest peak of its bodies. Arrays in the
+host's memory are counted separately.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from vnode.operators.control_flow import Region, region_of
 from vnode.operators.cost import all_bytes, nbytes
 from vnode.operators.memory_spaces import is_on_host
 from vnode.partition.cost.calibration import Calibration
-from vnode.partition.cost.fusion import kernels_of
-from vnode.partition.cost.liveness import Moment, Operation, held_in_best_order, peak
-from vnode.partition.cost.lower_to_device import DeviceProgram, bodies_of
-from vnode.partition.cost.op_kinds import BESIDE, Kernel, Kernels, Shape
+from vnode.partition.cost.fusion import fuse_program
+from vnode.partition.cost.liveness import Moment, Operation, liveness_in_best_order, peak_bytes
+from vnode.partition.cost.lower_to_device import DeviceProgram, body_programs
+from vnode.partition.cost.op_kinds import LOOP_BUFFERS, FusedOp, FusedProgram, OpKind
 from vnode.show.units import size
 
-IN_PLACE = {Shape.EACH, Shape.UPDATED, Shape.SAME}
-"""What may write over its operand."""
+IN_PLACE = {OpKind.ELEMENTWISE, OpKind.UPDATED, OpKind.BITCAST}
+"""Kinds that may overwrite their operand."""
 
-BY_PART = {Shape.EACH, Shape.REDUCED, Shape.UPDATED}
-"""What reads a turn's part of an array without a copy of it."""
+BY_PART = {OpKind.ELEMENTWISE, OpKind.REDUCED, OpKind.UPDATED}
+"""Kinds that read a loop iteration's slice of an array without a copy."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-    """Something that is in memory at the peak.
+class LiveArray:
+    """An array that is live at the peak.
 
     Attributes:
-      bytes: of it.
-      type: its type.
-      where: the source line that makes it.
+      bytes: its size.
+      type: its dtype and shape.
+      where: the source line that computes it.
     """
 
     bytes: int
@@ -52,42 +52,42 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """What is held while a fused operation runs.
+    """The temporary bytes that are live while a fused operation runs.
 
     Attributes:
-      bytes: of temporary arrays.
-      what: the operation.
-      depth: in how many loops or branches it is; of several turns one is shown, of branches the one that holds most.
+      bytes: size of the live temporary arrays.
+      label: the operation.
+      depth: how many loops or branches contain it; of a branch, the body with the highest peak is shown.
     """
 
     bytes: int
-    what: str
+    label: str
     depth: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What one device holds.
+    """The memory of one device.
 
     Attributes:
       arguments: bytes of the inputs.
       outputs: bytes of the outputs.
-      aliased: bytes of outputs that take the memory of donated inputs.
-      temporaries: bytes of everything else, at the moment at which that is most.
-      held: what these are then, the largest first.
-      host: bytes of what is temporary in the host's memory.
+      aliased: bytes of the outputs in donated buffers.
+      temporaries: bytes of all other arrays at the peak.
+      held: the temporary arrays at the peak, the largest first.
+      host: bytes of temporary arrays in the host's memory.
     """
 
     arguments: int
     outputs: int
     aliased: int
     temporaries: int
-    held: tuple[Held, ...] = ()
+    held: tuple[LiveArray, ...] = ()
     host: int = 0
 
     @property
     def total(self) -> int:
-        """The peak."""
+        """Bytes at the peak."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
     def __str__(self) -> str:
@@ -102,24 +102,24 @@ class Memory:
 
 
 def memory_of(device: DeviceProgram, calibration: Calibration) -> Memory:
-    """The peak of one device's program.
+    """The memory of one device's program at its peak.
 
     Args:
       device: the program.
-      calibration: of the kind of device.
+      calibration: the kind of device's calibration.
     """
     program = device.program
-    kernels, moments = outer_moments(device, calibration)
+    fused, moments = outer_moments(device, calibration)
     at, most, sizes = max(moments, key=lambda moment: moment[1], default=(-1, 0, {}))
     makers = program.definitions
     held = [
-        Held(need, var.aval.str_short(short_dtypes=True), source_line(makers[var]))
+        LiveArray(need, var.aval.str_short(short_dtypes=True), source_line(makers[var]))
         for var, need in sizes.items()
         if need and var in makers
     ]
     inside = most - sum(sizes.values())
     if inside > 0:
-        held.append(Held(inside, "in a loop or branch", source_line(kernels.kernels[at].root)))
+        held.append(LiveArray(inside, "in a loop or branch", source_line(fused.fused_ops[at].root)))
     held.sort(key=lambda each: -each.bytes)
     arguments = sum(nbytes(var.aval) for var in program.inputs)
     outputs = sum(nbytes(atom.aval) for atom in program.outputs)
@@ -127,141 +127,139 @@ def memory_of(device: DeviceProgram, calibration: Calibration) -> Memory:
 
 
 def levels_over_time(device: DeviceProgram, calibration: Calibration) -> list[Level]:
-    """What one device's program holds besides arguments and results, operation after operation.
+    """The temporary bytes of one device's program, operation by operation.
 
     Args:
       device: the program.
-      calibration: of the kind of device.
+      calibration: the kind of device's calibration.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from vnode.analysis.program import inline
       >>> traced = jax.make_jaxpr(lambda x: (jnp.tanh(x @ x) @ x).sum())(jnp.ones((8, 8)))
       >>> device = DeviceProgram(inline(traced.jaxpr, traced.consts), {})
-      >>> [(each.what, each.bytes) for each in levels_over_time(device, Calibration())]
+      >>> [(each.label, each.bytes) for each in levels_over_time(device, Calibration())]
       [('dot_general', 256), ('tanh', 256), ('dot_general', 512), ('reduce_sum', 256)]
     """
-    kernels, moments = outer_moments(device, calibration)
-    return levels_of(kernels, moments, calibration)
+    fused, moments = outer_moments(device, calibration)
+    return levels_of(fused, moments, calibration)
 
 
-def outer_moments(device: DeviceProgram, calibration: Calibration) -> tuple[Kernels, list[Moment]]:
-    """The fused operations of a program, and what is held while each runs."""
-    kernels = kernels_of(device.program, calibration.recomputes)
-    ends = [kernels.memory_of(atom) for atom in device.program.outputs if isinstance(atom, Var)]
-    return kernels, held_in_best_order(operations_of(kernels, calibration, {*device.program.inputs, *ends}))
+def outer_moments(device: DeviceProgram, calibration: Calibration) -> tuple[FusedProgram, list[Moment]]:
+    """The fused operations of a program, and the live values while each runs."""
+    fused = fuse_program(device.program, calibration.recomputes)
+    ends = [fused.buffer_of(atom) for atom in device.program.outputs if isinstance(atom, Var)]
+    return fused, liveness_in_best_order(memory_operations(fused, calibration, {*device.program.inputs, *ends}))
 
 
-def operations_of(
-    kernels: Kernels,
+def memory_operations(
+    fused: FusedProgram,
     calibration: Calibration,
     elsewhere: Collection[Var],
     written_over: Collection[Var] = (),
     parts: Collection[Var] = (),
 ) -> list[Operation]:
-    """What fused operations do in memory.
+    """The memory effects of fused operations.
 
     Args:
-      kernels: of a program.
-      calibration: of the kind of device.
+      fused: a program as fused operations.
+      calibration: the kind of device's calibration.
       elsewhere: variables whose memory is not counted here.
-      written_over: those of them that may be written over after the last reader.
-      parts: those of them of which a copy is made where an operation cannot read a part of an array.
+      written_over: variables of `elsewhere` that may be overwritten after their last reader.
+      parts: variables of `elsewhere` that are copied for operations that cannot read a slice of an array.
     """
-    beside: dict[int, list[Var]] = collections.defaultdict(list)  # what loops hold besides their results
-    for k, kernel in enumerate(kernels.kernels):
-        if kernel.root.primitive is BESIDE:
-            beside[kernels.writers.get(kernels.reads[k][0], k)] += kernel.piece.writes
-    constant = {k for k, reads in enumerate(kernels.reads) if not reads and kernels.kernels[k].shape is Shape.EACH}
+    beside: dict[int, list[Var]] = collections.defaultdict(list)  # buffers of loops besides their results
+    for k, op in enumerate(fused.fused_ops):
+        if op.root.primitive is LOOP_BUFFERS:
+            beside[fused.writers.get(fused.reads[k][0], k)] += op.timed_op.writes
+    constant = {k for k, reads in enumerate(fused.reads) if not reads and fused.fused_ops[k].kind is OpKind.ELEMENTWISE}
     copied = dict[Var, None]()
-    for k, kernel in enumerate(kernels.kernels):
-        if kernel.shape not in BY_PART:
-            copied.update(dict.fromkeys(var for var in kernels.reads[k] if var in parts))
+    for k, op in enumerate(fused.fused_ops):
+        if op.kind not in BY_PART:
+            copied.update(dict.fromkeys(var for var in fused.reads[k] if var in parts))
     found, seen = list[Operation](), set[Var]()
-    for k, kernel in enumerate(kernels.kernels):
-        nothing = kernel.root.primitive is BESIDE or k in constant
-        own = [] if nothing else [*kernel.piece.writes]
+    for k, op in enumerate(fused.fused_ops):
+        nothing = op.root.primitive is LOOP_BUFFERS or k in constant
+        own = [] if nothing else [*op.timed_op.writes]
         writes = {var: nbytes(var.aval) for var in (*own, *beside[k]) if var not in elsewhere}
-        writes |= {var: nbytes(var.aval) for var in kernels.reads[k] if var in copied and var not in seen}
+        writes |= {var: nbytes(var.aval) for var in fused.reads[k] if var in copied and var not in seen}
         seen.update(writes)
-        reads = frozenset(
-            var for var in kernels.reads[k] if var not in elsewhere or var in written_over or var in copied
-        )
-        needs = frozenset(kernels.writers[var] for var in kernels.reads[k] if kernels.writers.get(var, k) != k)
-        loops = kernel.shape is Shape.REGION
-        inside = peak_inside(kernel.root, calibration) if loops else -calibration.on_chip
-        over = [pair for pair in overwritten(kernel, kernels, k) if kernels.writers.get(pair[1]) not in constant]
+        reads = frozenset(var for var in fused.reads[k] if var not in elsewhere or var in written_over or var in copied)
+        needs = frozenset(fused.writers[var] for var in fused.reads[k] if fused.writers.get(var, k) != k)
+        loops = op.kind is OpKind.REGION
+        inside = region_peak(op.root, calibration) if loops else -calibration.on_chip
+        over = [pair for pair in in_place_pairs(op, fused, k) if fused.writers.get(pair[1]) not in constant]
         found.append(Operation(writes, reads, inside, tuple(over), needs))
     return found
 
 
-def overwritten(kernel: Kernel, kernels: Kernels, k: int) -> tuple[tuple[Var, Var], ...]:
-    """Which results of a fused operation may take the memory of which operands."""
-    region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
+def in_place_pairs(op: FusedOp, fused: FusedProgram, k: int) -> tuple[tuple[Var, Var], ...]:
+    """The pairs of a result and an operand of the same size that the result may overwrite."""
+    region = region_of(op.root) if op.kind is OpKind.REGION else None
     if region is not None:
-        pairs = zip(kernel.root.outvars, [kernel.root.invars[i] for i in region.carried], strict=False)
-        return tuple((out, kernels.memory_of(atom)) for out, atom in pairs if isinstance(atom, Var))
-    if kernel.shape not in IN_PLACE:
+        pairs = zip(op.root.outvars, [op.root.invars[i] for i in region.carried], strict=False)
+        return tuple((out, fused.buffer_of(atom)) for out, atom in pairs if isinstance(atom, Var))
+    if op.kind not in IN_PLACE:
         return ()
     return tuple(
-        (out, var) for out in kernel.piece.writes for var in kernels.reads[k] if nbytes(var.aval) == nbytes(out.aval)
+        (out, var) for out in op.timed_op.writes for var in fused.reads[k] if nbytes(var.aval) == nbytes(out.aval)
     )
 
 
-def peak_inside(eqn: JaxprEqn, calibration: Calibration) -> int:
-    """Bytes that a loop or branch holds beside its operands and results, at most."""
-    return max((peak(moments) for _, moments in inner_moments(eqn, calibration)), default=0)
+def region_peak(eqn: JaxprEqn, calibration: Calibration) -> int:
+    """The peak of a loop or branch in bytes, without its operands and results."""
+    return max((peak_bytes(moments) for _, moments in inner_moments(eqn, calibration)), default=0)
 
 
-def inner_moments(eqn: JaxprEqn, calibration: Calibration) -> list[tuple[Kernels, list[Moment]]]:
-    """For each body of a loop or branch its fused operations, and what is held while each runs."""
+def inner_moments(eqn: JaxprEqn, calibration: Calibration) -> list[tuple[FusedProgram, list[Moment]]]:
+    """For each body of a loop or branch: its fused operations, and the live values while each runs."""
     region = region_of(eqn)
     assert region is not None
-    pairs = zip(bodies_of(eqn), region.inputs, strict=True)
+    pairs = zip(body_programs(eqn), region.inputs, strict=True)
     return [body_moments(body, inputs, region, k < region.tests, calibration) for k, (body, inputs) in enumerate(pairs)]
 
 
 def body_moments(
     body: Program, inputs: Sequence[int], region: Region, is_test: bool, calibration: Calibration
-) -> tuple[Kernels, list[Moment]]:
-    """One body: what it carries is held from when it is made; what it stacks is where the stack is."""
-    kernels = kernels_of(body, calibration.recomputes)
-    ends = [kernels.memory_of(atom) if isinstance(atom, Var) else None for atom in body.outputs]
+) -> tuple[FusedProgram, list[Moment]]:
+    """One body: its new carry is live from its writer on; its stacked results are in the stack."""
+    fused = fuse_program(body, calibration.recomputes)
+    ends = [fused.buffer_of(atom) if isinstance(atom, Var) else None for atom in body.outputs]
     count = 0 if is_test or region.chooser is not None else len(region.carried)
     begins = {i: var for i, var in zip(inputs, body.inputs, strict=True) if i in region.carried}
     scanned = {var for i, var in zip(inputs, body.inputs, strict=True) if i in region.scanned}
     stacked = {var for var in ends[count:] if var is not None}
     kept = frozenset(var for var in ends[:count] if var is not None) - {*body.inputs}
-    operations = operations_of(kernels, calibration, {*body.inputs, *(stacked - kept)}, {*begins.values()}, scanned)
+    operations = memory_operations(fused, calibration, {*body.inputs, *(stacked - kept)}, {*begins.values()}, scanned)
     for i, end in zip(region.carried, ends[:count], strict=False):
-        k = kernels.writers.get(end, -1) if end in kept else -1
-        if k >= 0 and begins[i] not in kernels.reads[k]:  # the last turn's is no longer read
+        k = fused.writers.get(end, -1) if end in kept else -1
+        if k >= 0 and begins[i] not in fused.reads[k]:  # the old carry is no longer read
             own = operations[k]
-            pairs = ((end, begins[i]), *own.over)
-            operations[k] = dataclasses.replace(own, reads=own.reads | {begins[i]}, over=pairs)
-    return kernels, held_in_best_order(operations, kept)
+            pairs = ((end, begins[i]), *own.in_place)
+            operations[k] = dataclasses.replace(own, reads=own.reads | {begins[i]}, in_place=pairs)
+    return fused, liveness_in_best_order(operations, kept)
 
 
-def levels_of(kernels: Kernels, moments: Sequence[Moment], calibration: Calibration) -> list[Level]:
-    """What is held while each fused operation runs: of a loop or branch, operation after operation of its body."""
+def levels_of(fused: FusedProgram, moments: Sequence[Moment], calibration: Calibration) -> list[Level]:
+    """The live bytes while each fused operation runs; a loop or branch is replaced by its body's operations."""
     found: list[Level] = []
     for k, now, sizes in moments:
-        kernel = kernels.kernels[k]
-        inner = inner_moments(kernel.root, calibration) if kernel.shape is Shape.REGION else []
-        below = max((levels_of(*each, calibration) for each in inner), key=highest, default=[])
+        op = fused.fused_ops[k]
+        inner = inner_moments(op.root, calibration) if op.kind is OpKind.REGION else []
+        below = max((levels_of(*each, calibration) for each in inner), key=highest_level, default=[])
         beside = sum(sizes.values())
-        found += [Level(each.bytes + beside, each.what, each.depth + 1) for each in below]
-        found += [] if below else [Level(now, str(kernel.piece))]
+        found += [Level(each.bytes + beside, each.label, each.depth + 1) for each in below]
+        found += [] if below else [Level(now, str(op.timed_op))]
     return found
 
 
-def highest(levels: Sequence[Level]) -> int:
+def highest_level(levels: Sequence[Level]) -> int:
     """The most bytes of several levels."""
     return max((each.bytes for each in levels), default=0)
 
 
 def aliased_bytes(device: DeviceProgram) -> int:
-    """Bytes of results in the place of donated arguments: each takes one of its own shape and type."""
+    """Bytes of results in donated buffers: each takes one of its own shape and dtype."""
     given = [device.program.inputs[i].aval for i in device.donated]
     free = collections.Counter((getattr(aval, "shape", None), getattr(aval, "dtype", None)) for aval in given)
     found = 0
@@ -274,7 +272,7 @@ def aliased_bytes(device: DeviceProgram) -> int:
 
 
 def host_bytes(program: Program) -> int:
-    """Bytes of what a program's loops stack in the host's memory, beside the most that their bodies have there.
+    """Bytes that a program's loops stack in the host's memory, and the most that one of their bodies has there.
 
     >>> import jax, jax.numpy as jnp
     >>> from vnode.analysis.program import inline
@@ -287,5 +285,5 @@ def host_bytes(program: Program) -> int:
     for eqn in program.equations:
         if region_of(eqn) is not None:
             own += sum(all_bytes(var.aval) for var in eqn.outvars if is_on_host(var.aval))
-            inner = max([inner, *map(host_bytes, bodies_of(eqn))])
+            inner = max([inner, *map(host_bytes, body_programs(eqn))])
     return own + inner

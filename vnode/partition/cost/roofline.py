@@ -1,7 +1,7 @@
-"""How long a piece of a program takes on one device, who says so, and the roofline, which can say it of every piece.
+"""A timed op and a kind of device -> its seconds by the roofline, and the source of that figure.
 
-Knows kinds of devices, what they reach of their peak rates, operations and bytes. Must not know programs, meshes, or
-how anything is measured.
+Knows kinds of devices, the rates that they reach, operations and bytes. Must not know programs, meshes, or how anything
+is measured.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Protocol
 
 from vnode.operators.cost import Cost
 from vnode.partition.cost.calibration import Calibration
-from vnode.partition.cost.timed_pieces import Piece
+from vnode.partition.cost.timed_pieces import TimedOp
 from vnode.partition.machine import Kind
 
 
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """A time, and where it comes from.
+    """A time and its source.
 
     Attributes:
-      seconds: of one run.
+      seconds: time of one run.
       source: ``"measured"`` or ``"roofline"``.
-      noise: seconds by which another measurement would differ: half of the distance between the quartiles of
-        repetitions, at least the resolution; 0 for what is not measured.
+      noise: seconds by which another measurement may differ: half of the distance between the quartiles of
+        repetitions; 0 for estimates.
     """
 
     seconds: float
@@ -33,10 +33,10 @@ class Time:
 
 
 class Source(Protocol):
-    """Something that knows how long pieces take."""
+    """A source of times."""
 
-    def time(self, piece: Piece, kind: Kind) -> Time | None:
-        """The time of one run of a piece on a device of a kind; None if it cannot say."""
+    def time(self, piece: TimedOp, kind: Kind) -> Time | None:
+        """The time of one run of a timed op on a kind of device; None if unknown."""
         ...
 
 
@@ -49,14 +49,13 @@ TRANSCENDENTAL = 10
 class Roofline:
     """The time by a device's peak rates: Williams, Waterman, Patterson, "Roofline" (CACM 2009).
 
-    A piece takes as long as its operations at the peak rate of their type, or as its bytes at the bandwidth of memory,
-    whichever is longer, and a launch before. What units for matrices and other units do overlaps. A piece whose
-    equations are fused reads and writes memory at its border only. Programs reach a part of these rates
-    (`vnode.partition.cost.calibration`).
+    A timed op takes the longest of three times, and a launch before: its matrix operations at the peak rate of their
+    dtype, its other operations at the vector rate, and its bytes at the bandwidth of memory. Fused equations read and
+    write memory at their border only. Programs reach a share of these rates (`vnode.partition.cost.calibration`).
 
     Attributes:
-      launch: seconds that come on top of each piece that does anything; by default as calibrated.
-      calibrated: whether rates are those that programs reach, or those of the data sheet.
+      launch: seconds of launch overhead of each timed op with any work; by default the calibrated value.
+      calibrated: whether rates are the calibrated ones, or the data sheet's.
 
     Example:
       >>> kind = Kind("toy", {"float32": 1e12}, vector=1e11, memory=2**30, bandwidth=1e11, host_bandwidth=1e10)
@@ -68,21 +67,21 @@ class Roofline:
     calibrated: bool = True
 
     def seconds(self, cost: Cost, kind: Kind) -> float:
-        """The time of this many operations and bytes."""
-        reached = Calibration.of(kind) if self.calibrated else Calibration()
+        """The seconds of this many operations and bytes."""
+        reached = Calibration.for_kind(kind) if self.calibrated else Calibration()
         matrix = sum(operations / kind.rate(dtype) for dtype, operations in cost.matrix.items()) / reached.products
         vector = (cost.vector + (TRANSCENDENTAL - 1) * cost.transcendental) / kind.vector
         memory = (cost.read + cost.written) / (kind.bandwidth * reached.passes)
         longest = max(matrix, vector, memory)
         return longest + (reached.launch if self.launch is None else self.launch) if longest else 0.0
 
-    def time(self, piece: Piece, kind: Kind) -> Time:
+    def time(self, piece: TimedOp, kind: Kind) -> Time:
         """See `Source`."""
         return Time(self.seconds(piece.cost, kind), "roofline")
 
 
-def by_source(times: Sequence[tuple[Time, float]]) -> Mapping[str, float]:
-    """Seconds by who says so, of times that are run so often."""
+def seconds_by_source(times: Sequence[tuple[Time, float]]) -> Mapping[str, float]:
+    """The total seconds by source, of pairs of a time and a number of runs."""
     found: dict[str, float] = {}
     for time, runs in times:
         found[time.source] = found.get(time.source, 0.0) + time.seconds * runs

@@ -1,16 +1,15 @@
-"""What a split program takes: time, bytes between devices, memory; from the program of one device.
+"""The program of one device -> its cost on a machine: time, bytes between devices, memory.
 
-Knows one device's program, machines, times of pieces, the simulator. Must not know how the split was found.
+Knows one device's program, machines, times of timed ops, the simulator. Must not know how the split was found.
 
-All devices run the same program, so that one timeline stands for all: a kernel takes what it takes on the slowest kind
-of device, and a collective what the busiest link needs. In the timeline one resource computes; the links are as many
-resources as there are sets of links that the program's collectives tell apart, so that two collectives wait for each
-other where they share a link. Kernels start in the program's order when their operands are there, and collectives run
-beside them, unless `overlap` is False. A value's way to the host's memory, or back, takes the time of its bytes on the
-link to the host, beside what is computed in the same turn of a loop: compilers begin it when the value is there, and
-wait for it where it is read, or when the turn ends. The turns of a loop follow each other: its body has a timeline of
-its own, which counts once for every turn; one without collectives takes what somebody measured of it as a whole, if
-that is known.
+All devices run the same program, so one timeline stands for all. A fused op has its time on the slowest kind of device;
+a collective has the time of the busiest link. One resource of the timeline computes. Links that the same collectives
+use are one resource, so two collectives that share a link wait for each other. Fused ops start in the program's order
+when their operands are ready; collectives overlap with them unless `overlap` is False. A transfer to or from the host's
+memory takes the time of its bytes on the host link. It overlaps with the other operations of the same loop iteration:
+compilers start it when the value is ready, and wait for it at the reader or at the end of the iteration. Iterations of
+a loop do not overlap: the timeline of the body counts once per iteration. A loop without collectives has its measured
+time, if one is known.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from vnode.operators.cost import all_bytes
 from vnode.operators.memory_spaces import crosses_memories, is_on_host
 from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.collective_cost import KINDS, Transfer, transfer_of
-from vnode.partition.cost.fusion import kernels_of
-from vnode.partition.cost.lower_to_device import DeviceProgram, bodies_of, device_program
-from vnode.partition.cost.op_kinds import BESIDE, Kernel, Shape
+from vnode.partition.cost.fusion import fuse_program
+from vnode.partition.cost.lower_to_device import DeviceProgram, body_programs, device_program
+from vnode.partition.cost.op_kinds import LOOP_BUFFERS, FusedOp, OpKind
 from vnode.partition.cost.program_memory import Memory, memory_of
-from vnode.partition.cost.roofline import Time, by_source
+from vnode.partition.cost.roofline import Time, seconds_by_source
 from vnode.partition.cost.time_sources import Times
 from vnode.partition.machine import Machine, MachineMesh
 from vnode.partition.simulator import Builder, TaskGraph, Timeline, picoseconds, simulate
@@ -40,13 +39,13 @@ from vnode.spmd.sharding_flow import Flow
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
+class PlannedCollective:
     """A collective of a program.
 
     Attributes:
-      transfer: what moves, over which axes.
-      runs: how often, loops counted by their turns.
-      seconds: of one run; of several that are sent together, its share.
+      transfer: its kind, mesh axes and bytes.
+      runs: how often it runs, trip counts of loops included.
+      seconds: time of one run; its share, if it is combined with others.
     """
 
     transfer: Transfer
@@ -55,65 +54,65 @@ class Planned:
 
 
 @dataclasses.dataclass(frozen=True)
-class Moved:
-    """A value's way to the host's memory, or from there.
+class HostTransfer:
+    """A copy of a value to the host's memory, or back.
 
     Attributes:
-      bytes: of it.
-      runs: how often it goes there, loops counted by their turns.
-      back: whether it comes from there.
-      seconds: of one run.
+      bytes: size of the value.
+      runs: how often it is copied, trip counts of loops included.
+      from_host: whether it is copied back to the device.
+      seconds: time of one run.
     """
 
     bytes: int
     runs: int
-    back: bool
+    from_host: bool
     seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCost:
-    """What a split program takes on a machine.
+    """The cost of a split program on a machine.
 
     Attributes:
-      compute: seconds of all kernels, one after the other.
-      exchange: seconds of all collectives, one after the other.
-      timeline: both together, as far as they overlap.
-      collectives: those that a device takes part in; of branches those of the one that takes longest.
-      others: those of the other branches, which are in the program, too.
-      moves: to the host's memory and back; of branches those of the one that takes longest.
-      memory: of one device.
-      sources: seconds of `compute` by who says so.
-      noise: seconds by which measured times may be off together.
-      unknown: primitives without a description, whose operations count as none.
-      open_loops: how many loops there are whose turns are not written down; they count once.
+      compute: seconds of all fused ops, without overlap.
+      exchange: seconds of all collectives, without overlap.
+      timeline: both, with overlap.
+      collectives: the collectives of a device; of a branch, those of its slowest body.
+      others: the collectives of the other bodies of branches.
+      moves: transfers to the host's memory and back; of a branch, those of its slowest body.
+      memory: one device's memory.
+      sources: seconds of `compute` by source of the times.
+      noise: seconds by which the measured times may be off in all.
+      unknown: primitives without a description, whose operations count as zero.
+      open_loops: number of loops without a known trip count; their bodies count once.
     """
 
     compute: float
     exchange: float
     timeline: Timeline
-    collectives: tuple[Planned, ...]
+    collectives: tuple[PlannedCollective, ...]
     memory: Memory
     sources: Mapping[str, float]
     noise: float
     unknown: frozenset[str] = frozenset()
     open_loops: int = 0
-    others: tuple[Planned, ...] = ()
-    moves: tuple[Moved, ...] = ()
+    others: tuple[PlannedCollective, ...] = ()
+    moves: tuple[HostTransfer, ...] = ()
 
     @property
     def transfer(self) -> float:
-        """Seconds of all ways to the host's memory and back, one after the other."""
+        """Seconds of all transfers to the host's memory and back, without overlap."""
         return sum(each.seconds * each.runs for each in self.moves)
 
     @property
     def seconds(self) -> float:
-        """Of one run, with what overlaps."""
+        """Seconds of one run, with overlap."""
         return self.timeline.seconds
 
     @property
     def total(self) -> float:
-        """Of one run, if nothing overlapped."""
+        """Seconds of one run, without overlap."""
         return self.compute + self.exchange + self.transfer
 
     @property
@@ -127,7 +126,7 @@ class ProgramCost:
     @property
     def sent(self) -> float:
         """Bytes that each device sends."""
-        return sum(each.transfer.sent * each.runs for each in self.collectives)
+        return sum(each.transfer.bytes_sent * each.runs for each in self.collectives)
 
     def __str__(self) -> str:
         said = ", ".join(f"{source} {seconds:.3g} s" for source, seconds in self.sources.items())
@@ -154,15 +153,15 @@ def program_cost(
     platform: str = "tpu",
     overlap: bool = True,
 ) -> ProgramCost:
-    """What a split program takes.
+    """The cost of a split program.
 
     Args:
-      program: what one device runs, or the flow to trace it from.
-      machine: on which.
+      program: one device's program, or the flow to trace it from.
+      machine: the machine that runs it.
       mesh: its devices, with the axes of the program.
-      times: of kernels; by default as `Times` has them.
-      donated: of a flow: inputs whose memory results may take.
-      platform: what is compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``; says what is fused.
+      times: source of the times of fused ops; by default `Times()`.
+      donated: numbers of the donated inputs, if `program` is a flow.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``; decides which equations are fused.
       overlap: whether devices compute while they exchange.
 
     Returns:
@@ -188,8 +187,8 @@ def program_cost(
     if isinstance(program, Flow):
         axes = {name: n for name, n in mesh.shape.items() if n > 1}
         program = device_program(program, axes, platform=platform, donated=donated)
-    calibration = Calibration.on(platform, machine.kinds[0].name)
-    taken = _Taken(machine, mesh, program.axes, times or Times(), calibration.recomputes, overlap)
+    calibration = Calibration.for_platform(platform, machine.kinds[0].name)
+    taken = _CostSum(machine, mesh, program.axes, times or Times(), calibration.recomputes, overlap)
     timeline = taken.timeline(program.program, 1)
     return ProgramCost(
         compute=sum(time.seconds * runs for time, runs in taken.times),
@@ -197,7 +196,7 @@ def program_cost(
         timeline=timeline,
         collectives=tuple(taken.collectives),
         memory=memory_of(program, calibration),
-        sources=by_source(taken.times),
+        sources=seconds_by_source(taken.times),
         noise=float(np.sqrt(sum((time.noise * runs) ** 2 for time, runs in taken.times))),
         unknown=frozenset(taken.unknown),
         open_loops=taken.open_loops,
@@ -215,9 +214,9 @@ DEVICE = -2
 
 @dataclasses.dataclass
 class _Task:
-    """A task before it is in a graph: its seconds, links, whether it computes, and what it is.
+    """A task before it is in a graph.
 
-    Of a loop or branch also for how many seconds links, and the device, have something to do meanwhile.
+    `works` holds, for a loop or branch, the busy seconds of its links and of the device.
     """
 
     seconds: float
@@ -229,8 +228,8 @@ class _Task:
     works: Mapping[int, float] | None = None
 
 
-class _Taken:
-    """Adds up what a program takes; bodies of loops are programs."""
+class _CostSum:
+    """Adds up the cost of a program and of the bodies of its loops and branches."""
 
     def __init__(
         self,
@@ -244,57 +243,59 @@ class _Taken:
         self.machine, self.mesh, self.axes = machine, mesh, axes
         self.source, self.recomputes, self.overlap = times, recomputes, overlap
         self.times: list[tuple[Time, float]] = []
-        self.collectives: list[Planned] = []
-        self.others: list[Planned] = []  # of branches that others take
-        self.moves: list[Moved] = []
+        self.collectives: list[PlannedCollective] = []
+        self.others: list[PlannedCollective] = []  # of bodies that are not the slowest
+        self.moves: list[HostTransfer] = []
         self.unknown: set[str] = set()
         self.open_loops = 0
 
     def timeline(self, program: Program, runs: int) -> Timeline:
-        """The timeline of a program that runs so often."""
-        kernels = kernels_of(program, self.recomputes)
+        """The timeline of a program; its costs are counted `runs` times."""
+        fused = fuse_program(program, self.recomputes)
         tasks = list[_Task]()
-        for kernel, reads in zip(kernels.kernels, kernels.reads, strict=True):
+        for op, reads in zip(fused.fused_ops, fused.reads, strict=True):
             before = len(self.times), len(self.collectives)
-            seconds, links, computes = self.taken(kernel, program, runs)
-            works = self.worked(before, runs) if kernel.shape is Shape.REGION else None
-            tasks.append(_Task(seconds, links, computes, str(kernel.piece), reads, kernel.piece.writes, works))
-        graph, idle = graph_of(tasks, self.overlap)
+            seconds, links, computes = self.add_fused_op(op, program, runs)
+            works = self.busy_seconds(before, runs) if op.kind is OpKind.REGION else None
+            tasks.append(_Task(seconds, links, computes, str(op.timed_op), reads, op.timed_op.writes, works))
+        graph, idle = build_task_graph(tasks, self.overlap)
         return dataclasses.replace(simulate(graph), idle=idle)
 
-    def worked(self, before: tuple[int, int], runs: int) -> dict[int, float]:
-        """For how long the device and each link work in one of so many runs, by what was added up since."""
+    def busy_seconds(self, before: tuple[int, int], runs: int) -> dict[int, float]:
+        """The busy seconds of the device and of each link per run, of the costs added since `before`."""
         times, collectives = before
-        runs = max(runs, 1)  # a loop of no turns has nothing that works
+        runs = max(runs, 1)  # a loop of no iterations keeps nothing busy
         found = {DEVICE: sum(time.seconds * n for time, n in self.times[times:]) / runs}
         for each in self.collectives[collectives:]:
             for link in each.transfer.cost(self.machine, self.mesh).resources:
                 found[link] = found.get(link, 0.0) + each.seconds * each.runs / runs
         return found
 
-    def taken(self, kernel: Kernel, program: Program, runs: int) -> tuple[float, tuple[int, ...], bool]:
-        """Seconds of one run, the links that it occupies, and whether the device computes."""
-        eqn, piece = kernel.root, kernel.piece
-        sent = [transfer_of(each, self.axes) for each in piece.equations] if kernel.shape is Shape.COLLECTIVE else []
+    def add_fused_op(self, op: FusedOp, program: Program, runs: int) -> tuple[float, tuple[int, ...], bool]:
+        """Adds the cost of a fused op; its seconds per run, its links, and whether the device computes."""
+        eqn, piece = op.root, op.timed_op
+        sent = [transfer_of(each, self.axes) for each in piece.equations] if op.kind is OpKind.COLLECTIVE else []
         transfers = [transfer for transfer in sent if transfer is not None]
         if transfers:
             cost = transfers[0].cost(self.machine, self.mesh)
             for transfer in transfers:
                 share = transfer.bytes * cost.per_byte + cost.latency / len(transfers)
-                self.collectives.append(Planned(transfer, runs, share))
+                self.collectives.append(PlannedCollective(transfer, runs, share))
             return cost.seconds(sum(transfer.bytes for transfer in transfers)), cost.resources, False
-        if kernel.shape is Shape.AWAY:
-            (move,) = [self.moved(each, runs) for each in piece.equations]
+        if op.kind is OpKind.HOST_TRANSFER:
+            (move,) = [self.host_transfer(each, runs) for each in piece.equations]
             self.moves.append(move)
             return move.seconds, (HOST_LINK,), False
-        region = region_of(eqn) if kernel.shape is Shape.REGION else None
+        region = region_of(eqn) if op.kind is OpKind.REGION else None
         if region is not None:
-            known = None if exchanges(eqn) or moves_within(eqn) else self.source.known(piece, self.machine.kinds)
+            known = (
+                None if has_collective(eqn) or has_host_transfer(eqn) else self.source.known(piece, self.machine.kinds)
+            )
             if known is None:
-                return self.region(eqn, region, runs)
+                return self.add_region(eqn, region, runs)
             self.times.append((known, runs))
             return known.seconds, (), True
-        if eqn.effects or eqn.primitive is BESIDE:  # which place on an axis this device has; what a loop has made
+        if eqn.effects or eqn.primitive is LOOP_BUFFERS:  # `axis_index`; a loop's buffers
             return 0.0, (), True
         if program.describe(eqn) is None:
             self.unknown.add(eqn.primitive.name)
@@ -302,21 +303,21 @@ class _Taken:
         self.times.append((found, runs))
         return found.seconds, (), True
 
-    def moved(self, eqn: JaxprEqn, runs: int) -> Moved:
-        """A value's way to the host or from there, on the kind of device whose link takes longest."""
+    def host_transfer(self, eqn: JaxprEqn, runs: int) -> HostTransfer:
+        """The transfer of a value to or from the host, on the kind of device with the slowest link."""
         bytes_ = sum(all_bytes(var.aval) for var in eqn.outvars)
         seconds = max(bytes_ / kind.host_bandwidth + kind.host_latency for kind in self.machine.kinds)
-        return Moved(bytes_, runs, not is_on_host(eqn.outvars[0].aval), seconds)
+        return HostTransfer(bytes_, runs, not is_on_host(eqn.outvars[0].aval), seconds)
 
-    def region(self, eqn: JaxprEqn, region: Region, runs: int) -> tuple[float, tuple[int, ...], bool]:
-        """A loop by its turns; of branches the one that takes longest."""
-        bodies = bodies_of(eqn)
-        counts = turns_of(region, len(bodies))
+    def add_region(self, eqn: JaxprEqn, region: Region, runs: int) -> tuple[float, tuple[int, ...], bool]:
+        """Adds the cost of a loop, body times trip count, or of the slowest body of a branch."""
+        bodies = body_programs(eqn)
+        counts = body_trip_counts(region, len(bodies))
         if counts is None:
             self.open_loops += 1
             counts = [1] * len(bodies)
         before = len(self.times), len(self.collectives), len(self.moves)
-        found = list[tuple[float, list[tuple[Time, float]], list[Planned], list[Moved]]]()
+        found = list[tuple[float, list[tuple[Time, float]], list[PlannedCollective], list[HostTransfer]]]()
         for body, turns in zip(bodies, counts, strict=True):
             seconds = self.timeline(body, runs * turns).seconds * turns
             found.append((seconds, self.times[before[0] :], self.collectives[before[1] :], self.moves[before[2] :]))
@@ -335,20 +336,20 @@ class _Taken:
         return sum(seconds for seconds, *_ in chosen), tuple(sorted(links)), True
 
 
-def exchanges(eqn: JaxprEqn) -> bool:
-    """Whether there is a collective in the bodies of a loop or branch."""
-    inner = [each for body in bodies_of(eqn) for each in body.equations]
-    return any(each.primitive.name in KINDS or exchanges(each) for each in inner)
+def has_collective(eqn: JaxprEqn) -> bool:
+    """Whether the bodies of a loop or branch contain a collective."""
+    inner = [each for body in body_programs(eqn) for each in body.equations]
+    return any(each.primitive.name in KINDS or has_collective(each) for each in inner)
 
 
-def moves_within(eqn: JaxprEqn) -> bool:
-    """Whether something in the bodies of a loop or branch goes to the host's memory, or comes from there."""
-    inner = [each for body in bodies_of(eqn) for each in body.equations]
-    return any(moves_within(each) if region_of(each) is not None else crosses_memories(each) for each in inner)
+def has_host_transfer(eqn: JaxprEqn) -> bool:
+    """Whether the bodies of a loop or branch contain a transfer to or from the host's memory."""
+    inner = [each for body in body_programs(eqn) for each in body.equations]
+    return any(has_host_transfer(each) if region_of(each) is not None else crosses_memories(each) for each in inner)
 
 
-def turns_of(region: Region, bodies: int) -> list[int] | None:
-    """How often each body runs; None if nobody knows."""
+def body_trip_counts(region: Region, bodies: int) -> list[int] | None:
+    """How often each body runs; None if the trip count is unknown."""
     if region.chooser is not None:
         return [1] * bodies
     if region.tests and getattr(region, "turns", None) is None:
@@ -356,10 +357,10 @@ def turns_of(region: Region, bodies: int) -> list[int] | None:
     return [region.run_count + 1] * region.tests + [region.run_count] * (bodies - region.tests)
 
 
-def graph_of(tasks: Sequence[_Task], overlap: bool) -> tuple[TaskGraph, np.ndarray]:
-    """A task graph: what each waits for, by what it reads; and for how long resources have nothing to do in tasks.
+def build_task_graph(tasks: Sequence[_Task], overlap: bool) -> tuple[TaskGraph, np.ndarray]:
+    """A task graph whose dependencies follow the operands; and the idle picoseconds of each resource within tasks.
 
-    Links that the same tasks occupy are one resource, which works while the busiest of them does.
+    Links that the same tasks occupy are one resource, which is busy while its busiest link is.
     """
     used: dict[int, set[int]] = {}
     sets = list(dict.fromkeys(task.links for task in tasks if task.links))

@@ -1,6 +1,6 @@
-"""Who is asked how long pieces take, and in which order.
+"""A timed op -> its time, by the first of several sources that knows it.
 
-Knows sources of times. Must not know programs, meshes, or how any source finds what it says.
+Knows sources of times. Must not know programs, meshes, or how any source finds its times.
 """
 
 from __future__ import annotations
@@ -9,30 +9,30 @@ import dataclasses
 from collections.abc import Sequence
 
 from vnode.partition.cost.roofline import Roofline, Source, Time
-from vnode.partition.cost.timed_pieces import Piece
+from vnode.partition.cost.timed_pieces import TimedOp
 from vnode.partition.machine import Kind
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Several sources, the best first: each piece has the time of the first that knows one.
+    """Several sources of times, the best first; a timed op has the time of the first source that knows it.
 
     Attributes:
-      sources: in this order; the last is asked about everything. By default the roofline.
+      sources: the sources, in order. By default the roofline, which knows every timed op.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from vnode.partition.cost.timed_pieces import traced_piece
+      >>> from vnode.partition.cost.timed_pieces import traced_op
       >>> from vnode.partition.machine.known_kinds import kind_named
-      >>> piece = traced_piece(lambda a, b: a @ b, jnp.ones((512, 512)), jnp.ones((512, 512)))
+      >>> piece = traced_op(lambda a, b: a @ b, jnp.ones((512, 512)), jnp.ones((512, 512)))
       >>> Times().time(piece, kind_named("v5e")).source
       'roofline'
     """
 
     sources: Sequence[Source] = (Roofline(),)
 
-    def time(self, piece: Piece, kind: Kind) -> Time:
-        """The time of a piece on a device of a kind."""
+    def time(self, piece: TimedOp, kind: Kind) -> Time:
+        """The time of a timed op on a kind of device."""
         for source in self.sources:
             found = source.time(piece, kind)
             if found is not None:
@@ -41,16 +41,16 @@ class Times:
 
     @property
     def is_roofline(self) -> bool:
-        """Whether no source but the roofline is asked."""
+        """Whether the roofline is the only source."""
         return all(isinstance(source, Roofline) for source in self.sources)
 
-    def known(self, piece: Piece, kinds: Sequence[Kind]) -> Time | None:
-        """The time on the slowest of several kinds, if a source other than the roofline says it of all of them."""
+    def known(self, piece: TimedOp, kinds: Sequence[Kind]) -> Time | None:
+        """The time on the slowest of several kinds, if sources other than the roofline know it for all of them."""
         sources = [source for source in self.sources if not isinstance(source, Roofline)]
         found = [next((t for source in sources if (t := source.time(piece, kind)) is not None), None) for kind in kinds]
         said = [time for time in found if time is not None]
         return max(said, key=lambda time: time.seconds) if said and len(said) == len(found) else None
 
-    def slowest(self, piece: Piece, kinds: Sequence[Kind]) -> Time:
-        """The time on the kind of several that takes longest: all wait for it."""
+    def slowest(self, piece: TimedOp, kinds: Sequence[Kind]) -> Time:
+        """The time on the slowest of several kinds, for which the others wait."""
         return max((self.time(piece, kind) for kind in kinds), key=lambda found: found.seconds)

@@ -1,4 +1,4 @@
-"""Pieces of one device's program whose time is asked for: an equation, a cut one's copy, or several that are fused.
+"""Equations of one device -> a timed op: one equation, the local copy of a sharded one, or several fused ones.
 
 Knows jaxprs, descriptions, and how one equation is cut. Must not know how long anything takes, nor on what.
 """
@@ -26,13 +26,13 @@ from vnode.spmd.op_sharding import OpSharding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
-    """A few equations, at the sizes that one device has, with what they read and what is wanted of them.
+class TimedOp:
+    """Equations that run together, at one device's sizes.
 
     Attributes:
-      equations: in order.
-      reads: the variables that come from elsewhere.
-      writes: those that are wanted elsewhere.
+      equations: the equations, in order.
+      reads: the variables that other equations compute.
+      writes: the variables that other equations read.
       constants: values of some of `reads`.
     """
 
@@ -43,7 +43,7 @@ class Piece:
 
     @functools.cached_property
     def cost(self) -> Cost:
-        """Operations of all equations; bytes at the border only, each variable being read once and written once."""
+        """Operations of all equations; bytes at the border only, each variable read once and written once."""
         if len(self.equations) == 1 and region_of(self.equations[0]) is None:
             return cost_of(self.equations[0])
         total = Cost()
@@ -54,19 +54,19 @@ class Piece:
 
     @functools.cached_property
     def border(self) -> tuple[Mapping[Var, int], Mapping[Var, int]]:
-        """Bytes of each variable that is read, and of each that is written, in the types that the equations have."""
-        shares = dict.fromkeys(self.writes, 1.0)  # the part of each variable that is needed
+        """Bytes of each variable that is read, and of each that is written."""
+        shares = dict.fromkeys(self.writes, 1.0)  # the share of each variable that is read
         for eqn in reversed(self.equations):
             sizes = {atom: nbytes(atom.aval) for atom in eqn.invars if isinstance(atom, Var)}
             each, whole = cost_of(eqn), sum(sizes.values())
-            moves = region_of(eqn) is None and of_one(eqn).moves
+            moves = region_of(eqn) is None and eqn_cost(eqn).moves
             own = shares.get(eqn.outvars[0], 1.0) if moves else 1.0
-            for var in sizes:  # of an operand that is looked up in only a part is read
+            for var in sizes:  # a look-up reads only a part of its operand
                 part = own if each.read >= whole else own * each.read / max(whole, 1)
                 shares[var] = max(shares.get(var, 0.0), part)
         read = {var: math.ceil(nbytes(var.aval) * shares[var]) for var in self.reads if var in shares}
         written = {var: nbytes(var.aval) for var in self.writes}
-        for var in self.writes:  # what is put into an array in place is all that is written
+        for var in self.writes:  # an update in place writes only its new elements
             last = next(eqn for eqn in reversed(self.equations) if var in eqn.outvars)
             if len(self.writes) == 1 or len(last.outvars) == 1:
                 written[var] = min(written[var], cost_of(last).written or written[var])
@@ -74,36 +74,36 @@ class Piece:
 
     @functools.cached_property
     def key(self) -> str:
-        """A text that is the same for the same computation, and for no other."""
+        """A text that identifies the computation."""
         names: dict[Var, str] = {}
 
-        def said(atom: Any) -> str:
+        def atom_text(atom: Any) -> str:
             if isinstance(atom, Literal):
                 return f"{atom.val!r}:{atom.aval.str_short()}"
             return f"{names.setdefault(atom, f'v{len(names)}')}:{atom.aval.str_short()}"
 
         def parameters(params: Mapping[str, Any]) -> str:
-            return ", ".join(f"{name}={stable(params[name])}" for name in sorted(params))
+            return ", ".join(f"{name}={stable_text(params[name])}" for name in sorted(params))
 
-        lines = [f"({', '.join(map(said, self.reads))})"]
+        lines = [f"({', '.join(map(atom_text, self.reads))})"]
         for eqn in self.equations:
-            operands, results = map(said, eqn.invars), map(said, eqn.outvars)
+            operands, results = map(atom_text, eqn.invars), map(atom_text, eqn.outvars)
             lines.append(
                 f"{', '.join(results)} = {eqn.primitive.name}[{parameters(eqn.params)}]({', '.join(operands)})"
             )
-        lines.append(f"({', '.join(map(said, self.writes))})")
+        lines.append(f"({', '.join(map(atom_text, self.writes))})")
         return "\n".join(lines)
 
     @property
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The types of what is read."""
+        """Shapes and dtypes of `reads`."""
         return tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in self.reads)
 
     def function(self, *values: Any) -> list[Any]:
-        """Evaluates it.
+        """Evaluates the equations.
 
         Args:
-          values: of `reads`, in order.
+          values: the values of `reads`, in order.
 
         Returns:
           The values of `writes`.
@@ -119,106 +119,106 @@ class Piece:
         return " + ".join(dict.fromkeys(eqn.primitive.name for eqn in self.equations))
 
 
-def stable(value: Any) -> str:
-    """A parameter without what differs from run to run: addresses of objects, names of variables."""
+def stable_text(value: Any) -> str:
+    """A parameter as text, without addresses of objects and names of variables, which differ from run to run."""
     if isinstance(value, ClosedJaxpr | Jaxpr):
         inner = value.jaxpr if isinstance(value, ClosedJaxpr) else value
         program = inline(inner, value.consts if isinstance(value, ClosedJaxpr) else [None] * len(inner.constvars))
         outputs = tuple(atom for atom in program.outputs if isinstance(atom, Var))
-        return f"{{{Piece(tuple(program.equations), tuple(program.inputs), outputs).key}}}"
+        return f"{{{TimedOp(tuple(program.equations), tuple(program.inputs), outputs).key}}}"
     if isinstance(value, tuple | list):
-        return f"({', '.join(map(stable, value))})"
+        return f"({', '.join(map(stable_text, value))})"
     if callable(value) and not isinstance(value, type):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     return repr(value)
 
 
 @dataclasses.dataclass(frozen=True)
-class OfOne:
-    """What is asked for about an equation again and again.
+class EqnCost:
+    """The memoized facts about an equation.
 
     Attributes:
       cost: its cost.
-      moves: whether each element of its one result is made of elements in one place of operands, if at all.
+      moves: whether each element of its one result is computed from one element of each operand at most.
     """
 
     cost: Cost
     moves: bool
 
 
-KNOWN = Memo[OfOne](20_000)
-"""By all that it depends on: layers, and the candidates of a search, have many equations that are alike."""
+EQN_COSTS = Memo[EqnCost](20_000)
+"""By kind of equation: layers, and the candidates of a search, have many equal equations."""
 
 
-def of_one(eqn: JaxprEqn) -> OfOne:
-    """What there is to know of an equation, no loop or branch."""
+def eqn_cost(eqn: JaxprEqn) -> EqnCost:
+    """The memoized facts about an equation that is no loop or branch."""
     of = kind_to_keep(eqn)
     if of is None:
-        return looked_at(eqn)
+        return described_eqn_cost(eqn)
     own: dict[Any, int] = {}
     operands = tuple(None if isinstance(a, Literal) else own.setdefault(a, len(own)) for a in eqn.invars)
     there = tuple(is_on_host(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
-    return KNOWN.get_or_make((of, operands, there), lambda: looked_at(eqn))
+    return EQN_COSTS.get_or_make((of, operands, there), lambda: described_eqn_cost(eqn))
 
 
-def looked_at(eqn: JaxprEqn) -> OfOne:
-    """What there is to know of an equation, no loop or branch, by its description; of one without that its bytes."""
+def described_eqn_cost(eqn: JaxprEqn) -> EqnCost:
+    """The facts about an equation by its description; without a description, its bytes alone."""
     of = describe(eqn)
     if of is None:
         read = sum(nbytes(atom.aval) for atom in {*(a for a in eqn.invars if isinstance(a, Var))})
-        return OfOne(Cost(read=read, written=sum(nbytes(var.aval) for var in eqn.outvars)), False)
+        return EqnCost(Cost(read=read, written=sum(nbytes(var.aval) for var in eqn.outvars)), False)
     moves = not of.reduced and not of.has(Algebra.CONTRACTS) and len(eqn.outvars) == 1
-    return OfOne(described_cost(eqn, of), moves)
+    return EqnCost(described_cost(eqn, of), moves)
 
 
 def cost_of(eqn: JaxprEqn) -> Cost:
     """The cost of one equation, loops and branches included."""
-    return of_one(eqn).cost if region_of(eqn) is None else equation_cost(eqn)
+    return eqn_cost(eqn).cost if region_of(eqn) is None else equation_cost(eqn)
 
 
-def piece_of(equations: Sequence[JaxprEqn], writes: Iterable[Var] | None = None) -> Piece:
-    """Some equations as a piece.
+def timed_op_of(equations: Sequence[JaxprEqn], writes: Iterable[Var] | None = None) -> TimedOp:
+    """Equations as one timed op.
 
     Args:
-      equations: in order.
-      writes: what is wanted of them; by default all that none of them reads.
+      equations: the equations, in order.
+      writes: the variables that others read; by default all results that none of the equations reads.
     """
     made = dict.fromkeys(var for eqn in equations for var in eqn.outvars)
     read = dict.fromkeys(a for eqn in equations for a in eqn.invars if isinstance(a, Var))
     wanted = [var for var in made if var not in read] if writes is None else list(writes)
-    return Piece(tuple(equations), tuple(var for var in read if var not in made), tuple(wanted))
+    return TimedOp(tuple(equations), tuple(var for var in read if var not in made), tuple(wanted))
 
 
-def traced_piece(function: Callable[..., Any], *args: Any) -> Piece:
-    """What a function of arrays does, calls inlined.
+def traced_op(function: Callable[..., Any], *args: Any) -> TimedOp:
+    """Traces a function of arrays as one timed op, calls inlined.
 
-    >>> traced_piece(lambda x: jnp.exp(x) + 1, jnp.ones((4, 8))).cost
+    >>> traced_op(lambda x: jnp.exp(x) + 1, jnp.ones((4, 8))).cost
     Cost(matrix={}, vector=64, transcendental=32, read=128, written=128)
     """
     traced = jax.make_jaxpr(function)(*args)
-    return program_piece(inline(traced.jaxpr, traced.consts))
+    return program_op(inline(traced.jaxpr, traced.consts))
 
 
-def program_piece(program: Program) -> Piece:
-    """A whole program as a piece."""
+def program_op(program: Program) -> TimedOp:
+    """A program as one timed op."""
     if not program.constants and all(isinstance(atom, Var) for atom in program.outputs):
         outputs = dict.fromkeys(atom for atom in program.outputs if isinstance(atom, Var))
-        return Piece(tuple(program.equations), tuple(program.inputs), tuple(outputs))
+        return TimedOp(tuple(program.equations), tuple(program.inputs), tuple(outputs))
     reads = (*program.inputs, *program.constants)
     outputs = dict.fromkeys(atom for atom in program.outputs if isinstance(atom, Var))
-    return Piece(tuple(program.equations), reads, tuple(outputs), program.constants)
+    return TimedOp(tuple(program.equations), reads, tuple(outputs), program.constants)
 
 
-def copy_of(eqn: JaxprEqn, choice: OpSharding, platform: str = "") -> Piece:
-    """What one device does of an equation that is cut: its copy at local sizes, without the exchange before and after.
+def copy_of(eqn: JaxprEqn, choice: OpSharding, platform: str = "") -> TimedOp:
+    """The local copy of a sharded equation, without the collectives before and after.
 
     Args:
-      eqn: the whole equation.
-      choice: how it is cut.
-      platform: what is compiled for.
+      eqn: the equation at global sizes.
+      choice: its sharding.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
 
     Returns:
-      The copy, as the first device has it; others differ in positions only.
+      The first device's copy; copies of other devices differ in positions only.
 
     Example:
       >>> from jax.sharding import PartitionSpec as P
@@ -241,11 +241,11 @@ def copy_of(eqn: JaxprEqn, choice: OpSharding, platform: str = "") -> Piece:
     ]
     lengths = {f: choice.parts[f][0][0].length for way in choice.ways for f in way.lead}
 
-    def evaluated(*values: Any) -> list[Any]:
+    def divided_evaluation(*values: Any) -> list[Any]:
         left = iter(values)
         operands = [atom.val if isinstance(atom, Literal) else next(left) for atom in eqn.invars]
         positions = {f: functools.partial(jnp.arange, n, dtype=jnp.int32) for f, n in lengths.items()}
         with context_of(eqn):
             return evaluate(description, eqn, operands, sizes, positions, platform)
 
-    return traced_piece(evaluated, *shapes)
+    return traced_op(divided_evaluation, *shapes)

@@ -1,17 +1,17 @@
-"""What collectives cost on several networks at once.
+"""A collective of groups of devices -> its latency and time per byte over the machine's networks.
 
 Knows networks, and groups of devices that work at the same time. Must not know kinds of devices.
 
-A time is `latency + bytes * per_byte`. Latencies are those of steps one after another. The time per byte is that of the
-busiest resource: what all groups together send over it, by its bandwidth; so groups that share a link slow each other,
-and the slowest link decides.
+A time is `latency + bytes * per_byte`. The latency is the sum over the steps of the algorithm. The time per byte is the
+busiest resource's: the bytes that all groups send over it, divided by its bandwidth. So groups that share a link slow
+each other, and the slowest link decides.
 
-On one network all-gather is a ring (`Network.ring`, `Torus.gather`). Over several it is hierarchical: of an array
-that h hosts with m devices each gather, each device first gathers the m-th part that its counterparts in other hosts
-have, then the devices of a host gather these: h - 1 steps over the network and m - 1 within the host. A group with
-unequally many devices in its hosts goes around one ring. Reduce-scatter is the same backwards, all-reduce one after the
-other (Chan, Heimlich, Purkayastha, van de Geijn: Collective Communication: Theory, Practice, and Experience, 2007);
-what adding takes is not counted.
+On one network all-gather is a ring (`Network.ring`, `Torus.gather`). Over several networks it is hierarchical. If h
+hosts with m devices each gather an array, each device first gathers the m-th part that its counterparts in other hosts
+have, in h - 1 steps over the network. Then the devices of a host gather these parts, in m - 1 steps. A group with
+unequal numbers of devices in its hosts uses one ring. Reduce-scatter is the reverse, all-reduce is reduce-scatter and
+all-gather (Chan, Heimlich, Purkayastha, van de Geijn: Collective Communication: Theory, Practice, and Experience,
+2007). Time for additions is not counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Cost:
     """The time of a transfer or a collective.
 
     Attributes:
-      latency: seconds that it takes whatever its bytes.
+      latency: seconds without any bytes.
       per_byte: seconds that each byte adds.
       resources: the numbers of the links that it occupies (`Machine.resources`), in increasing order.
 
@@ -49,19 +49,19 @@ class Cost:
     resources: tuple[int, ...]
 
     def seconds(self, bytes: float) -> float:
-        """The time with so many bytes; what they are, `Machine.collective` says."""
+        """The seconds for this many bytes, counted as `Machine.collective` defines."""
         return self.latency + bytes * self.per_byte
 
 
 @dataclasses.dataclass
-class Busy:
-    """A phase of all groups: the longest latency, and what each resource carries."""
+class PhaseLoads:
+    """A phase of all groups: the longest latency, and the load of each resource."""
 
     latency: float = 0.0
     loads: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def add(self, phase: Phase, first: int, share: float = 1.0) -> None:
-        """Adds a phase of one group on a network whose resources begin with this number."""
+        """Adds a phase of one group on a network whose first resource has the number `first`."""
         self.latency = max(self.latency, phase.latency)
         for resource, fraction in phase.loads:
             self.loads[first + resource] = self.loads.get(first + resource, 0.0) + fraction * share
@@ -71,18 +71,18 @@ class Busy:
 class Fabric:
     """The networks of a machine, from the nearest to the farthest.
 
-    Two devices use the first network that joins both. Networks are nested or apart, so the devices of a network fall
-    into parts: those that a nearer one joins, and single ones.
+    Two devices use the first network that joins both. Networks are nested or disjoint. So the devices of a network fall
+    into the parts that nearer networks join, and single devices.
 
     Attributes:
-      networks: in that order.
+      networks: the networks, the nearest first.
     """
 
     networks: tuple[Network, ...]
 
     @functools.cached_property
-    def first(self) -> tuple[int, ...]:
-        """The number of each network's first resource; and of what comes after the last."""
+    def first_resources(self) -> tuple[int, ...]:
+        """The number of each network's first resource; and the total number of resources."""
         found = [0]
         for network in self.networks:
             found.append(found[-1] + len(network.resources))
@@ -90,10 +90,10 @@ class Fabric:
 
     @functools.cached_property
     def resources(self) -> tuple[Resource, ...]:
-        """Those of all networks."""
+        """The resources of all networks."""
         return tuple(resource for network in self.networks for resource in network.resources)
 
-    def home(self, group: Sequence[int]) -> int:
+    def nearest_common_network(self, group: Sequence[int]) -> int:
         """The first network that joins all of a group."""
         for i, network in enumerate(self.networks):
             if network.members.issuperset(group):
@@ -101,7 +101,7 @@ class Fabric:
         raise MachineError(f"no network joins devices {', '.join(map(str, group[:8]))}")
 
     def parts(self, group: Group, home: int) -> list[Group]:
-        """How a group falls into devices that networks nearer than its home join."""
+        """The parts of a group that networks nearer than network `home` join."""
         left, found = list(group), list[Group]()
         for network in reversed(self.networks[:home]):
             near = tuple(device for device in left if device in network.members)
@@ -115,8 +115,8 @@ class Fabric:
         """A transfer between two devices."""
         if source == target:
             return Cost(0.0, 0.0, ())
-        home = self.home((source, target))
-        found = tuple(self.first[home] + r for r in self.networks[home].route(source, target))
+        home = self.nearest_common_network((source, target))
+        found = tuple(self.first_resources[home] + r for r in self.networks[home].route(source, target))
         return Cost(
             self.networks[home].delay(source, target), max(1 / self.resources[r].bandwidth for r in found), found
         )
@@ -125,7 +125,7 @@ class Fabric:
         """The cost of a collective by all groups at once, but for a permute; see `Machine.collective`."""
         if name == "all_to_all":
             return self.cost(self.all_to_all(groups))
-        phases = dict[tuple[int, int], Busy]()
+        phases = dict[tuple[int, int], PhaseLoads]()
         for group in groups:
             self.gather(group, 1.0, 0, phases)
         cost = self.cost(phases.values())
@@ -133,19 +133,19 @@ class Fabric:
             return Cost(2 * cost.latency, 2 * cost.per_byte, cost.resources)
         return cost
 
-    def gather(self, group: Group, share: float, depth: int, phases: dict[tuple[int, int], Busy]) -> None:
-        """Adds an all-gather of this share of the array, to phases by depth in the hierarchy and by order."""
+    def gather(self, group: Group, share: float, depth: int, phases: dict[tuple[int, int], PhaseLoads]) -> None:
+        """Adds an all-gather of a share of the array to `phases`, by depth in the hierarchy and by order."""
         if len(group) == 1:
             return
-        home = self.home(group)
+        home = self.nearest_common_network(group)
         parts = self.parts(group, home)
         if len({len(part) for part in parts}) > 1:
-            phases.setdefault((depth, 0), Busy()).add(self.ring(group), 0, share)
+            phases.setdefault((depth, 0), PhaseLoads()).add(self.ring(group), 0, share)
             return
         within = len(parts[0])
         for rail in zip(*parts, strict=True):
             for t, phase in enumerate(self.networks[home].gather(rail)):
-                phases.setdefault((depth, t), Busy()).add(phase, self.first[home], share / within)
+                phases.setdefault((depth, t), PhaseLoads()).add(phase, self.first_resources[home], share / within)
         for part in parts:
             self.gather(part, share, depth + 1, phases)
 
@@ -159,34 +159,34 @@ class Fabric:
         return Phase((size - 1) * slowest, tuple(loads))
 
     def permute(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> Cost:
-        """Some devices of each group send to others, all at once; the pair that is farthest apart is waited for."""
-        busy = Busy()
+        """A permute: all pairs send at once; the most distant pair sets the latency."""
+        busy = PhaseLoads()
         for group in groups:
             for source, target in pairs:
                 cost = self.route(group[source], group[target])
                 busy.add(Phase(cost.latency, tuple((resource, 1.0) for resource in cost.resources)), 0)
         return self.cost([busy])
 
-    def all_to_all(self, groups: Sequence[Group]) -> list[Busy]:
-        """Every device sends a p-th part to every other, straight, over all networks at once."""
-        total = Busy()
+    def all_to_all(self, groups: Sequence[Group]) -> list[PhaseLoads]:
+        """An all-to-all: every device sends a p-th part to every other directly, over all networks at once."""
+        total = PhaseLoads()
         for group in groups:
             latency, pending = 0.0, [group]
             while pending:
                 part = pending.pop()
                 if len(part) == 1:
                     continue
-                home = self.home(part)
+                home = self.nearest_common_network(part)
                 parts = self.parts(part, home)
                 waits, loads = self.networks[home].exchange(parts)
                 latency += waits
-                total.add(Phase(0.0, tuple(loads.items())), self.first[home], 1 / len(group))
+                total.add(Phase(0.0, tuple(loads.items())), self.first_resources[home], 1 / len(group))
                 pending += parts
             total.latency = max(total.latency, latency)
         return [total]
 
-    def cost(self, phases: Iterable[Busy]) -> Cost:
-        """Phases one after another."""
+    def cost(self, phases: Iterable[PhaseLoads]) -> Cost:
+        """The cost of phases in sequence."""
         phases = list(phases)
         seconds = [
             max((n / self.resources[r].bandwidth for r, n in busy.loads.items()), default=0.0) for busy in phases
@@ -196,10 +196,10 @@ class Fabric:
 
 
 def checked_groups(groups: Sequence[Sequence[int]], devices: int) -> tuple[Group, ...]:
-    """Groups of equally many devices, none of them twice.
+    """Checks that groups have equally many devices, and no device twice.
 
     Raises:
-      MachineError: they are something else.
+      MachineError: the groups differ in size, are empty, or repeat a device.
     """
     try:
         found = tuple(tuple(operator.index(device) for device in group) for group in groups)
@@ -213,10 +213,10 @@ def checked_groups(groups: Sequence[Sequence[int]], devices: int) -> tuple[Group
     return found
 
 
-def shifted(devices: int, offset: int, around: bool) -> tuple[tuple[int, int], ...]:
-    """Who sends to whom if each device does to the one so many places further on.
+def shift_pairs(devices: int, offset: int, around: bool) -> tuple[tuple[int, int], ...]:
+    """The (sender, receiver) pairs of a shift by `offset` positions.
 
-    >>> shifted(3, 1, False), shifted(3, 1, True)
+    >>> shift_pairs(3, 1, False), shift_pairs(3, 1, True)
     (((0, 1), (1, 2)), ((0, 1), (1, 2), (2, 0)))
     """
     every = ((i, i + offset) for i in range(devices))
@@ -224,10 +224,10 @@ def shifted(devices: int, offset: int, around: bool) -> tuple[tuple[int, int], .
 
 
 def checked_pairs(pairs: Sequence[tuple[int, int]], devices: int) -> tuple[tuple[int, int], ...]:
-    """Who sends to whom, by place in a group.
+    """Checks (sender, receiver) pairs, by position in a group.
 
     Raises:
-      MachineError: somebody sends, or is sent, more than one thing, or is not there.
+      MachineError: a device sends or receives more than once, or is not in the group.
     """
     try:
         found = tuple((operator.index(source), operator.index(target)) for source, target in pairs)

@@ -25,10 +25,10 @@ LONGEST = 300
 
 
 @contextlib.contextmanager
-def inside(place: str) -> Iterator[None]:
+def error_context(place: str) -> Iterator[None]:
     """Says of errors that they are in a part of something larger.
 
-    >>> with inside("kinds"):
+    >>> with error_context("kinds"):
     ...     raise MachineError("expected a name", place="[0].name")
     Traceback (most recent call last):
     ...
@@ -41,13 +41,13 @@ def inside(place: str) -> Iterator[None]:
         raise MachineError(error.problem, place=place + joint + error.place, remedies=error.remedies) from None
 
 
-def wrong(place: str, expected: str, value: Any) -> MachineError:
+def wrong_value(place: str, expected: str, value: Any) -> MachineError:
     """The error for a value that is something else."""
     said = repr(value)
     return MachineError(f"expected {expected}, not {said if len(said) <= 60 else said[:57] + '...'}", place=place)
 
 
-def real(value: Any, place: str, unit: str, most: float = FASTEST, *, zero: bool = False) -> float:
+def positive_number(value: Any, place: str, unit: str, most: float = FASTEST, *, zero: bool = False) -> float:
     """A finite number above zero and below what is a mistake.
 
     Args:
@@ -68,44 +68,44 @@ def real(value: Any, place: str, unit: str, most: float = FASTEST, *, zero: bool
         with contextlib.suppress(OverflowError, ValueError, TypeError):
             number = float(value)
     if not (math.isfinite(number) and (number > 0 or (zero and number == 0)) and number <= most):
-        raise wrong(place, f"a number of {unit} {'from' if zero else 'above'} 0 up to {most:g}", value)
+        raise wrong_value(place, f"a number of {unit} {'from' if zero else 'above'} 0 up to {most:g}", value)
     return number
 
 
-def whole(value: Any, place: str, what: str, least: int, most: int) -> int:
+def whole_number(value: Any, place: str, what: str, least: int, most: int) -> int:
     """A whole number from the least to the most, or a `MachineError`."""
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_whole or not least <= int(value) <= most:
-        raise wrong(place, f"{what}, a whole number from {least} to {most}", value)
+        raise wrong_value(place, f"{what}, a whole number from {least} to {most}", value)
     return int(value)
 
 
-def text(value: Any, place: str, *, empty: bool = False) -> str:
+def one_line(value: Any, place: str, *, empty: bool = False) -> str:
     """A text of one line, or a `MachineError`."""
     if not (isinstance(value, str) and (empty or value.strip()) and len(value) <= LONGEST and value.isprintable()):
-        raise wrong(place, f"a text of one line, at most {LONGEST} characters", value)
+        raise wrong_value(place, f"a text of one line, at most {LONGEST} characters", value)
     return value
 
 
-def truth(value: Any, place: str) -> bool:
+def boolean(value: Any, place: str) -> bool:
     """True or false, or a `MachineError`."""
     if not isinstance(value, bool):
-        raise wrong(place, "true or false", value)
+        raise wrong_value(place, "true or false", value)
     return value
 
 
-def several(value: Any, place: str, what: str) -> Sequence[Any]:
+def nonempty_list(value: Any, place: str, what: str) -> Sequence[Any]:
     """A list with something in it, or a `MachineError`."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence) or not value:
-        raise wrong(place, f"a list of {what}", value)
+        raise wrong_value(place, f"a list of {what}", value)
     return value
 
 
-def devices(value: Any, place: str) -> tuple[int, ...]:
+def device_numbers(value: Any, place: str) -> tuple[int, ...]:
     """Numbers of different devices, or a `MachineError`."""
     found = tuple(
-        whole(n, f"{place}[{i}]", "the number of a device", 0, MOST_DEVICES - 1)
-        for i, n in enumerate(several(value, place, "numbers of devices"))
+        whole_number(n, f"{place}[{i}]", "the number of a device", 0, MOST_DEVICES - 1)
+        for i, n in enumerate(nonempty_list(value, place, "numbers of devices"))
     )
     if len(set(found)) != len(found):
         raise MachineError("a device is named twice", place=place)

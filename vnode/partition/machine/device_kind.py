@@ -1,4 +1,4 @@
-"""A kind of device: how fast it computes, how much it holds, how fast it reads that and talks to its host.
+"""A kind of device: its rates of computation, its memory, and its bandwidth to memory and host.
 
 Knows rates, sizes and names of dtypes. Must not know which kinds there are, or links between devices.
 """
@@ -12,7 +12,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from vnode.errors import MachineError
-from vnode.partition.machine.description_checks import LARGEST, SLOWEST, inside, real, text, whole, wrong
+from vnode.partition.machine.description_checks import (
+    LARGEST,
+    SLOWEST,
+    error_context,
+    one_line,
+    positive_number,
+    whole_number,
+    wrong_value,
+)
 
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8", "int8", "int4")
 """Names under which a kind may have a rate; all formats of eight bits count as ``float8``."""
@@ -23,26 +31,26 @@ WIDER = {
     "bfloat16": ("float32",),
     "float16": ("float32",),
 }
-"""In which formats a device computes what it has no units for, the first that it has."""
+"""The wider dtypes, in order of preference, in which a device computes a dtype that it has no units for."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What devices of one kind can do.
+    """The figures of a kind of device.
 
     Attributes:
-      name: of the kind.
+      name: the kind's name.
       peak: operations a second of the matrix units by dtype (`DTYPES`); a multiplication with an addition is two.
         ``float32`` is what `jax.numpy` does by default: TF32 on GPUs that have it, one pass in bfloat16 on TPUs.
-      vector: operations a second of what is not a matrix product, in float32.
+      vector: operations a second outside of matrix products, in float32.
       memory: bytes that programs can use.
       bandwidth: bytes a second between the device and its memory.
       host_bandwidth: bytes a second between the device and its host, in each direction.
       host_latency: seconds until the first of them arrives.
-      source: where the figures come from.
+      source: the source of the figures.
 
     Raises:
-      MachineError: a figure is none, or absurd.
+      MachineError: a figure is missing or implausible.
 
     Example:
       >>> kind = Kind("toy", {"bfloat16": 4e12}, vector=1e12, memory=2**30, bandwidth=1e11, host_bandwidth=1e10)
@@ -60,22 +68,24 @@ class Kind:
     source: str = ""
 
     def __post_init__(self) -> None:
-        text(self.name, "name")
+        one_line(self.name, "name")
         if not isinstance(self.peak, Mapping):
-            raise wrong("peak", "rates by dtype", self.peak)
+            raise wrong_value("peak", "rates by dtype", self.peak)
         for dtype in self.peak:
             if dtype not in DTYPES:
-                raise wrong("peak", f"dtypes among {', '.join(DTYPES)}", dtype)
-        with inside("peak"):
-            peak = {dtype: real(rate, str(dtype), "operations a second") for dtype, rate in self.peak.items()}
+                raise wrong_value("peak", f"dtypes among {', '.join(DTYPES)}", dtype)
+        with error_context("peak"):
+            peak = {
+                dtype: positive_number(rate, str(dtype), "operations a second") for dtype, rate in self.peak.items()
+            }
         values = {
             "peak": peak,
-            "vector": real(self.vector, "vector", "operations a second"),
-            "memory": whole(self.memory, "memory", "bytes", 1, LARGEST),
-            "bandwidth": real(self.bandwidth, "bandwidth", "bytes a second"),
-            "host_bandwidth": real(self.host_bandwidth, "host_bandwidth", "bytes a second"),
-            "host_latency": real(self.host_latency, "host_latency", "seconds", SLOWEST, zero=True),
-            "source": text(self.source, "source", empty=True),
+            "vector": positive_number(self.vector, "vector", "operations a second"),
+            "memory": whole_number(self.memory, "memory", "bytes", 1, LARGEST),
+            "bandwidth": positive_number(self.bandwidth, "bandwidth", "bytes a second"),
+            "host_bandwidth": positive_number(self.host_bandwidth, "host_bandwidth", "bytes a second"),
+            "host_latency": positive_number(self.host_latency, "host_latency", "seconds", SLOWEST, zero=True),
+            "source": one_line(self.source, "source", empty=True),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -100,7 +110,7 @@ class Kind:
 
 
 def rate_name(dtype: Any) -> str:
-    """Under which name a dtype's rate stands.
+    """The name of a dtype in `peak`.
 
     >>> rate_name("float8_e5m2"), rate_name("uint8"), rate_name("complex64"), rate_name("bool")
     ('float8', 'int8', 'float32', 'bool')

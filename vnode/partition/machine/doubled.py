@@ -1,4 +1,4 @@
-"""A machine with twice the devices, joined as they are: what one that is too small could grow to.
+"""A machine -> a machine with twice the devices, connected in the same way.
 
 Knows machines and their networks. Must not know which sizes are sold.
 """
@@ -14,46 +14,46 @@ from vnode.partition.machine.networks import Network, Pairs, Switch
 from vnode.partition.machine.torus import Torus
 
 
-def doubled(machine: Machine) -> Machine:
-    """A machine, and the same once more.
+def double_machine(machine: Machine) -> Machine:
+    """Doubles a machine.
 
-    The network that joins all devices joins these as well: a switch has twice the ports, a torus is twice as long along
-    its shortest axis. A single device that no network is known of is joined to the other by way of the host.
+    The network that joins all devices joins the new ones too: a switch gets twice the ports, a torus twice the length
+    along its shortest axis. A single device without a network is joined to the second one through the host.
 
     Raises:
-      MachineError: there are more devices than a machine, or a network of its kind, can have.
+      MachineError: the machine, or a network of its kind, cannot have so many devices.
 
     Example:
-      >>> doubled(Machine.gpus("h100-sxm", hosts=2)).networks == Machine.gpus("h100-sxm", hosts=4).networks
+      >>> double_machine(Machine.gpus("h100-sxm", hosts=2)).networks == Machine.gpus("h100-sxm", hosts=4).networks
       True
-      >>> doubled(Machine.tpu("v5e:2x4")).networks[0].axes
+      >>> double_machine(Machine.tpu("v5e:2x4")).networks[0].axes
       (Axis(size=4, wrap=False), Axis(size=4, wrap=False))
     """
     count, hosts = len(machine.devices), 1 + max(device.host for device in machine.devices)
     more = (dataclasses.replace(device, host=device.host + hosts) for device in machine.devices)
     devices = (*machine.devices, *more)
     inner = machine.networks[:-1]
-    last = joined(machine.networks[-1], count) if machine.networks else by_hosts(devices)
-    return Machine(f"2 x ({machine.name})", devices, (*inner, *(shifted(each, count) for each in inner), last))
+    last = double_network(machine.networks[-1], count) if machine.networks else host_network(devices)
+    return Machine(f"2 x ({machine.name})", devices, (*inner, *(shift_network(each, count) for each in inner), last))
 
 
-def by_hosts(devices: Sequence[Device]) -> Network:
-    """What joins devices that nothing else joins."""
+def host_network(devices: Sequence[Device]) -> Network:
+    """The network through the hosts, for devices that no other network joins."""
     kind = devices[0].kind
     return Link("host", kind.host_bandwidth, kind.host_latency).network(hosts_of(devices))
 
 
-def shifted(network: Network, by: int) -> Network:
-    """The same network among devices of other numbers."""
+def shift_network(network: Network, by: int) -> Network:
+    """The same network with all device numbers increased by `by`."""
     if isinstance(network, Switch):
         return dataclasses.replace(network, ports=tuple(tuple(i + by for i in port) for port in network.ports))
     assert isinstance(network, Pairs | Torus)
     return dataclasses.replace(network, devices=tuple(i + by for i in network.devices))
 
 
-def joined(network: Network, by: int) -> Network:
-    """The same network, which joins as many devices again."""
-    other = shifted(network, by)
+def double_network(network: Network, by: int) -> Network:
+    """The same network with twice the devices; the new ones have numbers increased by `by`."""
+    other = shift_network(network, by)
     if isinstance(network, Switch):
         assert isinstance(other, Switch)
         return dataclasses.replace(network, ports=(*network.ports, *other.ports))

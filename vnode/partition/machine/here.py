@@ -1,6 +1,6 @@
-"""The machine that this program runs on.
+"""jax's devices -> the machine that this program runs on.
 
-Knows jax's devices, the table of kinds, and who measures. Must not know what machines are asked.
+Knows jax's devices, the table of kinds, and measurements. Must not know what machines are asked.
 """
 
 from __future__ import annotations
@@ -12,8 +12,18 @@ from typing import Any
 from vnode.errors import MachineError
 from vnode.partition.machine.device_kind import Kind
 from vnode.partition.machine.known_kinds import JAX_NAMES, KINDS
-from vnode.partition.machine.machine_builders import DCN, HOP, LINKS, SLICES, Device, Link, Parts, hosts_of, wraps
-from vnode.partition.machine.measure_machine import Measured, host_memory, measured
+from vnode.partition.machine.machine_builders import (
+    DCN,
+    HOP,
+    LINKS,
+    SLICES,
+    Device,
+    Link,
+    Parts,
+    hosts_of,
+    wrapped_axes,
+)
+from vnode.partition.machine.measure_machine import MeasuredKind, host_memory, measure_kind
 from vnode.partition.machine.networks import Network
 from vnode.partition.machine.torus import Axis, Torus
 from vnode.placement.placement import device_list
@@ -21,7 +31,7 @@ from vnode.placement.world import is_local
 from vnode.plan.nodes.device_memory import reported_bytes
 
 
-def here(devices: Sequence[Any] | None, measure: bool) -> Parts:
+def this_machine(devices: Sequence[Any] | None, measure: bool) -> Parts:
     """See `Machine.here`."""
     found = device_list(devices)
     if not found:
@@ -34,46 +44,46 @@ def here(devices: Sequence[Any] | None, measure: bool) -> Parts:
         known = KINDS.get(JAX_NAMES.get(name, ""))
         memory = min((n for n in map(reported_bytes, group) if n), default=0)
         if known is None or measure:
-            result = own(name, group, memory)
-            kinds[name], links[name] = result.kind, link(result)
+            result = measure_local_devices(name, group, memory)
+            kinds[name], links[name] = result.kind, link_of_measured(result)
         else:
             kinds[name] = dataclasses.replace(known, memory=memory or known.memory)
             links[name] = LINKS.get(known.name, (None, None))[0]
     hosts: dict[Any, int] = {}
-    made = tuple(Device(kinds[d.device_kind], hosts.setdefault(host_of(d), len(hosts))) for d in found)
+    made = tuple(Device(kinds[d.device_kind], hosts.setdefault(host_key(d), len(hosts))) for d in found)
     name = " + ".join(f"{len(group)} x {kind}" for kind, group in by_kind.items())
     if len(found) == 1:
         return name, made, ()
-    if not measure and (networks := slices(found)):
+    if not measure and (networks := slice_networks(found)):
         return name, made, networks
-    return name, made, between(made, links, [d.device_kind for d in found])
+    return name, made, switch_networks(made, links, [d.device_kind for d in found])
 
 
-def own(name: str, group: Sequence[Any], memory: int) -> Measured:
-    """Measures those devices of a kind that are this process's."""
+def measure_local_devices(name: str, group: Sequence[Any], memory: int) -> MeasuredKind:
+    """Measures the devices of one kind that belong to this process."""
     mine = [device for device in group if is_local(device)]
     if not mine:
         raise MachineError(
             f"{name!r} is no known kind, and no device of it is in this process, where it could be measured.",
             remedies=["describe the machine: Machine(...).save('machine.json'), and Machine.load it in every process"],
         )
-    return measured(name, mine, memory or host_memory(len(mine)))
+    return measure_kind(name, mine, memory or host_memory(len(mine)))
 
 
-def link(found: Measured) -> Link | None:
-    """How devices are joined that were measured."""
+def link_of_measured(found: MeasuredKind) -> Link | None:
+    """The link between measured devices."""
     return None if found.bandwidth is None else Link("measured", found.bandwidth, found.latency)
 
 
-def host_of(device: Any) -> Any:
-    """What devices of one host have in common: jax counts GPUs that NVLink can join as a slice, others by process."""
+def host_key(device: Any) -> Any:
+    """The key of a device's host: GPUs have their slice, which NVLink can join; other devices their process."""
     if device.platform == "gpu" and getattr(device, "slice_index", None) is not None:
         return device.slice_index
     return device.process_index
 
 
-def slices(devices: Sequence[Any]) -> tuple[Network, ...]:
-    """The torus of each slice of TPU chips, and the network between slices; nothing where they are none."""
+def slice_networks(devices: Sequence[Any]) -> tuple[Network, ...]:
+    """The torus of each slice of TPU chips, and the network between slices; empty for other devices."""
     names = {JAX_NAMES.get(device.device_kind, "") for device in devices}
     made = [found for found in SLICES.values() if {found.kind} == names]
     if not made:
@@ -89,7 +99,7 @@ def slices(devices: Sequence[Any]) -> tuple[Network, ...]:
         low = [min(axis) for axis in zip(*points, strict=True)]
         points = [tuple(n - least for n, least in zip(point, low, strict=True)) for point in points]
         sizes = tuple(max(axis) + 1 for axis in zip(*points, strict=True))
-        axes = tuple(map(Axis, sizes, wraps(sizes)))
+        axes = tuple(map(Axis, sizes, wrapped_axes(sizes)))
         networks.append(Torus(f"ICI of slice {index}", axes, tuple(mine), tuple(points), made[0].bandwidth, HOP))
     if len(networks) > 1:
         hosts: dict[int, list[int]] = {}
@@ -99,8 +109,10 @@ def slices(devices: Sequence[Any]) -> tuple[Network, ...]:
     return tuple(networks)
 
 
-def between(devices: Sequence[Device], links: dict[str, Link | None], names: Sequence[str]) -> tuple[Network, ...]:
-    """The networks of devices that a switch joins, or measured ones; the slower where kinds meet."""
+def switch_networks(
+    devices: Sequence[Device], links: dict[str, Link | None], names: Sequence[str]
+) -> tuple[Network, ...]:
+    """The networks of measured devices, or of devices with known switches; between kinds, the slower link counts."""
     hosts = hosts_of(devices)
     near, far = list[Network](), list[Link]()
     for host in hosts:
@@ -122,7 +134,7 @@ def between(devices: Sequence[Device], links: dict[str, Link | None], names: Seq
 
 
 def unknown_links() -> MachineError:
-    """The error where one process cannot measure."""
+    """The error for links between processes, which one process cannot measure."""
     return MachineError(
         "it is not known how these devices are joined.",
         remedies=["describe the machine: Machine(...).save('machine.json'), and Machine.load it in every process"],

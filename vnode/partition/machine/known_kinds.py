@@ -1,10 +1,10 @@
-"""The kinds of devices that are known, with the sources of their figures.
+"""Names of kinds of devices -> their figures, with sources.
 
 Knows data sheets. Must not know machines that are made of such devices.
 
-All rates are for dense operands; ``float64`` has one where the hardware computes it. Memory of a TPU is what its
-compiler plans with. That of a GPU is its data sheet's, whose "GB" are 2**30 bytes (an A100 of "80 GB" reports 81,920
-MiB); of an H200's 141 its driver reports 139.
+All rates are for dense operands; ``float64`` has one where the hardware computes it. A TPU has the memory that its
+compiler plans with. A GPU has its data sheet's, whose "GB" are 2**30 bytes (an A100 of "80 GB" reports 81,920 MiB); an
+H200 has 139 of its 141, as its driver reports.
 
 `host_bandwidth` is that of the bus in one direction: PCI Express 3, 4 and 5 with 16 lanes carry 15.75, 31.5 and 63 GB/s
 (PCI-SIG: 8, 16, 32 GT/s a lane, 128 of 130 bits used); for TPUs it is the figure of "How to scale your model"
@@ -103,7 +103,7 @@ JAX_NAMES = {
     "Tesla P100-SXM2-16GB": "P100",
     "Tesla K80": "K80",
 }
-"""What `jax.Device.device_kind` calls them."""
+"""Names of kinds by `jax.Device.device_kind`."""
 
 
 def kind_named(name: Kind | str) -> Kind:

@@ -15,12 +15,19 @@ from typing import Any, Literal
 from vnode import files
 from vnode.errors import MachineError
 from vnode.partition.machine import machine_builders
-from vnode.partition.machine.collective_times import COLLECTIVES, Cost, Fabric, checked_groups, checked_pairs, shifted
-from vnode.partition.machine.description_checks import MOST_DEVICES, inside, text, whole, wrong
-from vnode.partition.machine.description_checks import several as some
+from vnode.partition.machine.collective_times import (
+    COLLECTIVES,
+    Cost,
+    Fabric,
+    checked_groups,
+    checked_pairs,
+    shift_pairs,
+)
+from vnode.partition.machine.description_checks import MOST_DEVICES, error_context, one_line, whole_number, wrong_value
+from vnode.partition.machine.description_checks import nonempty_list as some
 from vnode.partition.machine.device_kind import Kind
 from vnode.partition.machine.machine_builders import Device, Link
-from vnode.partition.machine.machine_mesh import MachineMesh, laid_out
+from vnode.partition.machine.machine_mesh import MachineMesh, lay_out_mesh
 from vnode.partition.machine.networks import Network, Pairs, Resource, Switch
 from vnode.partition.machine.torus import Torus
 from vnode.show.drawable import Drawn
@@ -56,14 +63,14 @@ class Machine(Drawn):
     networks: tuple[Network, ...] = ()
 
     def __post_init__(self) -> None:
-        text(self.name, "name")
+        one_line(self.name, "name")
         devices = tuple(some(self.devices, "devices", "devices"))
         networks = tuple(some(self.networks, "networks", "networks")) if self.networks != () else ()
         if len(devices) > MOST_DEVICES:
             raise MachineError(f"expected at most {MOST_DEVICES} devices, not {len(devices)}", place="devices")
         for i, device in enumerate(devices):
             if not isinstance(device, Device):
-                raise wrong(f"devices[{i}]", "a Device", device)
+                raise wrong_value(f"devices[{i}]", "a Device", device)
         kinds: dict[str, Kind] = {}
         for i, device in enumerate(devices):
             if kinds.setdefault(device.kind.name, device.kind) != device.kind:
@@ -73,8 +80,8 @@ class Machine(Drawn):
         everyone = frozenset(range(len(devices)))
         for i, network in enumerate(networks):
             if not isinstance(network, Network):
-                raise wrong(f"networks[{i}]", "a Switch, Pairs or Torus", network)
-            with inside(f"networks[{i}]"):
+                raise wrong_value(f"networks[{i}]", "a Switch, Pairs or Torus", network)
+            with error_context(f"networks[{i}]"):
                 if not network.members <= everyone:
                     raise MachineError(
                         f"it joins device {max(network.members)}, and there are {several(len(devices), 'device')}"
@@ -114,9 +121,9 @@ class Machine(Drawn):
           >>> machine.devices[0].kind.rate("float32") > 0
           True
         """
-        from vnode.partition.machine.here import here
+        from vnode.partition.machine.here import this_machine
 
-        return Machine(*here(devices, measure))
+        return Machine(*this_machine(devices, measure))
 
     @staticmethod
     def tpu(topology: str, *, slices: int = 1) -> Machine:
@@ -208,9 +215,9 @@ class Machine(Drawn):
         Raises:
           MachineError: it cannot be written there.
         """
-        from vnode.partition.machine.machine_file import written
+        from vnode.partition.machine.machine_file import machine_to_json
 
-        files.write_text(path, written(self.name, self.devices, self.networks), MachineError)
+        files.write_text(path, machine_to_json(self.name, self.devices, self.networks), MachineError)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Machine:
@@ -226,16 +233,16 @@ class Machine(Drawn):
         Raises:
           MachineError: the file is not there, damaged, of another version, or describes no machine; it says where.
         """
-        from vnode.partition.machine.machine_file import read
+        from vnode.partition.machine.machine_file import machine_from_json
 
         said = files.read_text(path, MachineError, ["machines are written by machine.save(path), or by hand"])
         try:
-            return Machine(*read(said))
+            return Machine(*machine_from_json(said))
         except MachineError as error:
             place = f"{path}: {error.place}" if error.place else str(path)
             raise MachineError(error.problem, place=place, remedies=error.remedies) from None
 
-    # What is asked of them.
+    # Queries.
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -288,7 +295,7 @@ class Machine(Drawn):
           ['InfiniBand: out of 0', 'InfiniBand: into 9']
         """
         for place, device in (("source", source), ("target", target)):
-            whole(device, place, "the number of a device", 0, len(self.devices) - 1)
+            whole_number(device, place, "the number of a device", 0, len(self.devices) - 1)
         return self._cached(("route", source, target), lambda: self._fabric.route(source, target))
 
     def to_host(self, device: int, *, back: bool = False) -> Cost:
@@ -305,7 +312,7 @@ class Machine(Drawn):
           >>> Machine.tpu("v5e:2x2").to_host(0).seconds(15e6)
           0.00101
         """
-        whole(device, "device", "the number of a device", 0, len(self.devices) - 1)
+        whole_number(device, "device", "the number of a device", 0, len(self.devices) - 1)
         link = len(self._fabric.resources) + 2 * device + back
         kind = self.devices[device].kind
         return Cost(kind.host_latency, 1 / kind.host_bandwidth, (link,))
@@ -345,10 +352,10 @@ class Machine(Drawn):
         if name not in COLLECTIVES:
             raise MachineError(f"collectives are {', '.join(COLLECTIVES)}, not {name!r}")
         found = checked_groups(groups, len(self.devices))
-        whole(offset, "offset", "an offset", -MOST_DEVICES, MOST_DEVICES)
+        whole_number(offset, "offset", "an offset", -MOST_DEVICES, MOST_DEVICES)
         if name != "permute":
             return self._cached((name, found), lambda: self._fabric.collective(name, found))
-        sent = shifted(len(found[0]), offset, around) if pairs is None else checked_pairs(pairs, len(found[0]))
+        sent = shift_pairs(len(found[0]), offset, around) if pairs is None else checked_pairs(pairs, len(found[0]))
         return self._cached((name, found, sent), lambda: self._fabric.permute(found, sent))
 
     def _cached(self, key: Any, make: Any) -> Cost:
@@ -363,7 +370,7 @@ class Machine(Drawn):
           sizes: of each axis; their product is the number of devices.
 
         Returns:
-          The mesh. Of the machine that is here, ``np.array(jax.devices())[mesh.devices]`` are the devices themselves.
+          The mesh. On this machine, ``np.array(jax.devices())[mesh.devices]`` are the devices themselves.
 
         Raises:
           MachineError: the sizes do not fit.
@@ -372,10 +379,10 @@ class Machine(Drawn):
           >>> Machine.tpu("v5e:2x4").mesh({"data": 2, "model": 4}).groups("model")
           ((0, 2, 4, 6), (1, 3, 5, 7))
         """
-        return laid_out(sizes, self.networks, len(self.devices))
+        return lay_out_mesh(sizes, self.networks, len(self.devices))
 
     def page(self) -> Page:
-        """What there is to see: kinds and networks."""
+        """The report: tables of kinds and networks."""
         subtitle = f"{several(len(self.devices), 'device')} in {several(len(self.hosts), 'host')}"
         return Page(self.name, subtitle, (self._kinds_table(), *([self._networks_table()] if self.networks else [])))
 
@@ -408,7 +415,7 @@ class Machine(Drawn):
 
 
 def in_words(network: Network) -> tuple[str, str, float, float]:
-    """What a network is, in words."""
+    """A network in words."""
     match network:
         case Torus():
             joins = "neighbours in " + " x ".join(str(axis.size) for axis in network.axes)

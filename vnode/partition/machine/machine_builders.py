@@ -1,4 +1,4 @@
-"""Machines by what is known of them: TPU slices, hosts with GPUs, the clusters of papers.
+"""Names of TPU slices, GPU hosts and papers' clusters -> the devices and networks of a machine.
 
 Knows how slices and hosts are wired, with sources. Must not know machines as such, nor what is on this one.
 
@@ -9,7 +9,7 @@ from host to host over the data center network.
 GPU: NVLink of one GPU in one direction is half of what the data sheets call "bidirectional" (P100 160, V100 300, A100
 600, H100 and H200 900 GB/s). Networks: DGX-1 (four EDR cards of 100 Gb/s a host), DGX A100 and H100 (a card for each
 GPU, of 200 and 400 Gb/s). Latencies: NCCL's own model of its time (tuning.cc, 2020), ring with the LL128 protocol: 1.9
-us over NVLink, 2.5 us over PCI Express, 4 us over a network. That of the data center network (50 us) is assumed.
+us over NVLink, 2.5 us over PCI Express, 4 us over a network. The latency of the data center network (50 us) is assumed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from vnode.errors import MachineError
-from vnode.partition.machine.description_checks import MOST_DEVICES, SLOWEST, real, text, whole, wrong
+from vnode.partition.machine.description_checks import (
+    MOST_DEVICES,
+    SLOWEST,
+    one_line,
+    positive_number,
+    whole_number,
+    wrong_value,
+)
 from vnode.partition.machine.device_kind import Kind
 from vnode.partition.machine.known_kinds import KINDS, PCIE3, PCIE5, kind_named
 from vnode.partition.machine.networks import Network, Pairs, Switch
@@ -37,8 +44,8 @@ class Device:
     """One device of a machine.
 
     Attributes:
-      kind: what it can do.
-      host: the number of the host that it is in.
+      kind: its kind.
+      host: the number of its host.
     """
 
     kind: Kind
@@ -46,8 +53,8 @@ class Device:
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, Kind):
-            raise wrong("kind", "a Kind", self.kind)
-        whole(self.host, "host", "the number of a host", 0, MOST_DEVICES - 1)
+            raise wrong_value("kind", "a Kind", self.kind)
+        whole_number(self.host, "host", "the number of a host", 0, MOST_DEVICES - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +62,10 @@ class Link:
     """How devices of a host, or hosts, are joined.
 
     Attributes:
-      name: of the network.
+      name: the network's name.
       bandwidth: bytes a second in each direction.
-      latency: seconds of a transfer of nothing.
-      of: what has such a link of its own: each ``"device"``, each ``"pair"`` of devices, or each ``"host"``.
+      latency: seconds of a transfer without bytes.
+      of: the owner of one such link: each ``"device"``, each ``"pair"`` of devices, or each ``"host"``.
 
     Example:
       >>> Link("Ethernet", 12.5e9, 3e-5, of="host").bandwidth
@@ -71,11 +78,11 @@ class Link:
     of: Literal["device", "pair", "host"] = "device"
 
     def __post_init__(self) -> None:
-        text(self.name, "name")
-        real(self.bandwidth, "bandwidth", "bytes a second")
-        real(self.latency, "latency", "seconds", SLOWEST, zero=True)
+        one_line(self.name, "name")
+        positive_number(self.bandwidth, "bandwidth", "bytes a second")
+        positive_number(self.latency, "latency", "seconds", SLOWEST, zero=True)
         if self.of not in ("device", "pair", "host"):
-            raise wrong("of", "'device', 'pair' or 'host'", self.of)
+            raise wrong_value("of", "'device', 'pair' or 'host'", self.of)
 
     def network(self, hosts: list[list[int]]) -> Network:
         """The network of these devices, by host."""
@@ -102,7 +109,7 @@ LINKS: dict[str, tuple[Link, Link]] = {
     "P100": (Link("NVLink", 80e9, NVLINK), DGX1),
     "K80": (Link("PCI Express", PCIE3, PCIE), Link("InfiniBand", 7e9, NETWORK, of="host")),
 }
-"""How GPUs are joined within a host, and hosts, unless one says otherwise."""
+"""The default links of GPUs within a host, and between hosts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,16 +117,16 @@ class Slice:
     """How chips of one TPU generation are wired.
 
     Attributes:
-      kind: of a chip, which is one device.
-      axes: of the torus.
+      kind: the kind of a chip, which is one device.
+      axes: number of axes of the torus.
       bandwidth: bytes a second of a link in one direction.
-      most: chips of a pod.
+      largest: number of chips in a pod.
     """
 
     kind: str
     axes: int
     bandwidth: float
-    most: int
+    largest: int
 
 
 SLICES = {
@@ -130,7 +137,7 @@ SLICES = {
 }
 
 Parts = tuple[str, tuple[Device, ...], tuple[Network, ...]]
-"""Of a machine: its name, its devices, its networks."""
+"""The name, the devices and the networks of a machine."""
 
 
 def tpu(topology: str, slices: int = 1) -> Parts:
@@ -142,21 +149,21 @@ def tpu(topology: str, slices: int = 1) -> Parts:
             remedies=[f"give a generation ({', '.join(SLICES)}) and its chips along each axis: 'v5e:4x4', 'v5p:2x2x2'"],
         )
     made, sizes = SLICES[found[1]], tuple(map(int, found[2].split("x")))
-    chips, count = math.prod(sizes), whole(slices, "slices", "slices", 1, 256)
+    chips, count = math.prod(sizes), whole_number(slices, "slices", "slices", 1, 256)
     even = all(size % 2 == 0 for size in sizes[:2]) or chips == 1
-    fits = min(sizes) >= 1 and even and chips <= made.most and (made.axes > 2 or max(sizes) <= 16)
+    fits = min(sizes) >= 1 and even and chips <= made.largest and (made.axes > 2 or max(sizes) <= 16)
     if len(sizes) != made.axes or not fits:
-        limit = "16x16" if made.axes == 2 else f"{made.most:,} chips"
+        limit = "16x16" if made.axes == 2 else f"{made.largest:,} chips"
         raise MachineError(
             f"{topology!r} is no slice of TPU {found[1]}: it has {made.axes} axes, the first two even, up to {limit}."
         )
-    places = list(by_host(sizes))
+    places = list(points_by_host(sizes))
     devices = [
         Device(KINDS[made.kind], s * len(places) + h) for s in range(count) for h, _ in enumerate(places) for _ in _
     ]
     networks: list[Network] = []
     points = tuple(point for host in places for point in host)
-    axes = tuple(map(Axis, sizes, wraps(sizes)))
+    axes = tuple(map(Axis, sizes, wrapped_axes(sizes)))
     for s in range(count):
         name = "ICI" if count == 1 else f"ICI of slice {s}"
         networks.append(Torus(name, axes, tuple(range(s * chips, (s + 1) * chips)), points, made.bandwidth, HOP))
@@ -166,7 +173,7 @@ def tpu(topology: str, slices: int = 1) -> Parts:
     return f"TPU {topology}" + (f" x {count}" if count > 1 else ""), tuple(devices), tuple(networks)
 
 
-def by_host(sizes: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
+def points_by_host(sizes: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
     """The points of a slice, host by host, in the order in which jax has them: 2x2 chips each, the first axis fastest.
 
     It is the order of `jax.experimental.topologies` and the host of libtpu's default, also where a cloud has eight
@@ -181,10 +188,10 @@ def by_host(sizes: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
         yield [tuple(c * s + o for c, s, o in zip(corner, host, offset, strict=True)) for offset in points(host)]
 
 
-def wraps(sizes: tuple[int, ...]) -> tuple[bool, ...]:
-    """Which axes of a slice have their ends joined.
+def wrapped_axes(sizes: tuple[int, ...]) -> tuple[bool, ...]:
+    """Which axes of a slice wrap around.
 
-    >>> wraps((8, 16)), wraps((4, 4, 8)), wraps((2, 4, 4))
+    >>> wrapped_axes((8, 16)), wrapped_axes((4, 4, 8)), wrapped_axes((2, 4, 4))
     ((False, True), (True, True, True), (False, False, False))
     """
     if len(sizes) == 2:
@@ -195,8 +202,8 @@ def wraps(sizes: tuple[int, ...]) -> tuple[bool, ...]:
 def gpus(kind: Kind | str, hosts: int, per_host: int, within: Link | None, between: Link | None) -> Parts:
     """See `Machine.gpus`."""
     found = kind_named(kind)
-    whole(hosts, "hosts", "hosts", 1, MOST_DEVICES)
-    whole(per_host, "per_host", "devices of a host", 1, MOST_DEVICES // hosts)
+    whole_number(hosts, "hosts", "hosts", 1, MOST_DEVICES)
+    whole_number(per_host, "per_host", "devices of a host", 1, MOST_DEVICES // hosts)
     usual = LINKS.get(found.name, (None, None))
     near, far = within or usual[0], between or usual[1]
     if (near is None and per_host > 1) or (far is None and hosts > 1):
@@ -205,11 +212,11 @@ def gpus(kind: Kind | str, hosts: int, per_host: int, within: Link | None, betwe
             remedies=["say it: within=Link('PCIe', 31.5e9, 2.5e-6), between=Link('Ethernet', 12.5e9, 3e-5, of='host')"],
         )
     devices = tuple(Device(found, i // per_host) for i in range(hosts * per_host))
-    return f"{hosts} x {per_host} {found.name}", devices, joined(devices, near, far)
+    return f"{hosts} x {per_host} {found.name}", devices, host_networks(devices, near, far)
 
 
-def joined(devices: tuple[Device, ...], near: Link | None, far: Link | None) -> tuple[Network, ...]:
-    """The networks within each host, and that between hosts."""
+def host_networks(devices: tuple[Device, ...], near: Link | None, far: Link | None) -> tuple[Network, ...]:
+    """The network within each host, and the network between hosts."""
     hosts = hosts_of(devices)
     networks = [near.network([host]) for host in hosts if len(host) > 1 and near is not None]
     if len(hosts) > 1 and far is not None:

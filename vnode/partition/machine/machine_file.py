@@ -1,4 +1,4 @@
-"""Machines as JSON that people can read and write.
+"""A machine <-> JSON that people can read and write.
 
 Knows JSON, and which entries describe a kind, a device, a network. Must not know what machines are asked.
 
@@ -36,7 +36,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from vnode.errors import MachineError
-from vnode.partition.machine.description_checks import MOST_DEVICES, inside, several, text, whole, wrong
+from vnode.partition.machine.description_checks import (
+    MOST_DEVICES,
+    error_context,
+    nonempty_list,
+    one_line,
+    whole_number,
+    wrong_value,
+)
 from vnode.partition.machine.device_kind import Kind
 from vnode.partition.machine.machine_builders import Device, Parts
 from vnode.partition.machine.networks import Network, Pairs, Switch
@@ -48,8 +55,8 @@ VERSION = 1
 TYPES: dict[str, type[Network]] = {"switch": Switch, "pairs": Pairs, "torus": Torus}
 
 
-def written(name: str, devices: Sequence[Device], networks: Sequence[Network]) -> str:
-    """A machine as JSON; a row for each kind, run of devices and network."""
+def machine_to_json(name: str, devices: Sequence[Device], networks: Sequence[Network]) -> str:
+    """A machine as JSON; one line for each kind, run of devices and network."""
     kinds = {device.kind.name: dataclasses.asdict(device.kind) for device in devices}
     for kind in kinds.values():
         del kind["name"]
@@ -60,75 +67,77 @@ def written(name: str, devices: Sequence[Device], networks: Sequence[Network]) -
         "devices": [json.dumps({"kind": d.kind.name, "host": d.host, "count": n}) for d, n in runs],
         "networks": [json.dumps({"type": types[type(net)], **dataclasses.asdict(cast(Any, net))}) for net in networks],
     }
-    said = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head(name).items()]
+    said = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in file_head(name).items()]
     for key, lines in rows.items():
         opened, closed = "{}" if key == "kinds" else "[]"
         said.append(f" {json.dumps(key)}: {opened}" + ",".join(f"\n  {line}" for line in lines) + f"\n {closed}")
     return "{\n" + ",\n".join(said) + "\n}\n"
 
 
-def head(name: str) -> dict[str, Any]:
-    """What comes first in a file."""
+def file_head(name: str) -> dict[str, Any]:
+    """The first entries of a file."""
     return {"format": FORMAT, "version": VERSION, "name": name}
 
 
-def read(said: str) -> Parts:
+def machine_from_json(said: str) -> Parts:
     """Reads the parts of a machine from JSON.
 
     Raises:
-      MachineError: the text is no JSON, of another version, or an entry is missing, unknown or wrong; it says which.
+      MachineError: the text is no JSON or of another version; or an entry is missing, unknown or wrong, which it names.
     """
     try:
-        content = json.loads(said, object_pairs_hook=entries, parse_constant=no_number)
+        content = json.loads(said, object_pairs_hook=entries, parse_constant=reject_number)
     except (ValueError, RecursionError) as error:
         raise MachineError(f"the file is no JSON: {error or type(error).__name__}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise wrong("format", repr(FORMAT), content.get("format") if isinstance(content, dict) else content)
+        raise wrong_value("format", repr(FORMAT), content.get("format") if isinstance(content, dict) else content)
     if content.get("version") != VERSION or isinstance(content["version"], bool):
-        raise wrong("version", f"{VERSION}, the only one that this version of vnode reads", content.get("version"))
+        raise wrong_value(
+            "version", f"{VERSION}, the only one that this version of vnode reads", content.get("version")
+        )
     found = record(content, "", ("format", "version", "name", "kinds", "devices", "networks"))
     if not isinstance(found["kinds"], Mapping):
-        raise wrong("kinds", "a kind by each name", found["kinds"])
+        raise wrong_value("kinds", "a kind by each name", found["kinds"])
     kinds = dict[str, Kind]()
     for name, entry in found["kinds"].items():
-        with inside(f"kinds[{json.dumps(name)}]"):
-            kinds[name] = made(Kind, entry, name=name)
+        with error_context(f"kinds[{json.dumps(name)}]"):
+            kinds[name] = dataclass_from_entry(Kind, entry, name=name)
     devices = list[Device]()
-    for i, entry in enumerate(several(found["devices"], "devices", "devices")):
-        with inside(f"devices[{i}]"):
+    for i, entry in enumerate(nonempty_list(found["devices"], "devices", "devices")):
+        with error_context(f"devices[{i}]"):
             row = record(entry, "", ("kind", "host"), ("count",))
             if not isinstance(row["kind"], str) or row["kind"] not in kinds:
-                raise wrong("kind", f"one of the kinds {', '.join(kinds) or '(there are none)'}", row["kind"])
+                raise wrong_value("kind", f"one of the kinds {', '.join(kinds) or '(there are none)'}", row["kind"])
             room = MOST_DEVICES - len(devices)
-            count = whole(row.get("count", 1), "count", "devices", 1, max(room, 1))
+            count = whole_number(row.get("count", 1), "count", "devices", 1, max(room, 1))
             devices += [Device(kinds[row["kind"]], row["host"])] * count
     if not isinstance(found["networks"], list):
-        raise wrong("networks", "a list of networks", found["networks"])
+        raise wrong_value("networks", "a list of networks", found["networks"])
     networks = list[Network]()
     for i, entry in enumerate(found["networks"]):
-        with inside(f"networks[{i}]"):
+        with error_context(f"networks[{i}]"):
             networks.append(network(entry))
-    return text(found["name"], "name"), tuple(devices), tuple(networks)
+    return one_line(found["name"], "name"), tuple(devices), tuple(networks)
 
 
 def network(entry: Any) -> Network:
     """A network from its entry."""
     if not isinstance(entry, Mapping) or "type" not in entry:
-        raise wrong("", f"an object with a type, {' or '.join(TYPES)}", entry)
+        raise wrong_value("", f"an object with a type, {' or '.join(TYPES)}", entry)
     if not isinstance(entry["type"], str) or entry["type"] not in TYPES:
-        raise wrong("type", f"{' or '.join(TYPES)}", entry["type"])
+        raise wrong_value("type", f"{' or '.join(TYPES)}", entry["type"])
     kind, rest = TYPES[entry["type"]], {key: value for key, value in entry.items() if key != "type"}
     if kind is Torus and isinstance(rest.get("axes"), list):
         axes = list[Axis]()
         for i, axis in enumerate(rest["axes"]):
-            with inside(f"axes[{i}]"):
-                axes.append(made(Axis, axis))
+            with error_context(f"axes[{i}]"):
+                axes.append(dataclass_from_entry(Axis, axis))
         rest["axes"] = axes
-    return made(kind, rest)
+    return dataclass_from_entry(kind, rest)
 
 
-def made(kind: Callable[..., Any], entry: Any, **given: Any) -> Any:
-    """An object of a dataclass from the entries that are named as its attributes."""
+def dataclass_from_entry(kind: Callable[..., Any], entry: Any, **given: Any) -> Any:
+    """A dataclass instance from an entry whose keys are its attributes."""
     fields = [field for field in dataclasses.fields(kind) if field.name not in given]  # pyright: ignore
     needed = [field.name for field in fields if field.default is dataclasses.MISSING]
     more = [field.name for field in fields if field.default is not dataclasses.MISSING]
@@ -136,9 +145,9 @@ def made(kind: Callable[..., Any], entry: Any, **given: Any) -> Any:
 
 
 def record(value: Any, place: str, needed: Sequence[str], more: Sequence[str] = ()) -> dict[str, Any]:
-    """An object that has these entries and no others."""
+    """Checks that an object has the needed keys, perhaps those of `more`, and no others."""
     if not isinstance(value, dict):
-        raise wrong(place, f"an object with {', '.join(needed)}", value)
+        raise wrong_value(place, f"an object with {', '.join(needed)}", value)
     for name in needed:
         if name not in value:
             raise MachineError(
@@ -151,7 +160,7 @@ def record(value: Any, place: str, needed: Sequence[str], more: Sequence[str] = 
 
 
 def entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The entries of an object, of which JSON would silently take the last of one name."""
+    """The entries of a JSON object; raises on repeated keys, of which JSON would silently keep the last."""
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(name for i, (name, _) in enumerate(pairs) if name in [other for other, _ in pairs[:i]])
@@ -159,6 +168,6 @@ def entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def no_number(name: str) -> Any:
-    """JSON proper has no such numbers."""
+def reject_number(name: str) -> Any:
+    """Refuses NaN and infinity, which JSON does not have."""
     raise ValueError(f"{name} is no number")

@@ -1,4 +1,4 @@
-"""Devices as a mesh with named axes, which follow the axes of a torus where they can.
+"""Devices and axis sizes -> a mesh with named axes, which follow the axes of a torus where possible.
 
 Knows networks, and numbers of devices. Must not know kinds of devices, or what is split over an axis.
 """
@@ -18,11 +18,11 @@ from vnode.partition.machine.torus import Torus
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MachineMesh:
-    """Devices of a machine at the places of a mesh.
+    """Devices of a machine as a mesh.
 
     Attributes:
-      names: of the axes.
-      devices: their numbers, an array with a dimension for each axis.
+      names: names of the axes.
+      devices: numbers of the devices, an array with a dimension for each axis.
 
     Example:
       >>> mesh = MachineMesh(("data", "model"), np.arange(4).reshape(2, 2))
@@ -39,10 +39,10 @@ class MachineMesh:
         return dict(zip(self.names, self.devices.shape, strict=True))
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """The devices that differ in these axes only, a group for each place along the others.
+        """Groups of devices that differ only along some axes; one group per position along the other axes.
 
         Args:
-          axes: one or several; in a group the first varies slowest.
+          axes: names of the axes; within a group, the first varies slowest.
 
         Raises:
           MachineError: the mesh has no such axis, or one is named twice.
@@ -55,7 +55,7 @@ class MachineMesh:
         return tuple(tuple(int(device) for device in row) for row in rows)
 
 
-def laid_out(sizes: Mapping[str, int], networks: Sequence[Network], devices: int) -> MachineMesh:
+def lay_out_mesh(sizes: Mapping[str, int], networks: Sequence[Network], devices: int) -> MachineMesh:
     """A mesh over all devices.
 
     Where the devices are one torus, or several of one shape (the axes in front then go from one to the next), each axis
@@ -73,26 +73,26 @@ def laid_out(sizes: Mapping[str, int], networks: Sequence[Network], devices: int
             remedies=["let the sizes of the axes multiply to the number of devices"],
         )
     names = tuple(map(str, sizes))
-    grids = [grid(network) for network in networks if isinstance(network, Torus)]
+    grids = [torus_grid(network) for network in networks if isinstance(network, Torus)]
     whole = [found for found in grids if found is not None]
     if not whole or sum(found.size for found in whole) != devices or len({found.shape for found in whole}) > 1:
         return MachineMesh(names, np.arange(devices).reshape(shape))
-    return MachineMesh(names, over(whole, shape).reshape(shape))
+    return MachineMesh(names, mesh_order(whole, shape).reshape(shape))
 
 
-def grid(torus: Torus) -> np.ndarray | None:
-    """The devices of a torus at their points, if it is full."""
+def torus_grid(torus: Torus) -> np.ndarray | None:
+    """The devices of a torus as an array of its shape; None unless every point has a device."""
     found = np.full([axis.size for axis in torus.axes], -1)
     for device, point in torus.at.items():
         found[point] = device
     return None if (found < 0).any() else found
 
 
-def over(grids: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
-    """Devices in the order of a mesh of this shape."""
+def mesh_order(grids: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
+    """The devices of several tori, arranged in the shape of a mesh."""
     for front in range(len(shape) + 1):
         if math.prod(shape[:front]) == len(grids):
-            taken = assigned(shape[front:], list(enumerate(grids[0].shape)))
+            taken = assign_torus_axes(shape[front:], list(enumerate(grids[0].shape)))
             if taken is not None:
                 order = [axis for axes in taken for axis in axes]
                 rest = [axis for axis in range(grids[0].ndim) if axis not in order]  # of size 1
@@ -100,10 +100,10 @@ def over(grids: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
     return np.concatenate([found.ravel() for found in grids])
 
 
-def assigned(sizes: Sequence[int], axes: list[tuple[int, int]]) -> list[tuple[int, ...]] | None:
-    """Whole axes of a torus for each axis of a mesh, or None if there are none that fit.
+def assign_torus_axes(sizes: Sequence[int], axes: list[tuple[int, int]]) -> list[tuple[int, ...]] | None:
+    """The torus axes that each mesh axis takes whole; None if the sizes do not fit.
 
-    >>> assigned((4, 16), [(0, 4), (1, 4), (2, 4)])
+    >>> assign_torus_axes((4, 16), [(0, 4), (1, 4), (2, 4)])
     [(0,), (1, 2)]
     """
     if not sizes:
@@ -111,7 +111,7 @@ def assigned(sizes: Sequence[int], axes: list[tuple[int, int]]) -> list[tuple[in
     for chosen in range(1 << len(axes)):
         mine = [axis for i, axis in enumerate(axes) if chosen >> i & 1]
         if math.prod(size for _, size in mine) == sizes[0] and (sizes[0] > 1 or not mine):
-            rest = assigned(sizes[1:], [axis for axis in axes if axis not in mine])
+            rest = assign_torus_axes(sizes[1:], [axis for axis in axes if axis not in mine])
             if rest is not None:
                 return [tuple(axis for axis, _ in mine), *rest]
     return None

@@ -1,13 +1,13 @@
-"""What devices can do, measured.
+"""Devices of one kind -> their measured rates and the bandwidth and latency of their links.
 
 Knows jax, devices and clocks. Must not know networks, or which kinds have data sheets.
 
-All devices of a kind work at once, as they do in a step: devices that share something, as the CPU devices of a process
-share its cores, get their share of it. Every program is run in turn, several rounds, and the median of its times
-counts. Of what depends on bytes, two sizes are timed: the difference is the bandwidth, the smaller is the latency.
+All devices of a kind run at once, as in a step, so that devices that share a resource get their share of it: the CPU
+devices of a process share its cores. The programs run in interleaved rounds, and the median of each one's times counts.
+Transfers are timed at two sizes: the difference gives the bandwidth, the smaller size the latency.
 
-Links are measured by an all-reduce over all devices, the collective that steps have most of: bandwidth and latency are
-those with which the model's ring of 2 (p - 1) steps takes as long. What starting a program takes is not counted in.
+Links are measured by an all-reduce over all devices, the most frequent collective of steps. Bandwidth and latency are
+fitted to a ring of 2 (p - 1) steps. The time of starting a program is subtracted.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from vnode.partition.machine.device_kind import Kind
 
 ROUNDS = 7
 TARGET = 0.02
-"""Seconds of matrix products in a row, long beyond what it takes to start them."""
+"""Seconds of consecutive matrix products: much more than their launches take."""
 ROWS = {"cpu": 512, "gpu": 4096}
-"""Of the matrices: enough that they are read more than once."""
+"""Rows and columns of the matrices: large enough that products are not bound by memory."""
 MOST_PRODUCTS = 1000
 TOTAL = 2.5
 """Seconds after which no further round begins."""
 SMALL, LARGE = 1 << 12, 1 << 23
-"""Bytes that are sent by each device."""
+"""Bytes that each device sends."""
 STREAM = 1 << 24
-"""Bytes that are read, and written, in each device."""
+"""Bytes that each device reads, and writes."""
 STEPS = 64
 """Multiplications and additions with every element, in place of one."""
 DTYPES = {
@@ -55,13 +55,13 @@ Run = Callable[[], float]
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-    """What was found.
+class MeasuredKind:
+    """The measured figures of a kind of device.
 
     Attributes:
-      kind: of the devices.
-      bandwidth: bytes a second from each device to the next in a ring of all; None of a single device.
-      latency: seconds of a step of such a ring with nothing to send.
+      kind: the kind, with measured rates.
+      bandwidth: bytes a second from each device to the next in a ring of all; None for a single device.
+      latency: seconds of a step of such a ring without bytes.
     """
 
     kind: Kind
@@ -69,13 +69,13 @@ class Measured:
     latency: float
 
 
-def measured(name: str, devices: Sequence[Any], memory: int) -> Measured:
+def measure_kind(name: str, devices: Sequence[Any], memory: int) -> MeasuredKind:
     """Measures devices of one kind, all at once.
 
     Args:
-      name: of the kind.
-      devices: of this process.
-      memory: bytes of each.
+      name: the kind's name.
+      devices: devices of this process.
+      memory: bytes of memory of each device.
     """
     mesh = Mesh(np.array(devices), ("d",))
     rows = ROWS.get(devices[0].platform, ROWS["gpu"])
@@ -86,16 +86,16 @@ def measured(name: str, devices: Sequence[Any], memory: int) -> Measured:
     runs["steps"] = program(mesh, many_steps, stream // 16 + 1)
     runs["start"] = program(mesh, lambda x: -x, SMALL // 4)
     for size in (SMALL, LARGE):
-        runs[f"host {size}"] = from_host(mesh, size)
+        runs[f"host {size}"] = copy_from_host(mesh, size)
         if len(devices) > 1:
-            runs[f"send {size}"] = program(mesh, summed(mesh), size // 4)
-    seconds = medians(runs)
+            runs[f"send {size}"] = program(mesh, sum_over_devices(mesh), size // 4)
+    seconds = median_seconds(runs)
     between, latency = None, 0.0
     if len(devices) > 1:
         steps = 2 * (len(devices) - 1)
-        whole, start = line(seconds[f"send {SMALL}"], seconds[f"send {LARGE}"], seconds["start"])
+        whole, start = fit_bandwidth(seconds[f"send {SMALL}"], seconds[f"send {LARGE}"], seconds["start"])
         between, latency = whole * steps / len(devices), start / steps
-    host, host_latency = line(seconds[f"host {SMALL}"], seconds[f"host {LARGE}"], 0.0)
+    host, host_latency = fit_bandwidth(seconds[f"host {SMALL}"], seconds[f"host {LARGE}"], 0.0)
     kind = Kind(
         name,
         {name: 2 * rows**3 * times / seconds[f"product {name}"] for name, (_, times) in products.items()},
@@ -106,20 +106,20 @@ def measured(name: str, devices: Sequence[Any], memory: int) -> Measured:
         host_latency=host_latency,
         source=f"measured on {len(devices)} at once, jax {jax.__version__}",
     )
-    return Measured(kind, between, latency)
+    return MeasuredKind(kind, between, latency)
 
 
-def line(small: float, large: float, nothing: float) -> tuple[float, float]:
-    """Bytes a second, and seconds of a transfer of nothing, from the times of two sizes and of what else they hold.
+def fit_bandwidth(small: float, large: float, nothing: float) -> tuple[float, float]:
+    """Fits bandwidth (bytes a second) and latency (seconds) to the times of two sizes, less the time of an empty run.
 
-    At least half of what the large one takes is put down to its bytes, whatever noise says.
+    At least half of the larger time counts as the time of its bytes, whatever the noise.
     """
     per_byte = max(large - small, large / 2) / (LARGE - SMALL)
     return 1 / per_byte, min(max(small - nothing - SMALL * per_byte, LEAST), 1.0)
 
 
-def medians(runs: dict[str, Run]) -> dict[str, float]:
-    """The median time of each, in interleaved rounds."""
+def median_seconds(runs: dict[str, Run]) -> dict[str, float]:
+    """The median seconds of each run, in interleaved rounds."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     began = time.perf_counter()
     for _ in range(ROUNDS):
@@ -130,8 +130,8 @@ def medians(runs: dict[str, Run]) -> dict[str, float]:
     return {name: max(statistics.median(found), LEAST) for name, found in times.items()}
 
 
-def timed(run: Callable[[], Any]) -> Run:
-    """Seconds until its result is there; it has been run before."""
+def timer_of(run: Callable[[], Any]) -> Run:
+    """A function that times one run, after a warm-up."""
 
     def seconds() -> float:
         began = time.perf_counter()
@@ -143,50 +143,50 @@ def timed(run: Callable[[], Any]) -> Run:
 
 
 def program(mesh: Mesh, function: Callable[[Any], Any], elements: int) -> Run:
-    """A function of so many float32 on each device."""
+    """Compiles a function of `elements` float32 numbers on each device."""
     sharding = NamedSharding(mesh, PartitionSpec("d"))
     values = jax.jit(functools.partial(jnp.ones, (mesh.size * elements,)), out_shardings=sharding)()
     compiled = jax.jit(function).lower(values).compile()
-    return timed(lambda: compiled(values))
+    return timer_of(lambda: compiled(values))
 
 
 def product(mesh: Mesh, dtype: Any, n: int) -> tuple[Run, int] | None:
-    """Products of n x n matrices on each device, and how many; None where the compiler has none of that dtype."""
+    """A loop of n x n matrix products on each device, and their number; None if the compiler lacks the dtype."""
     sharding = NamedSharding(mesh, PartitionSpec("d"))
     wide = jnp.int32 if dtype == jnp.int8 else dtype
 
-    def once(_: Any, a: Any) -> Any:
+    def one_product(_: Any, a: Any) -> Any:
         return jnp.einsum("dij,djk->dik", a, b, preferred_element_type=wide).astype(dtype)
 
     try:
         a, b = jax.jit(lambda: (jnp.ones((mesh.size, n, n), dtype),) * 2, out_shardings=sharding)()
-        compiled = jax.jit(lambda a, times: jax.lax.fori_loop(0, times, once, a)).lower(a, 1).compile()
-        one = timed(lambda: compiled(a, 1))
+        compiled = jax.jit(lambda a, times: jax.lax.fori_loop(0, times, one_product, a)).lower(a, 1).compile()
+        one = timer_of(lambda: compiled(a, 1))
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError, TypeError):
         return None
     times = int(min(max(TARGET / max(min(one(), one()), LEAST), 1), MOST_PRODUCTS))
-    return timed(lambda: compiled(a, times)), times
+    return timer_of(lambda: compiled(a, times)), times
 
 
 def many_steps(x: Any) -> Any:
-    """Far more arithmetic than bytes."""
+    """A program bound by arithmetic, not by memory."""
     for _ in range(STEPS):
         x = x * x + 1e-3
     return x
 
 
-def summed(mesh: Mesh) -> Callable[[Any], Any]:
-    """The sum of what all devices have."""
+def sum_over_devices(mesh: Mesh) -> Callable[[Any], Any]:
+    """An all-reduce over all devices."""
     add = functools.partial(jax.lax.psum, axis_name="d")
     return jax.shard_map(add, mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec())
 
 
-def from_host(mesh: Mesh, size: int) -> Run:
-    """Copies so many bytes of the host to each device."""
+def copy_from_host(mesh: Mesh, size: int) -> Run:
+    """Copies `size` bytes from the host to each device."""
     sharding, values = NamedSharding(mesh, PartitionSpec("d")), np.ones(mesh.size * size, np.uint8)
-    return timed(lambda: jax.device_put(values, sharding, may_alias=False))
+    return timer_of(lambda: jax.device_put(values, sharding, may_alias=False))
 
 
 def host_memory(devices: int) -> int:
-    """The share of this computer's memory that each of so many devices has."""
+    """Bytes of the host's memory, divided by the number of devices."""
     return max(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices, 1)

@@ -1,14 +1,14 @@
-"""Networks that join devices by ports or by pairs, and what every network must be able to say.
+"""Switches and pairwise links -> the routes, latencies and loads of transfers and collectives on them.
 
 Knows ports, links, their bandwidth and latency. Must not know kinds of devices, or other networks of a machine.
 
-A network answers three questions. Which of its *resources* does a transfer between two devices occupy? A resource is a
-link in one direction, which carries one transfer after another. What does a *ring* over some of its devices cost: the
-all-gather, from which reduce-scatter and all-reduce follow? What does an *exchange* cost, in which each device has
-something for each other?
+A network gives three figures. The *route* of a transfer between two devices is the resources that it occupies; a
+resource is a link in one direction, which carries one transfer at a time. The cost of a *ring* over some of its devices
+is the cost of an all-gather, from which reduce-scatter and all-reduce follow. The cost of an *exchange* is the cost of
+an all-to-all.
 
-The answers of the last two are in steps of latency, and in loads: which fraction of the array each resource carries.
-Loads of several groups of devices that work at the same time are added by whoever asks.
+The last two are a latency and loads: the fraction of the array that each resource carries. The caller adds the loads of
+groups of devices that work at the same time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from vnode.errors import MachineError
-from vnode.partition.machine.description_checks import SLOWEST, devices, inside, real, several, text
+from vnode.partition.machine.description_checks import (
+    SLOWEST,
+    device_numbers,
+    error_context,
+    nonempty_list,
+    one_line,
+    positive_number,
+)
 from vnode.show.units import number_range
 
 MOST_IN_PAIRS = 256
@@ -29,12 +36,12 @@ MOST_IN_PAIRS = 256
 
 @dataclasses.dataclass(frozen=True)
 class Resource:
-    """A link in one direction; one transfer after another.
+    """A link in one direction; it carries one transfer at a time.
 
     Attributes:
-      name: for people.
+      name: the name in reports.
       bandwidth: bytes a second.
-      latency: seconds that a transfer takes beyond its bytes.
+      latency: seconds of a transfer without bytes.
     """
 
     name: str
@@ -44,11 +51,11 @@ class Resource:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A part of a collective, after which all devices go on to the next.
+    """A phase of a collective; all devices end it before the next begins.
 
     Attributes:
-      latency: seconds that it takes whatever its bytes.
-      loads: resources (of the network), and the fraction of the array's bytes that each carries.
+      latency: seconds without any bytes.
+      loads: numbers of the network's resources, with the fraction of the array's bytes that each carries.
     """
 
     latency: float
@@ -56,7 +63,7 @@ class Phase:
 
 
 class Network(abc.ABC):
-    """What joins some devices."""
+    """A network that joins some devices."""
 
     name: str
 
@@ -75,11 +82,11 @@ class Network(abc.ABC):
         """The resources between two different devices, in the order of travel."""
 
     def gather(self, group: Sequence[int]) -> tuple[Phase, ...]:
-        """An all-gather over some of its devices, of an array whose bytes are 1: a ring, unless there is better."""
+        """The phases of an all-gather over some of its devices; a ring, unless the network has a faster way."""
         return self.ring(group)
 
     def delay(self, source: int, target: int) -> float:
-        """Seconds of a transfer of nothing between two devices."""
+        """Seconds of a transfer without bytes between two devices."""
         return sum(self.resources[r].latency for r in self.route(source, target))
 
     def exchange(self, parts: Sequence[Sequence[int]]) -> tuple[float, dict[int, float]]:
@@ -115,12 +122,12 @@ class Network(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Switch(Network):
-    """Ports into something that carries all of them at full speed: NVLink with its switches, PCI Express, a fat tree.
+    """A non-blocking switch: NVLink with its switches, PCI Express, a fat tree.
 
-    A transfer leaves by the port of its source and arrives by that of its target.
+    A transfer leaves by its source's port and arrives by its target's port.
 
     Attributes:
-      name: of the network.
+      name: the network's name.
       ports: the devices behind each port: one, or several that share it, as the devices of a host share its network
         card.
       bandwidth: bytes a second of a port in each direction.
@@ -141,11 +148,13 @@ class Switch(Network):
     latency: float
 
     def __post_init__(self) -> None:
-        with inside("ports"):
-            ports = tuple(devices(port, f"[{i}]") for i, port in enumerate(several(self.ports, "", "ports")))
-            devices([device for port in ports for device in port], "")
+        with error_context("ports"):
+            ports = tuple(
+                device_numbers(port, f"[{i}]") for i, port in enumerate(nonempty_list(self.ports, "", "ports"))
+            )
+            device_numbers([device for port in ports for device in port], "")
         object.__setattr__(self, "ports", ports)
-        settle(self)
+        check_network(self)
 
     @functools.cached_property
     def members(self) -> frozenset[int]:
@@ -158,19 +167,19 @@ class Switch(Network):
 
     @functools.cached_property
     def resources(self) -> tuple[Resource, ...]:
-        """Of each port the way out, on which the latency is counted, and the way in."""
+        """For each port the direction out, which has the latency, and the direction in."""
         found = list[Resource]()
         for port in self.ports:
-            found.append(Resource(f"{self.name}: out of {ranges(port)}", self.bandwidth, self.latency))
-            found.append(Resource(f"{self.name}: into {ranges(port)}", self.bandwidth, 0.0))
+            found.append(Resource(f"{self.name}: out of {ranges_text(port)}", self.bandwidth, self.latency))
+            found.append(Resource(f"{self.name}: into {ranges_text(port)}", self.bandwidth, 0.0))
         return tuple(found)
 
     def route(self, source: int, target: int) -> tuple[int, ...]:
-        """Out of one port, into the other; they are the same if the devices share it."""
+        """The source's port out and the target's port in; devices may share a port."""
         return 2 * self._port[source], 2 * self._port[target] + 1
 
     def exchange(self, parts: Sequence[Sequence[int]]) -> tuple[float, dict[int, float]]:
-        """Message after message, to all others in turn."""
+        """Each device sends one message after another, to all others in turn."""
         size, loads = sum(map(len, parts)), dict[int, float]()
         for part in parts:
             for device in part:
@@ -184,10 +193,10 @@ class Pairs(Network):
     """A link between every two devices, as NVLink joins four GPUs without a switch.
 
     Attributes:
-      name: of the network.
-      devices: that it joins.
+      name: the network's name.
+      devices: numbers of the devices that it joins.
       bandwidth: bytes a second of each link in each direction.
-      latency: seconds of a transfer of nothing.
+      latency: seconds of a transfer without bytes.
 
     Raises:
       MachineError: something of it is wrong.
@@ -204,10 +213,10 @@ class Pairs(Network):
     latency: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "devices", devices(self.devices, "devices"))
+        object.__setattr__(self, "devices", device_numbers(self.devices, "devices"))
         if len(self.devices) > MOST_IN_PAIRS:
             raise MachineError(f"expected at most {MOST_IN_PAIRS} devices, each of which has a link to each other")
-        settle(self)
+        check_network(self)
 
     @functools.cached_property
     def members(self) -> frozenset[int]:
@@ -220,7 +229,7 @@ class Pairs(Network):
 
     @functools.cached_property
     def resources(self) -> tuple[Resource, ...]:
-        """One for each ordered pair."""
+        """One resource for each ordered pair."""
         return tuple(Resource(f"{self.name}: {a} to {b}", self.bandwidth, self.latency) for a, b in self._between)
 
     def route(self, source: int, target: int) -> tuple[int, ...]:
@@ -228,26 +237,26 @@ class Pairs(Network):
         return (self._between[source, target],)
 
     def gather(self, group: Sequence[int]) -> tuple[Phase, ...]:
-        """Each sends its part to each other at once, over links of their own: latency + bytes / p / bandwidth."""
+        """All devices send to all others at once, over separate links: latency + bytes / p / bandwidth."""
         loads = tuple((self._between[pair], 1 / len(group)) for pair in itertools.permutations(group, 2))
         return (Phase(self.latency, loads),)
 
     def exchange(self, parts: Sequence[Sequence[int]]) -> tuple[float, dict[int, float]]:
-        """All messages at once, over links of their own."""
+        """All messages at once, over separate links."""
         return self.latency, super().exchange(parts)[1]
 
 
-def settle(network: Any) -> None:
-    """Checks what all networks have."""
-    text(network.name, "name")
-    object.__setattr__(network, "bandwidth", real(network.bandwidth, "bandwidth", "bytes a second"))
-    object.__setattr__(network, "latency", real(network.latency, "latency", "seconds", SLOWEST, zero=True))
+def check_network(network: Any) -> None:
+    """Checks and converts the attributes that all networks have."""
+    one_line(network.name, "name")
+    object.__setattr__(network, "bandwidth", positive_number(network.bandwidth, "bandwidth", "bytes a second"))
+    object.__setattr__(network, "latency", positive_number(network.latency, "latency", "seconds", SLOWEST, zero=True))
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """Numbers for people.
+def ranges_text(numbers: Sequence[int]) -> str:
+    """Numbers as text, consecutive ones as ranges.
 
-    >>> ranges([0, 1, 2, 5, 7, 8])
+    >>> ranges_text([0, 1, 2, 5, 7, 8])
     '0-2, 5, 7-8'
     """
     runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])

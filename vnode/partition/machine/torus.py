@@ -1,4 +1,4 @@
-"""A torus: devices at points of a grid, each joined to its neighbours along every axis; how TPU chips are wired.
+"""A torus, as TPU chips are wired -> the routes, latencies and loads of transfers and collectives on it.
 
 Knows grids, rings and lines. Must not know kinds of devices, or other networks of a machine.
 
@@ -18,8 +18,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vnode.errors import MachineError
-from vnode.partition.machine.description_checks import MOST_DEVICES, devices, inside, several, truth, whole, wrong
-from vnode.partition.machine.networks import Network, Phase, Resource, settle
+from vnode.partition.machine.description_checks import (
+    MOST_DEVICES,
+    boolean,
+    device_numbers,
+    error_context,
+    nonempty_list,
+    whole_number,
+    wrong_value,
+)
+from vnode.partition.machine.networks import Network, Phase, Resource, check_network
 
 Point = tuple[int, ...]
 
@@ -28,19 +36,19 @@ MOST_AXES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """One direction of a torus.
+    """One axis of a torus.
 
     Attributes:
-      size: devices along it.
-      wrap: whether the last is joined to the first.
+      size: number of devices along it.
+      wrap: whether the last device is joined to the first.
     """
 
     size: int
     wrap: bool = False
 
     def __post_init__(self) -> None:
-        whole(self.size, "size", "devices along an axis", 1, MOST_DEVICES)
-        truth(self.wrap, "wrap")
+        whole_number(self.size, "size", "devices along an axis", 1, MOST_DEVICES)
+        boolean(self.wrap, "wrap")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +63,11 @@ class Walk:
 
     @property
     def steps(self) -> int:
-        """Links that a part passes until all have it."""
+        """The number of steps until all devices have a part."""
         return self.stride * (self.count // 2 if self.ring else self.count - 1)
 
     def gathered(self) -> tuple[list[float], list[float]]:
-        """Parts that pass upwards, and downwards, over each link between neighbours, in p-ths of the gathered array."""
+        """Loads of each link of an all-gather, upwards and downwards, in p-ths of the gathered array."""
         if self.ring:
             both = [self.count // 2 / self.count] * self.count
             return both, both
@@ -67,7 +75,7 @@ class Walk:
         return up, up[::-1]
 
     def exchanged(self) -> tuple[list[float], list[float]]:
-        """The same where each device sends a p-th of what it has to each."""
+        """Loads of each link of an all-to-all, upwards and downwards, likewise."""
         size = self.count
         if self.ring:  # by the shorter way; where both are as short, half of it each way
             both = [(size * size // 4) / 2 / size] * size
@@ -81,10 +89,10 @@ class Torus(Network):
     """Devices at points of a grid.
 
     Attributes:
-      name: of the network.
-      axes: its sizes, and whether its ends are joined.
-      devices: that are in it.
-      points: where each of them is, a number for each axis.
+      name: the network's name.
+      axes: the axes, with sizes and wrap-around.
+      devices: numbers of its devices.
+      points: the point of each device, a number for each axis.
       bandwidth: bytes a second of a link between neighbours, in each direction.
       latency: seconds over a link.
 
@@ -105,23 +113,23 @@ class Torus(Network):
     latency: float
 
     def __post_init__(self) -> None:
-        axes = tuple(several(self.axes, "axes", "axes"))
+        axes = tuple(nonempty_list(self.axes, "axes", "axes"))
         for i, axis in enumerate(axes):
             if not isinstance(axis, Axis):
-                raise wrong(f"axes[{i}]", "an Axis", axis)
+                raise wrong_value(f"axes[{i}]", "an Axis", axis)
         if len(axes) > MOST_AXES or math.prod(axis.size for axis in axes) > MOST_DEVICES:
             raise MachineError(f"expected at most {MOST_AXES} axes and {MOST_DEVICES} points", place="axes")
-        found = devices(self.devices, "devices")
-        points = several(self.points, "points", "points")
+        found = device_numbers(self.devices, "devices")
+        points = nonempty_list(self.points, "points", "points")
         if len(points) != len(found):
             raise MachineError(f"expected a point for each of {len(found)} devices, not {len(points)}", place="points")
-        with inside("points"):
+        with error_context("points"):
             checked = tuple(point(place, axes, f"[{i}]") for i, place in enumerate(points))
             if len(set(checked)) != len(checked):
                 raise MachineError("two devices are at one point")
         for name, value in {"axes": axes, "devices": found, "points": checked}.items():
             object.__setattr__(self, name, value)
-        settle(self)
+        check_network(self)
 
     @functools.cached_property
     def members(self) -> frozenset[int]:
@@ -130,7 +138,7 @@ class Torus(Network):
 
     @functools.cached_property
     def at(self) -> dict[int, Point]:
-        """Where each device is."""
+        """The point of each device."""
         return dict(zip(self.devices, self.points, strict=True))
 
     @functools.cached_property
@@ -149,7 +157,7 @@ class Torus(Network):
         """A link from every point to each of its neighbours."""
 
         def name(place: Point, axis: int, way: int) -> str:
-            return f"{self.name}: {said(place)} to {said(self._step(place, axis, way))}"
+            return f"{self.name}: {point_text(place)} to {point_text(self._step(place, axis, way))}"
 
         return tuple(Resource(name(*link), self.bandwidth, self.latency) for link in self._links)
 
@@ -157,7 +165,7 @@ class Torus(Network):
         return (*place[:axis], (place[axis] + way) % self.axes[axis].size, *place[axis + 1 :])
 
     def route(self, source: int, target: int) -> tuple[int, ...]:
-        """Along one axis after the other, each by the shorter way."""
+        """The route along one axis after another, each in the shorter direction."""
         here, there, found = self.at[source], self.at[target], list[int]()
         for i, axis in enumerate(self.axes):
             distance = there[i] - here[i]
@@ -170,11 +178,11 @@ class Torus(Network):
         return tuple(found)
 
     def delay(self, source: int, target: int) -> float:
-        """Seconds of a transfer of nothing between two devices."""
+        """Seconds of a transfer without bytes between two devices."""
         return self.latency * len(self.route(source, target))
 
     def gather(self, group: Sequence[int]) -> tuple[Phase, ...]:
-        """Along the axes of a box, in as many pieces and phases as there are axes; else a ring over the devices."""
+        """The phases of an all-gather along the axes of a box, in as many pieces as axes; else a ring."""
         walks = self.walks(group)
         if walks is None:
             return self.ring(sorted(group, key=lambda device: self.at[device]))
@@ -223,7 +231,7 @@ class Torus(Network):
     def _loads(
         self, group: Sequence[int], walk: Walk, up: Sequence[float], down: Sequence[float]
     ) -> Iterator[tuple[int, float]]:
-        """What links carry, if on each line of the group along an axis neighbours carry this upwards and downwards."""
+        """The loads of links, given the loads between neighbours on each line of the group along an axis."""
         size = self.axes[walk.axis].size
         for place in {self.at[device] for device in group}:
             if place[walk.axis] != walk.start:
@@ -238,13 +246,15 @@ class Torus(Network):
 
 def point(value: Any, axes: Sequence[Axis], place: str) -> Point:
     """A point of a grid, or a `MachineError`."""
-    numbers = several(value, place, f"{len(axes)} numbers, one for each axis")
+    numbers = nonempty_list(value, place, f"{len(axes)} numbers, one for each axis")
     if len(numbers) != len(axes):
-        raise wrong(place, f"{len(axes)} numbers, one for each axis", value)
+        raise wrong_value(place, f"{len(axes)} numbers, one for each axis", value)
     found = zip(numbers, axes, strict=True)
-    return tuple(whole(n, f"{place}[{i}]", "a place along the axis", 0, a.size - 1) for i, (n, a) in enumerate(found))
+    return tuple(
+        whole_number(n, f"{place}[{i}]", "a place along the axis", 0, a.size - 1) for i, (n, a) in enumerate(found)
+    )
 
 
-def said(place: Point) -> str:
-    """A point for people."""
+def point_text(place: Point) -> str:
+    """A point as text."""
     return f"({', '.join(map(str, place))})"

@@ -1,4 +1,4 @@
-"""The time that a search has.
+"""Seconds for a search -> whether there is time for the next prediction.
 
 Knows the clock. Must not know what is searched.
 """
@@ -10,33 +10,33 @@ import statistics
 import time
 
 MORE = 0.5
-"""So much of the budget is spent once more, where nothing fits, on what would."""
+"""The share of the budget that is spent in addition on remedies, where nothing fits."""
 
 LAST = 3
-"""Of so many predictions it is remembered how long they took."""
+"""Number of predictions whose durations are remembered."""
 
 MARGIN = 1.25
-"""So many times as long as the middle one of these the next may take."""
+"""The factor on their median that the next prediction may take."""
 
 
 class Budget:
-    """Seconds from now on; Ctrl-C ends them.
+    """A time budget that starts now; Ctrl-C ends it.
 
     Attributes:
-      seconds: how many there were.
-      untried: what was not tried because they were over, a line each.
-      more: which share of them is spent once more, where nothing fits, on what would.
-      predictions: how many each of the last predictions took.
+      seconds: its length.
+      untried: a line for each thing that was not tried for lack of time.
+      more: share of the budget that is spent in addition on remedies, where nothing fits.
+      predictions: seconds of each of the last predictions.
 
     Example:
       >>> budget = Budget(60.0)
-      >>> budget.over, budget.left > 59
+      >>> budget.is_spent, budget.left > 59
       (False, True)
       >>> budget.predictions.extend([25.0, 20.0])
       >>> budget.lacks(), budget.lacks(predictions=3), budget.lacks(70.0)
       (False, True, True)
       >>> budget.interrupt()
-      >>> budget.over, budget.more
+      >>> budget.is_spent, budget.more
       (True, 0.0)
     """
 
@@ -48,44 +48,44 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Seconds; fewer than none where they are over."""
+        """Seconds left; negative after the end."""
         return self.until - time.monotonic()
 
     @property
-    def over(self) -> bool:
-        """Whether they are."""
+    def is_spent(self) -> bool:
+        """Whether no time is left."""
         return self.left <= 0
 
     def lacks(self, seconds: float = 0.0, predictions: int = 1) -> bool:
-        """Whether they are over, or fewer are left than something will take, and predictions after it."""
-        return self.over or self.left < seconds + predictions * MARGIN * self.usual
+        """Whether less time is left than `seconds` and some predictions after them need."""
+        return self.is_spent or self.left < seconds + predictions * MARGIN * self.usual
 
     @property
     def usual(self) -> float:
-        """How many a prediction takes: the middle one of the last, of two the shorter; none if nothing was predicted.
+        """The median duration of the last predictions, of two the shorter; 0 without any.
 
-        The first takes longer than those after it, and any may wait for another program.
+        The first prediction takes longer than later ones, and any may wait for another program.
         """
         return statistics.median_low(self.predictions) if self.predictions else 0.0
 
     @property
     def cut_short(self) -> bool:
-        """Whether something was not tried because they were over."""
+        """Whether something was not tried for lack of time."""
         return bool(self.untried)
 
     def leave_out(self, *several: str) -> None:
-        """Notes what is not tried, because they are over."""
+        """Notes something that is not tried for lack of time."""
         self.untried += [each for each in several if each not in self.untried]
 
     def interrupt(self) -> None:
-        """Ends them with what was found so far; what would fit where nothing does is not tried either."""
+        """Ends the budget, and leaves out remedies too."""
         self.until, self.more = time.monotonic(), 0.0
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C ended them."""
+        """Whether Ctrl-C ended the budget."""
         return self.more == 0.0
 
     def extend(self) -> None:
-        """Begins to spend what is spent once more."""
+        """Begins the additional share for remedies."""
         self.until = time.monotonic() + self.more * self.seconds

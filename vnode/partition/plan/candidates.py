@@ -1,6 +1,6 @@
-"""One way to carry out a step on a machine, with what it would take: on one mesh, with one flow through a row.
+"""One way to carry out a step on a machine, with what it would take: on one mesh, with one flow through a replica.
 
-Knows rows, searches, and predictions. Must not know which candidates there are, nor files.
+Knows replicas, searches, and predictions. Must not know which candidates there are, nor files.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from vnode.analysis.parallel_branches import Branches
 from vnode.errors import MemoryLimitError
 from vnode.partition.cost.roofline import Roofline
 from vnode.partition.cost.time_sources import Times
-from vnode.partition.cost.timed_pieces import piece_of
+from vnode.partition.cost.timed_pieces import timed_op_of
 from vnode.partition.machine import Device, Machine
-from vnode.partition.plan.carry_sharding import in_pieces
+from vnode.partition.plan.carry_sharding import shard_carries
 from vnode.partition.plan.divisions import DividedOperation, divisions_of
 from vnode.partition.plan.node_spread import Spread
-from vnode.partition.plan.predict import NODES, Figures, Prediction, RowCost, dividing, far_sums, predicted
-from vnode.partition.plan.replica import NodeFlow, RowProgram, row_program
-from vnode.partition.plan.replica_reduction import Across
-from vnode.partition.plan.replica_shares import of_one_kind, shares
+from vnode.partition.plan.predict import NODES, Figures, Prediction, ReplicaCost, dividing_axes, far_sums, predict
+from vnode.partition.plan.replica import NodeFlow, ReplicaProgram, replica_program
+from vnode.partition.plan.replica_reduction import ReplicaReduction
+from vnode.partition.plan.replica_shares import of_one_kind, replica_shares
 from vnode.partition.plan.search_subject import Subject
-from vnode.partition.plan.state_offload import Slots
-from vnode.partition.plan.step_layouts import over_rows_too, records_of, specs_of
+from vnode.partition.plan.state_offload import StateOffload
+from vnode.partition.plan.step_layouts import records_of, shard_over_replicas, specs_of
 from vnode.partition.searches.experts import CONTEXT, EXPERT, SEQUENCE, experts
 from vnode.partition.searches.ilp_formulation import Search, as_problem
 from vnode.partition.searches.integer_program import least_memory
 from vnode.partition.searches.methods import METHODS, Method
 from vnode.partition.searches.problem import Array
 from vnode.partition.searches.solution import Solution
-from vnode.partition.side_by_side.branch_plans import groups_along, stages_of
-from vnode.partition.uneven_shares.state_blocks import block_numbers, divided_over, specs_in_blocks, tied_to
-from vnode.partition.uneven_shares.uneven_plans import Shared, Unequal
+from vnode.partition.side_by_side.branch_plans import branch_stages, groups_along
+from vnode.partition.uneven_shares.state_blocks import block_numbers, divided_state, specs_in_blocks, tied_inputs
+from vnode.partition.uneven_shares.uneven_plans import UnevenCandidate, UnevenSearch
 from vnode.placement.uneven_dimension import UnevenSpec
 from vnode.spmd.flow_record import RecordedFlow
 from vnode.spmd.layout import replicated
@@ -81,15 +81,15 @@ class Candidate:
 
     Attributes:
       name: what it is called in the field, or "searched".
-      flow: through the program of a row.
+      flow: through the program of a replica.
       mesh: sizes of axes, that of the nodes first.
-      counts: nodes of each row.
+      counts: nodes of each replica.
       specs: how the leaves of the state lie, by name.
-      row: the program of a row.
+      replica: the program of a replica.
       prediction: what it takes.
       slots: what of the state may lie in the host's memory.
       gap: by which share the search's cost may be above the best on this mesh; None if nothing was searched.
-      unequal: whether devices of a row have unequal shares.
+      unequal: whether devices of a replica have unequal shares.
       host: names of leaves that lie in the host's memory.
       far: how many of the sums that wait are in the host's memory.
       farther: the same with others, and how many there may be.
@@ -103,27 +103,27 @@ class Candidate:
     mesh: Mapping[str, int]
     counts: tuple[int, ...]
     specs: Mapping[str, PartitionSpec | UnevenSpec]
-    row: RowProgram
+    replica: ReplicaProgram
     prediction: Prediction
-    slots: Slots
+    slots: StateOffload
     gap: float | None = None
     unequal: bool = False
     host: tuple[str, ...] = ()
-    far: int = 0
-    farther: tuple[Callable[..., Candidate], int] | None = None
+    host_sums: int = 0
+    with_host_sums: tuple[Callable[..., Candidate], int] | None = None
     estimate: float = math.inf
     account: float = math.inf
-    took: float = 0.0
+    prediction_seconds: float = 0.0
 
     @functools.cached_property
     def flows(self) -> list[NodeFlow]:
-        """Through what nodes compute, of each pass; nothing where rows are single devices."""
-        return self.row.flows(self.flow) if dividing(self.mesh) else []
+        """Through what nodes compute, of each pass; nothing where replicas are single devices."""
+        return self.replica.flows(self.flow) if dividing_axes(self.mesh) else []
 
     @functools.cached_property
     def records(self) -> dict[str, RecordedFlow]:
         """How passes are divided, by digest; empty where that is into unequal shares."""
-        return {} if self.unequal else records_of(self.flows, dividing(self.mesh))
+        return {} if self.unequal else records_of(self.flows, dividing_axes(self.mesh))
 
     @functools.cached_property
     def divisions(self) -> tuple[DividedOperation, ...]:
@@ -133,11 +133,11 @@ class Candidate:
     @property
     def uses_host(self) -> bool:
         """Whether anything of the state, or of what waits, is in the host's memory."""
-        return bool(self.host or self.far)
+        return bool(self.host or self.host_sums)
 
     def with_host(self, machine: Machine, memory: float) -> Candidate | None:
         """The same with some of the state, or of what waits, on the host, as is fastest; None if nothing suffices."""
-        made, most = self.farther or (None, 0)
+        made, most = self.with_host_sums or (None, 0)
         found: list[Candidate] = []
         for far in (0, *reversed(range(1, most + 1))):  # the fewer are there, the more is on the device
             each = self if not far or made is None else made(far=far)
@@ -149,13 +149,13 @@ class Candidate:
                 found.append(each)
             elif far and slots is None:
                 break
-        return min(found, key=lambda each: (each.figures.seconds, each.far), default=None)
+        return min(found, key=lambda each: (each.figures.seconds, each.host_sums), default=None)
 
     def all_on_host(self, machine: Machine) -> Figures:
         """What it takes with everything on the host that can be there."""
-        made, most = self.farther or (None, 0)
+        made, most = self.with_host_sums or (None, 0)
         each = made(far=most) if made is not None and most else self
-        return each.slots.figures(each.figures, machine, len(each.slots.held))
+        return each.slots.figures(each.figures, machine, len(each.slots.inputs_by_name))
 
     @property
     def figures(self) -> Figures:
@@ -163,7 +163,7 @@ class Candidate:
         return self.prediction.figures
 
 
-class OnMesh:
+class MeshSearch:
     """A step on one mesh of a machine.
 
     Args:
@@ -171,9 +171,9 @@ class OnMesh:
       machine: on which.
       sizes: of the mesh's axes, that of the nodes first.
       platform: what is compiled for.
-      times: of kernels; by default as `Times` has them.
+      times: of fused ops; by default as `Times` has them.
       pace: seconds that a node takes on a device of each kind, if there are several (`pace_of`).
-      even: whether rows of different kinds have the same number of nodes all the same.
+      even: whether replicas of different kinds have the same number of nodes all the same.
       method: the search of the mesh; by default the exact one.
     """
 
@@ -191,82 +191,86 @@ class OnMesh:
     ) -> None:
         self.subject, self.sizes, self.platform, self.times = subject, sizes, platform, times
         self.method = method
-        self.rows = sizes[NODES]
-        self.axes = dividing(sizes)
+        self.replicas = sizes[NODES]
+        self.axes = dividing_axes(sizes)
         self.mesh = machine.mesh(sizes)
         options = subject.step.options
-        self.shares = shares(machine, self.mesh, NODES, options.virtual_nodes, options.lane, pace or {}, even)
-        self.machine = of_one_kind(machine, self.shares.kind)  # the row that is done last stands for all
-        self.across = Across(self.shares.counts, options.lane, options.reduction == "invariant", NODES)
-        self.spread = Spread.of(self.shares.counts, self.shares.last)
-        self.row: RowProgram = row_program(subject.schedule, self.spread, self.axes, platform, self.across.invariant)
+        self.shares = replica_shares(machine, self.mesh, NODES, options.virtual_nodes, options.lane, pace or {}, even)
+        self.machine = of_one_kind(machine, self.shares.kind)  # the replica that is done last stands for all
+        self.across = ReplicaReduction(self.shares.counts, options.lane, options.reduction == "invariant", NODES)
+        self.spread = Spread.from_counts(self.shares.counts, self.shares.last)
+        self.replica: ReplicaProgram = replica_program(
+            subject.schedule, self.spread, self.axes, platform, self.across.invariant
+        )
 
     def seconds(self, eqn: JaxprEqn) -> float:
         """What an equation takes on one device, whole, by the roofline: what tells heavy branches from light ones."""
-        piece = piece_of([eqn], eqn.outvars)
+        piece = timed_op_of([eqn], eqn.outvars)
         return max(Roofline().time(piece, kind).seconds for kind in self.machine.kinds)
 
     @functools.cached_property
     def stages(self) -> list[tuple[int, Branches]]:
         """Branches of what a node computes that do not wait for each other: for each stage its pass, and them."""
-        return [(k, each) for k, node in enumerate(self.row.nodes) for each in stages_of(node.written, self.seconds)]
+        return [
+            (k, each) for k, node in enumerate(self.replica.nodes) for each in branch_stages(node.written, self.seconds)
+        ]
 
     def by_balance(self, axis: str) -> list[tuple[int, Branches]]:
         """The same, those first whose branches load the indices along an axis least evenly."""
 
-        def share(stage: tuple[int, Branches]) -> float:
+        def busiest_share(stage: tuple[int, Branches]) -> float:
             k, branches = stage
-            program, size = self.row.nodes[k].written, self.axes[axis]
+            program, size = self.replica.nodes[k].written, self.axes[axis]
             (group,) = groups_along(program, [branches], self.seconds, axis, size)
             takes = [sum(self.seconds(program.equations[n]) for n in branch) for branch in group.branches]
             return sum(takes) / (size * max(takes))
 
-        return sorted(self.stages, key=share)
+        return sorted(self.stages, key=busiest_share)
 
-    def side_by_side(self, axis: str, stages: Sequence[tuple[int, Branches]]) -> OnMesh:
+    def side_by_side(self, axis: str, stages: Sequence[tuple[int, Branches]]) -> MeshSearch:
         """The same with branches side by side: each is evaluated by the devices of one index along an axis.
 
         Args:
           axis: of the mesh.
           stages: of `stages`.
         """
-        several = [[each for k, each in stages if k == number] for number in range(len(self.row.nodes))]
+        several = [[each for k, each in stages if k == number] for number in range(len(self.replica.nodes))]
         groups = [
             groups_along(node.written, each, self.seconds, axis, self.axes[axis])
-            for node, each in zip(self.row.nodes, several, strict=True)
+            for node, each in zip(self.replica.nodes, several, strict=True)
         ]
         made = copy.copy(self)
         for name in ("search", "by_experts", "solutions"):
             made.__dict__.pop(name, None)
-        made.row = row_program(
+        made.replica = replica_program(
             self.subject.schedule, self.spread, self.axes, self.platform, self.across.invariant, groups
         )
         return made
 
     @property
-    def whole(self) -> Flow:
+    def undivided(self) -> Flow:
         """Nothing is divided."""
-        inputs = [replicated(len(getattr(var.aval, "shape", ()))) for var in self.row.program.inputs]
-        return follow(self.row.program, inputs, self.axes)
+        inputs = [replicated(len(getattr(var.aval, "shape", ()))) for var in self.replica.program.inputs]
+        return follow(self.replica.program, inputs, self.axes)
 
     @functools.cached_property
     @collector_paused()
     def search(self) -> Search:
-        """The program of a row as what is searched, without a limit of memory."""
-        inputs = self.row.program.inputs
+        """The program of a replica as what is searched, without a limit of memory."""
+        inputs = self.replica.program.inputs
         fixed = {
             i: replicated(len(getattr(var.aval, "shape", ())))
             for i, var in enumerate(inputs)
             if i in self.subject.batch or i >= len(self.subject.names) or self.subject.names[i] is None
         }
-        model = RowCost(self.machine, self.mesh, self.times, self.platform)
+        model = ReplicaCost(self.machine, self.mesh, self.times, self.platform)
         return as_problem(
-            self.row.program,
+            self.replica.program,
             self.axes,
             model,
             carried=self.subject.carried,
             fixed=fixed,
-            together=self.subject.together,
+            together=self.subject.indistinguishable_inputs,
             donated=self.subject.donated,
         )
 
@@ -281,7 +285,7 @@ class OnMesh:
         """The named dimensions that count examples in what nodes compute, in the program's order."""
         at = {node.path: node for node in self.search.flat.nodes}
         found: dict[Hashable, None] = {}
-        for each in self.row.flows(self.whole):
+        for each in self.replica.flows(self.undivided):
             dims = dict(zip(each.node.program.inputs[1:], each.node.examples, strict=False))
             for var, k, i in each.readers():
                 reader = at.get((*each.path, each.start + k))
@@ -292,21 +296,21 @@ class OnMesh:
 
     @collector_paused()
     def candidate(
-        self, name: str, flow: Flow, over_rows: bool = False, gap: float | None = None, far: int = 0
+        self, name: str, flow: Flow, shard_state: bool = False, gap: float | None = None, far: int = 0
     ) -> Candidate:
-        """What a flow through the row's program makes of the step.
+        """What a flow through the replica's program makes of the step.
 
         Args:
           name: of the candidate.
-          flow: through the row's program.
-          over_rows: whether the state is sharded over the rows as well.
+          flow: through the replica's program.
+          shard_state: whether the state is sharded over the replicas as well.
           gap: of the search.
           far: how many of the sums that wait are on the host.
         """
-        began, across = time.monotonic(), dataclasses.replace(self.across, far=far)
-        flow = in_pieces(flow, self.axes)
-        subject, sharded = self.subject, self.sharded(flow) if over_rows else {}
-        prediction = predicted(
+        began, across = time.monotonic(), dataclasses.replace(self.across, sums_on_host=far)
+        flow = shard_carries(flow, self.axes)
+        subject, sharded = self.subject, self.sharded(flow) if shard_state else {}
+        prediction = predict(
             flow,
             self.machine,
             self.mesh,
@@ -316,13 +320,15 @@ class OnMesh:
             donated=subject.donated,
             sharded=sharded,
             times=self.times,
-            turns=self.shares.turns,
+            iterations=self.shares.iterations,
         )
         specs = specs_of(subject, flow, self.axes, sharded)
         apart = self.platform != "cpu"  # there what is on the host is on the device all the same
         names = subject.leaves if apart else [None] * len(subject.names)
-        slots = Slots.of(flow, names, subject.state, subject.donated, self.axes, dict.fromkeys(sharded, self.rows))
-        farther = functools.cache(functools.partial(self.candidate, name, flow, over_rows, gap))
+        slots = StateOffload.from_names(
+            flow, names, subject.state, subject.donated, self.axes, dict.fromkeys(sharded, self.replicas)
+        )
+        farther = functools.cache(functools.partial(self.candidate, name, flow, shard_state, gap))
         can_be_far = apart and far_sums(flow, self.axes) > 0
         return Candidate(
             name,
@@ -330,34 +336,34 @@ class OnMesh:
             dict(self.sizes),
             self.shares.counts,
             specs,
-            self.row,
+            self.replica,
             prediction,
             slots,
             gap,
-            far=far,
-            farther=(farther, across.farthest if can_be_far else 0),
-            took=time.monotonic() - began,
+            host_sums=far,
+            with_host_sums=(farther, across.farthest if can_be_far else 0),
+            prediction_seconds=time.monotonic() - began,
         )
 
-    def over_rows(self, candidate: Candidate) -> Candidate:
-        """A candidate with its state sharded over the rows as well."""
-        made = self.candidate(f"{candidate.name} + ZeRO", candidate.flow, over_rows=True, gap=candidate.gap)
+    def with_sharded_state(self, candidate: Candidate) -> Candidate:
+        """A candidate with its state sharded over the replicas as well."""
+        made = self.candidate(f"{candidate.name} + ZeRO", candidate.flow, shard_state=True, gap=candidate.gap)
         return dataclasses.replace(made, estimate=candidate.estimate)
 
     def sharded(self, flow: Flow) -> dict[int, PartitionSpec]:
-        """How the leaves of the state lie that rows can divide among themselves.
+        """How the leaves of the state lie that replicas can divide among themselves.
 
         Not those that a plan cannot tell from leaves of other arguments, which stay as they are.
         """
         found: dict[int, PartitionSpec] = {}
         leaves, state = self.subject.leaves, self.subject.state
         others = {name for i, name in enumerate(leaves) if i not in state}
-        for i in state if self.rows > 1 else ():
+        for i in state if self.replicas > 1 else ():
             if leaves[i] in others:
                 continue
             spec = spec_of(as_spec_layout(flow.inputs[i], self.axes))
             shape = tuple(self.subject.inputs[i].aval.shape)
-            further = over_rows_too(spec, shape, self.rows, self.axes, NODES)
+            further = shard_over_replicas(spec, shape, self.replicas, self.axes, NODES)
             if math.prod(shape) > 1 and further is not None:
                 found[i] = further
         return found
@@ -393,9 +399,9 @@ class OnMesh:
             if several and not any(np.array_equal(several[0], each) for each in known):
                 known += several
                 found += filter(None, [self.estimated(kind, several[0], below)])
-        if self.rows > 1 and self.search.problem.cost(self.by_experts["FSDP"]) <= below:
+        if self.replicas > 1 and self.search.problem.cost(self.by_experts["FSDP"]) <= below:
             flow = self.search.flow(self.by_experts["FSDP"])
-            found.append(self.candidate(FSDP_OVER_ALL, flow, over_rows=True))
+            found.append(self.candidate(FSDP_OVER_ALL, flow, shard_state=True))
         return found
 
     @collector_paused()
@@ -412,7 +418,7 @@ class OnMesh:
           until: when time is over, by `time.monotonic`.
         """
         (axis,) = self.axes
-        shares = Unequal(self.subject, machine, self.sizes, self.platform, self.times, pace)
+        shares = UnevenSearch(self.subject, machine, self.sizes, self.platform, self.times, pace)
         found: list[Candidate] = []
         if len({*shares.rates}) == 1:
             return found
@@ -420,16 +426,16 @@ class OnMesh:
         seen: list[Mapping[int, int]] = []
         took = 0.0
         for even in evens:
-            seeds = divided_over(even.flow, self.subject, axis)
+            seeds = divided_state(even.flow, self.subject, axis)
             if not seeds or seeds in seen:
                 continue
             seen.append(seeds)
-            several: list[Shared] = []
+            several: list[UnevenCandidate] = []
             for blocks in block_numbers([self.subject.inputs[i].aval.shape[dim] for i, dim in seeds.items()]):
                 began = time.monotonic()
                 if began + took > until:
                     break
-                dims = tied_to(self.subject, seeds, blocks)
+                dims = tied_inputs(self.subject, seeds, blocks)
                 near = min((WORSE * each.prediction.figures.seconds for each in several), default=HOPELESS * best)
                 one = shares.best(dims, blocks, memory, min(near, HOPELESS * best)) if dims else None
                 several += [one] if one is not None else []
@@ -441,20 +447,20 @@ class OnMesh:
                 found.append(self.shared(f"{even.name} + {UNEQUAL}", chosen, shares.across.counts))
         return found
 
-    def shared(self, name: str, shared: Shared, counts: tuple[int, ...]) -> Candidate:
+    def shared(self, name: str, shared: UnevenCandidate, counts: tuple[int, ...]) -> Candidate:
         """The candidate that a step with unequal shares is."""
         specs = {name: PartitionSpec() for name in self.subject.names if name is not None}
         specs |= specs_in_blocks(self.subject, shared.dims, shared.share)
         nothing = [None] * len(self.subject.names)  # what is in blocks is not on the host
-        slots = Slots.of(shared.flow, nothing, self.subject.state, self.subject.donated, self.axes, {})
+        slots = StateOffload.from_names(shared.flow, nothing, self.subject.state, self.subject.donated, self.axes, {})
         return Candidate(
-            name, shared.flow, dict(self.sizes), counts, specs, shared.row, shared.prediction, slots, unequal=True
+            name, shared.flow, dict(self.sizes), counts, specs, shared.replica, shared.prediction, slots, unequal=True
         )
 
     @property
     def grouped(self) -> bool:
         """Whether branches are on devices of their own."""
-        return any(node.groups for node in self.row.nodes)
+        return any(node.groups for node in self.replica.nodes)
 
     @functools.cached_property
     def solutions(self) -> dict[float, Solution | None]:
@@ -508,11 +514,11 @@ def pace_of(subject: Subject, machine: Machine, platform: str, times: Times | No
     found = {}
     for kind in machine.kinds:
         alone = Machine(kind.name, (Device(kind),), ())
-        on = OnMesh(subject, alone, {NODES: 1}, platform, times)
-        found[kind.name] = on.candidate(kind.name, on.whole).figures.compute / subject.virtual_nodes
+        on = MeshSearch(subject, alone, {NODES: 1}, platform, times)
+        found[kind.name] = on.candidate(kind.name, on.undivided).figures.compute / subject.virtual_nodes
     return found
 
 
-def fitting(candidates: Collection[Candidate], memory: float) -> list[Candidate]:
+def fitting_first(candidates: Collection[Candidate], memory: float) -> list[Candidate]:
     """Those that fit, the fastest first."""
     return sorted((c for c in candidates if c.figures.memory <= memory), key=lambda c: c.figures.seconds)

@@ -1,11 +1,11 @@
-"""A row's flow as far as a plan does not decide it: how sums over nodes are added, and what is computed once.
+"""A flow through a replica's program -> the flow with the shardings that the runtime gives accumulators and updates.
 
-Knows flows through the program of a row, and what leads them where a step is carried out (`vnode.runtime`). Must not
-know machines, costs, nor how layouts were found.
+Knows flows through the program of a replica, and how the runtime shards them (`vnode.runtime`). Must not know machines,
+costs, nor how layouts were found.
 
-A plan says how the nodes of each pass compute. Their pieces are added where the loop carries the total, and over the
-rows as they lie there; what is computed once follows from that and from the layouts of the state. A search gives all of
-these layouts of their own, which nobody would keep to.
+A plan decides the layouts of each pass's node computation only. Accumulators are sharded as the loop carries them, and
+are reduced across replicas in that sharding. The replicated region follows from them and from the state's layouts. A
+search chooses other layouts for these values, which the runtime does not use.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec
 
 from vnode.analysis.program import Atom, Program
 from vnode.operators.ordering_barrier import can_be_awaited
-from vnode.partition.plan.other_replicas import OVER_ROWS, passes_among
-from vnode.partition.plan.replica_reduction import Across
+from vnode.partition.plan.other_replicas import SUM_OVER_REPLICAS, totals_of_passes
+from vnode.partition.plan.replica_reduction import ReplicaReduction
 from vnode.runtime.mesh_function import follow_layouts, result_layout
 from vnode.runtime.node_loops import Sum
 from vnode.runtime.output_sharding import Lying, SummingDevices, choose_output_layouts
@@ -30,25 +30,27 @@ from vnode.spmd.sharding_backprop import read_layouts
 from vnode.spmd.sharding_flow import Flow, Step
 
 
-def in_pieces(flow: Flow, axes: Axes) -> Flow:
-    """The same flow, but the sums of passes lie as the loops over nodes carry them until they are added up over rows.
+def shard_carries(flow: Flow, axes: Axes) -> Flow:
+    """Shards the accumulators of passes in the loop carry too, not only in the results that replicas add up.
 
-    So it is carried out (`vnode.runtime.emit`), whatever layout is wished after the pass: rows add in the order of a
-    tree, and bits would depend on how many rows there are if pieces were combined on each before. What is split among
-    nodes, and not kept by an earlier pass, is whole along the axes that divide a node's computation.
+    The runtime does so (`vnode.runtime.emit`) whatever layout the readers want: replicas add in the order of a tree,
+    and bits would depend on the number of replicas if each combined its pieces before. Arguments that are split among
+    nodes are whole along the axes that divide a node's computation.
 
     Args:
-      flow: through the program of a row.
-      axes: of the mesh, those that nodes are not spread over and that are longer than one.
+      flow: layouts through the program of a replica.
+      axes: sizes of the mesh axes other than the nodes', those longer than one.
     """
-    monoids = {step.eqn.invars[0]: step.eqn.params["monoid"] for step in flow.steps if step.eqn.primitive is OVER_ROWS}
+    monoids = {
+        step.eqn.invars[0]: step.eqn.params["monoid"] for step in flow.steps if step.eqn.primitive is SUM_OVER_REPLICAS
+    }
     lies: dict[Atom, Layout] = {}
     kept: set[Var] = set()
-    passes = passes_among(step.eqn for step in flow.steps)
+    passes = totals_of_passes(step.eqn for step in flow.steps)
     steps: list[Step] = []
     for step in flow.steps:
         if step.bodies:
-            step = dataclasses.replace(step, bodies=tuple(in_pieces(body, axes) for body in step.bodies))
+            step = dataclasses.replace(step, bodies=tuple(shard_carries(body, axes) for body in step.bodies))
         totals = {
             j: result_layout(layout, monoids[var], axes)
             for j, (var, layout) in enumerate(zip(step.eqn.outvars, step.made, strict=True))
@@ -58,19 +60,19 @@ def in_pieces(flow: Flow, axes: Axes) -> Flow:
         if step.region is not None and passes.intersection(step.eqn.outvars):
             split = [i for i in step.region.scanned if step.eqn.invars[i] not in kept]
             kept.update(step.eqn.outvars[len(step.region.carried) :])
-            step = carrying(step, totals, split, axes)
+            step = shard_loop_carry(step, totals, split, axes)
         elif step.region is not None and kind_of_step(step, passes) == "around":
-            step = given_as_asked(step)
-        elif step.eqn.primitive is OVER_ROWS and (there := lies.get(step.eqn.invars[0])) is not None:
+            step = follow_bodies(step)
+        elif step.eqn.primitive is SUM_OVER_REPLICAS and (there := lies.get(step.eqn.invars[0])) is not None:
             step = dataclasses.replace(step, operands=(there,), made=(there,), results=(there.without_partial,))
         steps.append(step)
     return dataclasses.replace(flow, steps=tuple(steps))
 
 
-def carrying(step: Step, totals: Mapping[int, Layout], split: Sequence[int], axes: Axes) -> Step:
-    """A loop over nodes that carries totals, by their numbers, in some layouts, and adds to them as they lie.
+def shard_loop_carry(step: Step, totals: Mapping[int, Layout], split: Sequence[int], axes: Axes) -> Step:
+    """Sets the layouts of a loop over nodes: of its accumulators, by number, and of operands that it reads whole.
 
-    Some operands, by number, it is given whole. What it keeps of each node is no pieces.
+    Its stacked results are not partial.
     """
     assert step.region is not None
     (body,) = step.bodies
@@ -92,13 +94,13 @@ def carrying(step: Step, totals: Mapping[int, Layout], split: Sequence[int], axe
         var, total = body.program.outputs[j], body.program.inputs[numbers.index(i)]
         k = makers.get(var) if isinstance(var, Var) else None
         if k is not None and total in steps[k].eqn.invars:
-            steps[k] = alike(steps[k], layout, axes)
+            steps[k] = same_layout_step(steps[k], layout, axes)
     bodies = (dataclasses.replace(body, inputs=tuple(inputs), outputs=tuple(outputs), steps=tuple(steps)),)
     return dataclasses.replace(step, operands=tuple(operands), made=tuple(made), results=tuple(results), bodies=bodies)
 
 
-def given_as_asked(step: Step) -> Step:
-    """A loop or branch around passes that is given values, and hands them on, as its bodies ask for them."""
+def follow_bodies(step: Step) -> Step:
+    """Gives a loop or branch around passes the operand and result layouts of its bodies."""
     region = step.region
     assert region is not None
     operands, made, bodies = list(step.operands), list(step.made), []
@@ -122,31 +124,34 @@ def given_as_asked(step: Step) -> Step:
     return dataclasses.replace(step, **{name: tuple(several) for name, several in lie.items()})
 
 
-def alike(step: Step, layout: Layout, axes: Axes) -> Step:
-    """An equation of arrays of one shape, as it is carried out where all of them lie alike; else as it was."""
+def same_layout_step(step: Step, layout: Layout, axes: Axes) -> Step:
+    """An equation of arrays of one shape, computed in one layout if it has one; else unchanged."""
     operands = [*dict.fromkeys(atom for atom in step.eqn.invars if isinstance(atom, Var))]
     flow = follow_layouts(Program(operands, {}, [step.eqn], [*step.eqn.outvars]), [layout] * len(operands), axes)
     return flow.steps[0] if flow.ends[0] == layout else step
 
 
-def once_followed(
-    flow: Flow, sharded: Mapping[int, PartitionSpec], state: Mapping[int, int], axes: Axes, across: Across, wait: bool
+def shard_replicated_region(
+    flow: Flow,
+    sharded: Mapping[int, PartitionSpec],
+    state: Mapping[int, int],
+    axes: Axes,
+    across: ReplicaReduction,
+    wait: bool,
 ) -> Flow:
-    """A replica's flow, with the replicated region divided as the step divides it.
+    """Shards the replicated region of a replica's flow as `vnode.runtime.replicated_region` does.
 
-    The step does so in `vnode.runtime.replicated_region`.
-
-    Totals and the state lead; where the state is sharded over the rows as well, passes gather what they read of it.
+    The layouts of totals and of the state decide. Passes gather state that is sharded over the replicas as well.
 
     Args:
-      flow: through the program of a row.
-      sharded: how inputs lie that are sharded over the rows as well, by number.
+      flow: layouts through the program of a replica.
+      sharded: layouts of the inputs that are sharded over the replicas as well, by number.
       state: for outputs, by number, the inputs that they become in the next step.
-      axes: of the mesh, that of the rows too.
-      across: how rows add.
-      wait: whether passes gather what they read when what all before them sum is there, and not before.
+      axes: sizes of the mesh axes, the replicas' too.
+      across: the reduction across replicas.
+      wait: whether a pass gathers its state only after the totals of the passes before it.
     """
-    if not sharded:  # then rows compute the same
+    if not sharded:  # then replicas compute the same
         axes = {name: n for name, n in axes.items() if name != across.axis}
     if not axes:
         return flow
@@ -156,40 +161,42 @@ def once_followed(
         lies[var] = from_spec(spec, var.aval.shape, axes)
     inputs = [lies[var] for var in program.inputs]
     ends = [inputs[state[j]] if j in state else None for j in range(len(program.outputs))]
-    return led(flow, inputs, ends, [None if end is None or end.is_whole else end for end in ends], axes, across, wait)
+    return shard_around_passes(
+        flow, inputs, ends, [None if end is None or end.is_whole else end for end in ends], axes, across, wait
+    )
 
 
-def led(
+def shard_around_passes(
     flow: Flow,
     inputs: Sequence[Layout],
     ends: Sequence[Layout | None],
     wanted: Sequence[Layout | None],
     axes: Axes,
-    across: Across,
+    across: ReplicaReduction,
     wait: bool,
 ) -> Flow:
-    """A flow whose passes are as they were, and of which what is computed once is divided as inputs and totals lead.
+    """Leaves the passes of a flow unchanged, and shards the steps around them by the layouts of inputs and totals.
 
     Args:
-      flow: through the program of a row, or through a body in it that has passes.
-      inputs: how its inputs lie.
-      ends: how its outputs are to lie in the end; None for those that lie as they are made.
-      wanted: of these those that lead, too.
-      axes: of the mesh.
-      across: how rows add.
-      wait: whether passes gather what they read when what all before them sum is there, and not before.
+      flow: layouts through the program of a replica, or through a body in it that has passes.
+      inputs: layouts of the inputs.
+      ends: final layouts of the outputs; None for outputs that keep their layout.
+      wanted: those of `ends` that decide about layouts, too.
+      axes: sizes of the mesh axes.
+      across: the reduction across replicas.
+      wait: whether a pass gathers its state only after the totals of the passes before it.
     """
     program, lies = flow.program, dict(zip(flow.program.inputs, inputs, strict=True))
     exact = frozenset({across.axis} & axes.keys() if across.invariant else ())
     inner = {name: n for name, n in axes.items() if name != across.axis}
     among = SummingDevices(across.axis, axes, across.invariant)
-    loops = passes_among(step.eqn for step in flow.steps)
-    before, after = parted(flow.steps, loops)
+    loops = totals_of_passes(step.eqn for step in flow.steps)
+    before, after = split_steps(flow.steps, loops)
     parts = [
         (kind, list(several)) for kind, several in itertools.groupby(before, lambda step: kind_of_step(step, loops))
     ]
 
-    def lying(var: Var) -> Layout:  # of what is not yet made nobody knows, and takes it for whole
+    def layout_of(var: Var) -> Layout:  # values without a layout so far count as replicated
         return lies[var] if var in lies else replicated(len(var.aval.shape))
 
     passes: list[Step] = []
@@ -197,16 +204,16 @@ def led(
     for k, (kind, steps) in enumerate(parts, 1):
         if kind == "once":
             made = [var for step in steps for var in step.eqn.outvars]
-            steps = list(Leading.of(program, steps, made).flow(lying, axes, exact).steps)
+            steps = list(SubProgram.from_steps(program, steps, made).flow(layout_of, axes, exact).steps)
         elif kind == "totals":
             later = [step for other, several in parts[k:] if other == "once" for step in several]
-            reading = Leading.of(program, [*later, *after], program.outputs, wanted).wanted
+            reading = SubProgram.from_steps(program, [*later, *after], program.outputs, wanted).wanted
             totals = {step.eqn.outvars[0]: step.results[0] for step in steps}
-            handed = choose_output_layouts(totals, lying, reading, inner, axes, exact)
-            steps = [in_parts(step, handed[step.eqn.outvars[0]], among) for step in steps]
+            handed = choose_output_layouts(totals, layout_of, reading, inner, axes, exact)
+            steps = [scatter_total(step, handed[step.eqn.outvars[0]], among) for step in steps]
         elif kind == "around":
-            steps = [led_inside(step, axes, across, wait) for step in steps]
-        elif wait and any(gathers(step, lying, axes) for step in steps):
+            steps = [shard_bodies(step, axes, across, wait) for step in steps]
+        elif wait and any(gathers(step, layout_of, axes) for step in steps):
             steps = [dataclasses.replace(step, after=tuple(unawaited)) for step in steps]
             unawaited = []
         if kind == "totals":
@@ -214,7 +221,7 @@ def led(
         for step in steps:
             lies.update(zip(step.eqn.outvars, step.results, strict=True))
         passes += steps
-    following = Leading.of(program, after, program.outputs, wanted).flow(lying, axes, exact)
+    following = SubProgram.from_steps(program, after, program.outputs, wanted).flow(layout_of, axes, exact)
     outputs = [own if end is None else end for own, end in zip(following.outputs, ends, strict=True)]
     steps = (*passes, *following.steps)
     ordered = program.derive(program.inputs, [step.eqn for step in steps], program.outputs)
@@ -222,17 +229,17 @@ def led(
 
 
 def gathers(step: Step, lying: Lying, axes: Axes) -> bool:
-    """Whether a pass gathers much of what its nodes read whole."""
+    """Whether a pass gathers an operand that its nodes read whole."""
     assert step.region is not None
     whole = {*range(len(step.eqn.invars))} - {*step.region.carried, *step.region.scanned}
     several = ((atom, step.operands[i]) for i in whole if isinstance(atom := step.eqn.invars[i], Var))
     return any(grows(lying(var), end, var.aval.shape, axes, var.aval.dtype) for var, end in several)
 
 
-def led_inside(step: Step, axes: Axes, across: Across, wait: bool) -> Step:
-    """A loop or branch around passes, what its bodies compute once divided in the same way."""
+def shard_bodies(step: Step, axes: Axes, across: ReplicaReduction, wait: bool) -> Step:
+    """Shards the bodies of a loop or branch around passes in the same way."""
     bodies = (
-        led(body, body.inputs, body.outputs, [None] * len(body.outputs), axes, across, wait)
+        shard_around_passes(body, body.inputs, body.outputs, [None] * len(body.outputs), axes, across, wait)
         if has_passes(body)
         else body
         for body in step.bodies
@@ -241,38 +248,38 @@ def led_inside(step: Step, axes: Axes, across: Across, wait: bool) -> Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Leading:
-    """A part of a program, divided as what it reads leads, and as some of its outputs shall lie."""
+class SubProgram:
+    """A part of a program, sharded by the layouts of its inputs and the wanted layouts of some outputs."""
 
     program: Program
     ends: Sequence[Layout | None]
 
     @staticmethod
-    def of(
+    def from_steps(
         program: Program, steps: Sequence[Step], outputs: Sequence[Atom], ends: Sequence[Layout | None] = ()
-    ) -> Leading:
-        """The part that some steps of a program are."""
+    ) -> SubProgram:
+        """The part that consists of some steps."""
         eqns = [step.eqn for step in steps]
         made = {var for eqn in eqns for var in eqn.outvars}
         read = dict.fromkeys(a for a in (*(a for eqn in eqns for a in eqn.invars), *outputs) if isinstance(a, Var))
         given = [var for var in read if var not in made and var not in program.constants]
-        return Leading(program.derive(given, eqns, [*outputs]), ends)
+        return SubProgram(program.derive(given, eqns, [*outputs]), ends)
 
     def flow(self, lying: Lying, axes: Axes, exact: Collection[str]) -> Flow:
-        """Layouts through it, of which those over some axes must not show in bits."""
+        """Layouts through it; shardings over the axes of `exact` must not change bits."""
         return follow_layouts(self.program, list(map(lying, self.program.inputs)), axes, exact, self.ends)
 
     def wanted(self, lying: Lying, axes: Axes, exact: Collection[str]) -> Mapping[Var, Sequence[Layout]]:
-        """In which layouts each variable is read, each time."""
+        """The layouts in which each variable is read, one per read."""
         return read_layouts(self.flow(lying, axes, exact))
 
 
-def parted(steps: Sequence[Step], loops: Collection[Var]) -> tuple[list[Step], list[Step]]:
-    """Steps that passes are, or need, and those that none does, each in order.
+def split_steps(steps: Sequence[Step], loops: Collection[Var]) -> tuple[list[Step], list[Step]]:
+    """Splits steps into those up to the last pass, with all that passes need, and the others.
 
     Args:
-      steps: in order.
-      loops: what the loops of passes among them make.
+      steps: the steps, in order.
+      loops: results of the loops of passes.
     """
     needed = set[Var]()
     found: tuple[list[Step], list[Step]] = ([], [])
@@ -284,8 +291,8 @@ def parted(steps: Sequence[Step], loops: Collection[Var]) -> tuple[list[Step], l
     return found[0][::-1], found[1][::-1]
 
 
-def in_parts(step: Step, end: Layout, among: SummingDevices) -> Step:
-    """A total over rows of which devices are handed on parts."""
+def scatter_total(step: Step, end: Layout, among: SummingDevices) -> Step:
+    """A total over replicas whose result is scattered."""
     var, (layout,) = step.eqn.outvars[0], step.made
     held = Sum(step.eqn.params["monoid"], layout.local_shape(var.aval.shape, among.axes), var.aval.dtype)
     made = among.divide_dim(layout, among.divided_dim(held, layout, end), var.aval.shape)
@@ -293,8 +300,8 @@ def in_parts(step: Step, end: Layout, among: SummingDevices) -> Step:
 
 
 def kind_of_step(step: Step, loops: Collection[Var]) -> str:
-    """What a step is that passes need: ``"totals"``, the ``"loop"`` of a pass, one ``"around"`` it, or ``"once"``."""
-    if step.eqn.primitive is OVER_ROWS:
+    """The kind of a step: ``"totals"``, the ``"loop"`` of a pass, a loop ``"around"`` passes, or ``"once"``."""
+    if step.eqn.primitive is SUM_OVER_REPLICAS:
         return "totals"
     if any(var in loops for var in step.eqn.outvars):
         return "loop"
@@ -302,6 +309,6 @@ def kind_of_step(step: Step, loops: Collection[Var]) -> str:
 
 
 def has_passes(flow: Flow) -> bool:
-    """Whether there are passes in it, or in a body of it."""
-    loops = passes_among(step.eqn for step in flow.steps)
+    """Whether a flow, or a body in it, contains passes."""
+    loops = totals_of_passes(step.eqn for step in flow.steps)
     return any(kind_of_step(step, loops) != "once" for step in flow.steps)

@@ -27,7 +27,7 @@ from vnode.partition.plan.candidates import EXPERTS, Candidate
 from vnode.partition.plan.compiled_figures import figures_as_compiled
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import Figures
-from vnode.partition.plan.remedies import placed
+from vnode.partition.plan.remedies import plan_title
 from vnode.show.units import size
 
 TOGETHER = 2
@@ -65,13 +65,13 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """What the candidate is, without how its state is sharded over rows."""
+        """What the candidate is, without how its state is sharded over replicas."""
         return kind_of(self.candidate.name)
 
     @property
-    def said(self) -> str:
+    def title(self) -> str:
         """Its name and mesh."""
-        return placed(self.candidate.name, self.candidate.mesh)
+        return plan_title(self.candidate.name, self.candidate.mesh)
 
 
 @dataclasses.dataclass
@@ -120,7 +120,7 @@ class CompiledRanking:
         return self.fastest()
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether there is no time left, or enough was compiled."""
         return time.monotonic() >= self.until or len(self.tried) >= MOST
 
@@ -187,15 +187,15 @@ class CompiledRanking:
                 order = self.machine.mesh(each.candidate.mesh).devices
                 each.figures = figures_as_compiled(each.candidate.figures, job.stats, self.machine, order)
                 if each.figures.memory > self.limit:
-                    self.said.append(f"{each.said}: compiled {size(each.figures.memory)}")
+                    self.said.append(f"{each.title}: compiled {size(each.figures.memory)}")
             elif job.refused:
                 needed = max(job.needed or 0, self.limit + 1)
                 each.figures = dataclasses.replace(
                     each.candidate.figures, temporary=needed, arguments=0, results=0, source="compiled"
                 )
-                self.said.append(f"{each.said}: {job.outcome}")
+                self.said.append(f"{each.title}: {job.outcome}")
             else:
-                self.said.append(f"{each.said}: {job.outcome}")
+                self.said.append(f"{each.title}: {job.outcome}")
 
     def submit(self, each: Entry) -> None:
         """Begins to compile a candidate."""
@@ -203,9 +203,9 @@ class CompiledRanking:
             plan = each.plan()
             lowered = plan.step(self.pool.target.devices).executor.lower_for(plan.args, {})
         except VnodeError as error:
-            self.said.append(f"{each.said}: {str(error).splitlines()[0]}")
+            self.said.append(f"{each.title}: {str(error).splitlines()[0]}")
             return
-        each.job = self.pool.submit(lowered, each.candidate.prediction.turns)
+        each.job = self.pool.submit(lowered, each.candidate.prediction.iterations)
 
     def ratio(self, each: Entry, what: Callable[[Figures], float]) -> float:
         """What compiled figures were of the model's: of candidates of one name, or of all, the median; 1 so far."""
@@ -224,7 +224,7 @@ class CompiledRanking:
 
 
 def kind_of(name: str) -> str:
-    """What a candidate is, without how its state is sharded over rows.
+    """What a candidate is, without how its state is sharded over replicas.
 
     >>> kind_of("Megatron-style + ZeRO")
     'Megatron-style'

@@ -1,6 +1,6 @@
 """How the dear operations of a step are divided, in words.
 
-Knows flows through the program of a row. Must not know machines, costs, nor who shows it.
+Knows flows through the program of a replica. Must not know machines, costs, nor who shows it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Memory over time as a picture: what one device holds, kernel after kernel.
+"""Memory over time as a picture: what one device holds, one fused op after another.
 
-Knows SVG, and bytes held while kernels run. Must not know how these were found. Text and lines have the colour of the
+Knows SVG, and bytes held while fused ops run. Must not know how these were found. Text and lines have the colour of the
 surroundings, areas are translucent over them, so that light and dark pages look right; nothing is loaded.
 """
 
@@ -15,7 +15,7 @@ from vnode.show.units import several, size
 LEFT, RIGHT, TOP, HEIGHT, BELOW = 76, 46, 26, 160, 44
 """Pixels: beside, above, of, and below the area in which bytes are drawn."""
 MOST_NAMED = 3000
-"""Kernels up to which each says in a tooltip what it is."""
+"""Fused ops up to which each says in a tooltip what it is."""
 STYLE = (
     "svg.levels{font:12px system-ui,-apple-system,'Segoe UI',sans-serif;fill:currentColor;max-width:100%;height:auto}"
     "svg.levels .quiet{opacity:.65}svg.levels .grid{stroke:currentColor;stroke-opacity:.16}"
@@ -29,7 +29,7 @@ def draw(levels: Sequence[Level], always: int, limit: int, *, width: int = 960) 
     """Draws what is held over time.
 
     Args:
-      levels: bytes in all while each kernel runs, in order; at least one.
+      levels: bytes in all while each fused op runs, in order; at least one.
       always: bytes that are held all the time: arguments, results, and what is kept besides.
       limit: bytes that there are; drawn if that is not far above.
       width: of the picture, in pixels.
@@ -65,16 +65,16 @@ def draw(levels: Sequence[Level], always: int, limit: int, *, width: int = 960) 
     if len(levels) <= MOST_NAMED:
         for k, level in enumerate(levels):
             where = " in a loop or branch" if level.depth else ""
-            about = f"{size(level.bytes)} while {level.what} runs{where}"
+            about = f"{size(level.bytes)} while {level.label} runs{where}"
             parts.append(
                 f'<rect class="over" x="{x(k):.2f}" y="{TOP}" width="{inner / len(levels):.2f}" height="{HEIGHT}">'
                 f"<title>{escape(about)}</title></rect>"
             )
     at = next(k for k, level in enumerate(levels) if level.bytes == most)
-    said = f"{size(most)} at most, {size(always)} of it all the time; {several(len(levels), 'kernel')} in order"
+    said = f"{size(most)} at most, {size(always)} of it all the time; {several(len(levels), 'fused op')} in order"
     parts.append(f'<text x="{LEFT}" y="{TOP - 10}">{escape(said)}</text>')
     place = f'cx="{x(at + 0.5):.1f}" cy="{y(most):.1f}"'
-    parts.append(f'<circle {place} r="3"><title>{escape(levels[at].what)}</title></circle>')
+    parts.append(f'<circle {place} r="3"><title>{escape(levels[at].label)}</title></circle>')
     height = bottom + BELOW
     return (
         f'<svg class="levels" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '

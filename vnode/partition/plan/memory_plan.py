@@ -1,18 +1,19 @@
-"""Which values a step keeps for its backward pass, which it computes again there, and which it has on the host.
+"""A step and a memory limit -> the residuals that it keeps, recomputes, or offloads to the host.
 
-Knows what is read late (`vnode.remat.recompute`), what loops keep (`vnode.remat.residual_remat`) and can have on
-the host (`vnode.remat.offload`), kernels, rooflines and integer programmes. Must not know meshes, nor how much
-memory a device has.
+Knows late reads (`vnode.remat.recompute`), residuals of loops (`vnode.remat.residual_remat`) and offload
+(`vnode.remat.offload`), fused ops, rooflines and integer programs. Must not know meshes, nor how much memory a device
+has.
 
-What is read beyond the turning point of a program is read at times in a row. A value is there at the turning point, or
-it is computed at one of these times, for which all that it is computed from has to be there then; and it is there until
-it is read last. At no time more may be there than a limit; of all such choices this is the one that takes least time:
-Checkmate's programme (Jain et al., MLSys 2020, section 4) for the second half of a program, with few times, and each
-value computed once more at most. What only one other reads is computed with that, inside of its kernel if that can be.
+The backward pass, after the turning point of a program, reads residuals at consecutive times. A residual is live at the
+turning point, or it is recomputed at one of these times, at which its operands must be live. It is live until its last
+read. The live bytes at any time may not exceed a limit, and the total time is minimized. This is Checkmate's integer
+program (Jain et al., MLSys 2020, section 4) for the second half of a program, with few times, and at most one
+recomputation of each value. A value with a single reader is recomputed with that reader, inside its fused op if
+possible.
 
-Of what loops keep there is a third choice: it lies on the host in between, and a device holds that of one turn. That
-takes the time of its bytes on the link to the host, there and back, as if nothing were computed beside it. So does what
-turns begin with, which has to be kept, here or there, if anything is computed again that needs it.
+Residuals of loops have a third choice: offload, where a device holds one iteration's residual at a time. Offload costs
+the transfer of its bytes to the host and back, without overlap. The carries at the start of iterations may be offloaded
+too; they must be kept, or offloaded, if a recomputed residual needs them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from vnode.analysis.program import ResultIndex
 from vnode.analysis.scan_rewriting import stacked_variable
 from vnode.operators.cost import all_bytes
 from vnode.partition.cost.calibration import Calibration
-from vnode.partition.cost.fusion import kernels_of
-from vnode.partition.cost.op_kinds import Kernel, Kernels
+from vnode.partition.cost.fusion import fuse_program
+from vnode.partition.cost.op_kinds import FusedOp, FusedProgram
 from vnode.partition.cost.roofline import Roofline
 from vnode.partition.machine import Kind, Machine
 from vnode.partition.plan.search_subject import Subject
@@ -44,33 +45,33 @@ from vnode.remat.recompute import TurningPoint
 from vnode.remat.residual_remat import Residual
 
 STEP = 0.85
-"""Of two limits that are tried one after the other, the second is so many times the first."""
+"""The ratio of consecutive limits."""
 
 SMALL = 0.02
-"""Of what is read late, the smallest values, which together are so much of all bytes, are kept in any case."""
+"""The share of all residual bytes, smallest values first, that is always kept."""
 
 LIMITS = 14
-"""How many limits are tried: the last one is a tenth of what is there if all is kept."""
+"""Number of limits tried: the last one is a tenth of the bytes that are live if all residuals are kept."""
 
 WITH_HOST = 14
-"""How many more are tried where something can be on the host: the last one is a hundredth."""
+"""Number of further limits where offload is possible: the last one is a hundredth."""
 
 GAP = 0.02
-"""How far above the least time what is computed again may be."""
+"""The relative gap to the least time at which a solution is accepted."""
 
 SOLVING = 5.0
-"""Seconds that may be spent on one choice."""
+"""Seconds that may be spent on one integer program."""
 
 
 @dataclasses.dataclass(eq=False)
-class Value:
-    """Something that may be there.
+class LateValue:
+    """A value that may be live in the backward pass.
 
     Attributes:
-      bytes: of it.
-      equations: that make it again, by number, in order, and what is made of it at once where it is read late; none if
-        it cannot be computed again.
-      seconds: that these take.
+      bytes: its size.
+      equations: numbers of the equations that recompute it, in order, with those fused into its late readers; empty if
+        it cannot be recomputed.
+      seconds: time of these equations.
       operands: the other values that they read.
       reads: the times at which the program reads it.
     """
@@ -82,98 +83,98 @@ class Value:
     reads: tuple[int, ...] = ()
 
 
-class Less(NamedTuple):
-    """What a step does not keep on the device, results of equations in order.
+class MemoryPlan(NamedTuple):
+    """The residuals that a step does not keep on the device, as results of equations, in order.
 
     Attributes:
-      again: what is computed again.
-      away: what is on the host; results that a loop carries stand for what its turns begin with.
+      recomputed: residuals that are recomputed.
+      offloaded: residuals on the host; a loop's final carry stands for the carries at the start of its iterations.
     """
 
-    again: tuple[ResultIndex, ...] = ()
-    away: tuple[ResultIndex, ...] = ()
+    recomputed: tuple[ResultIndex, ...] = ()
+    offloaded: tuple[ResultIndex, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Stacked:
-    """Something that a loop could keep of every turn.
+class StackedValue:
+    """A residual of a loop, stacked over its iterations.
 
     Attributes:
-      bytes: of all turns.
-      part: bytes of one.
-      seconds: that it takes to compute it again; None if that cannot be, or is no gain.
-      way: seconds of its way to the host and back; None if it cannot go there.
-      begins: of others, by number, those that have to be kept if it is computed again.
-      optional: whether it is kept for the sake of others only, and not there if all are kept.
+      bytes: size over all iterations.
+      part: bytes of one iteration.
+      seconds: time of recomputing it; None if that is impossible, or saves nothing.
+      transfer_seconds: time of its transfers to the host and back; None if it cannot be offloaded.
+      begins: numbers of the stacked values that must be kept if it is recomputed.
+      optional: whether it is kept for recomputing others only.
     """
 
     bytes: int
     part: int
     seconds: float | None
-    way: float | None = None
+    transfer_seconds: float | None = None
     begins: tuple[int, ...] = ()
     optional: bool = False
 
 
-class Keeping:
-    """What a step keeps, less and less of it.
+class MemoryPlanner:
+    """Memory plans of a step, each with fewer residuals than the one before.
 
     Args:
-      late: the step's program, and what of it is read late.
-      kept: what its loops keep for later ones.
-      kind: of device.
-      platform: what is compiled for; CPUs have no other memory of their host.
+      late: the step's program, and its late reads.
+      kept: the residuals of its loops.
+      kind: the kind of device.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``; there is no offload on CPUs.
     """
 
     def __init__(self, late: TurningPoint, kept: Mapping[ResultIndex, Residual], kind: Kind, platform: str) -> None:
         self.late = late
         self.stacked = stacked_of(late, kept, kind, platform != "cpu")
         without = {late.program.equations[k].outvars[j] for k, j in kept}
-        kernels = kernels_of(late.program, Calibration.on(platform, kind.name).recomputes)
-        self.values = _Values(late, kernels, without, kind).all()
-        self.found: dict[tuple[int, bool], Less | None] = {(0, False): Less(), (0, True): Less()}
+        fused = fuse_program(late.program, Calibration.for_platform(platform, kind.name).recomputes)
+        self.values = _LateValues(late, fused, without, kind).all()
+        self.found: dict[tuple[int, bool], MemoryPlan | None] = {(0, False): MemoryPlan(), (0, True): MemoryPlan()}
 
     @property
     def host(self) -> bool:
-        """Whether anything could be on the host."""
-        return any(each.way is not None for each in self.stacked.values())
+        """Whether anything can be offloaded."""
+        return any(each.transfer_seconds is not None for each in self.stacked.values())
 
     def levels(self, host: bool) -> int:
-        """How many choices there are beside keeping all: each holds less than the one before, if that is possible.
+        """The number of levels besides level 0, which keeps all; each holds less than the one before, if possible.
 
         Args:
-          host: whether with something on the host.
+          host: whether residuals may be offloaded.
         """
         some = any(value.equations and value.reads for value in self.values.values())
         return LIMITS + WITH_HOST * (host and self.host) if some or self.stacked else 0
 
     @staticmethod
-    def of(subject: Subject, machine: Machine, platform: str) -> Keeping:
-        """That of a step, on the first kind of a machine's devices."""
+    def for_subject(subject: Subject, machine: Machine, platform: str) -> MemoryPlanner:
+        """The planner for a step, on the first kind of a machine's devices."""
         kind = machine.kinds[0]
-        return Keeping(subject.late, subject.kept, kind, platform)
+        return MemoryPlanner(subject.late_reads, subject.kept, kind, platform)
 
-    def chosen(self, level: int, seconds: float, host: bool = True) -> Less:
-        """What is computed again, or on the host.
+    def plan_at_level(self, level: int, seconds: float, host: bool = True) -> MemoryPlan:
+        """The memory plan at a level.
 
         Args:
           level: 0 to keep all, up to `levels`.
-          seconds: after which the best so far is taken.
-          host: whether something may be on the host, where that can be.
+          seconds: time limit, after which the best solution so far is taken.
+          host: whether residuals may be offloaded.
 
         Returns:
-          The choice; if so little cannot be held, what holds least of what was found.
+          The plan; if none holds so little, the plan of the highest level below that has one.
         """
         if (level, host) not in self.found:
-            self.found[level, host] = self.solved(STEP**level, seconds, host)
+            self.found[level, host] = self.solve_share(STEP**level, seconds, host)
         found = self.found[level, host]
-        return self.chosen(level - 1, seconds, host) if found is None else found
+        return self.plan_at_level(level - 1, seconds, host) if found is None else found
 
-    def solved(self, share: float, seconds: float, host: bool) -> Less | None:
-        """What is not kept so that at no time more is there than a share of what is if all is kept."""
-        several = [each if host else dataclasses.replace(each, way=None) for each in self.stacked.values()]
-        programme = Programme(self.values, several)
-        chosen = programme.solved(share, seconds)
+    def solve_share(self, share: float, seconds: float, host: bool) -> MemoryPlan | None:
+        """The memory plan whose live bytes never exceed a share of those with all residuals; None if none was found."""
+        several = [each if host else dataclasses.replace(each, transfer_seconds=None) for each in self.stacked.values()]
+        program = IntegerProgram(self.values, several)
+        chosen = program.solve_share(share, seconds)
         if chosen is None:
             return None
         again, places = chosen
@@ -182,36 +183,36 @@ class Keeping:
         made = {each for each, var in self.late.recomputable.items() if each[0] in numbers and var not in kept}
         several = [(each, of, place) for (each, of), place in zip(self.stacked.items(), places, strict=True)]
         made |= {each for each, of, place in several if place is NOWHERE and not of.optional}
-        return Less(tuple(sorted(made)), tuple(sorted(each for each, _, place in several if place is HOST)))
+        return MemoryPlan(tuple(sorted(made)), tuple(sorted(each for each, _, place in several if place is HOST)))
 
 
-class Place(enum.Enum):
-    """Where something that a loop stacks is."""
+class StackLocation(enum.Enum):
+    """The location of a loop's stacked value."""
 
     DEVICE = "device"
     HOST = "host"
     NOWHERE = "nowhere"
 
 
-DEVICE, HOST, NOWHERE = Place.DEVICE, Place.HOST, Place.NOWHERE
+DEVICE, HOST, NOWHERE = StackLocation.DEVICE, StackLocation.HOST, StackLocation.NOWHERE
 
 
 def stacked_of(
     late: TurningPoint, kept: Mapping[ResultIndex, Residual], kind: Kind, host: bool
-) -> dict[ResultIndex, Stacked]:
-    """What loops could keep: what they stack, and what their turns begin with, called by what is carried.
+) -> dict[ResultIndex, StackedValue]:
+    """The values that loops may keep: their residuals, and the carries at the start of their iterations.
 
     Args:
-      late: the step's program, and what of it depends on examples: nothing else goes to the host.
-      kept: what loops stack for later ones.
-      kind: of device.
-      host: whether its host's memory can be used.
+      late: the step's program; only values that depend on examples are offloaded.
+      kept: the residuals of loops.
+      kind: the kind of device.
+      host: whether the host's memory can be used.
     """
     rate = max(kind.rate("float32"), kind.vector)
     equations = late.program.equations
 
-    def way(var: Var, like: Var, turns: int) -> float | None:
-        """Seconds of something's way to the host and back, turn by turn, if it depends on examples as `like` does."""
+    def transfer_seconds(var: Var, like: Var, turns: int) -> float | None:
+        """Seconds of the transfers to the host and back, by iteration; None if `like` depends on no examples."""
         if not host or like not in late.varying or not is_offloadable(var):
             return None
         return 2 * (all_bytes(var.aval) / kind.host_bandwidth + turns * kind.host_latency)
@@ -220,82 +221,84 @@ def stacked_of(
     others = {(k, n): each.trip_count for (k, _), each in kept.items() for n in each.carries if (k, n) not in begun}
     numbers = {made: i for i, made in enumerate((*kept, *others))}
     numbers.update({place: numbers[made] for place, made in begun.items()})
-    found: dict[ResultIndex, Stacked] = {}
+    found: dict[ResultIndex, StackedValue] = {}
     for (k, j), each in kept.items():
         var = equations[k].outvars[j]
         seconds = None if each.is_carry else each.flops / rate
         needs = () if each.is_carry else tuple(numbers[k, n] for n in each.carries)
-        found[k, j] = Stacked(each.bytes, each.bytes // each.trip_count, seconds, way(var, var, each.trip_count), needs)
+        found[k, j] = StackedValue(
+            each.bytes, each.bytes // each.trip_count, seconds, transfer_seconds(var, var, each.trip_count), needs
+        )
     for (k, n), turns in others.items():
         carried = equations[k].outvars[n]
         whole, part = stacked_variable(carried.aval, turns), all_bytes(carried.aval)
-        found[k, n] = Stacked(turns * part, part, 0.0, way(whole, carried, turns), optional=True)
+        found[k, n] = StackedValue(turns * part, part, 0.0, transfer_seconds(whole, carried, turns), optional=True)
     return found
 
 
-class _Values:
-    """What may be there beyond the turning point of a program: what kernels read there, and what that is computed from.
+class _LateValues:
+    """The values live after the peak (the turning point): those that fused ops read there, and their operands.
 
     Args:
       late: the program.
-      kernels: that its compiler makes of it.
-      without: what is not among it.
-      kind: of device.
+      fused: its fused operations.
+      without: variables that are left out.
+      kind: the kind of device.
     """
 
-    def __init__(self, late: TurningPoint, kernels: Kernels, without: Collection[Var], kind: Kind) -> None:
-        self.late, self.kernels, self.kind = late, kernels, kind
+    def __init__(self, late: TurningPoint, fused: FusedProgram, without: Collection[Var], kind: Kind) -> None:
+        self.late, self.fused, self.kind = late, fused, kind
         self.number = {id(eqn): k for k, eqn in enumerate(late.program.equations)}
-        self.maker: dict[Var, Kernel] = {}
-        self.readers: dict[Var, list[Kernel]] = {}
-        for kernel in kernels.kernels:
-            if not self.is_late(kernel):
-                self.maker.update(dict.fromkeys(kernel.piece.writes, kernel))
-            for var in dict.fromkeys(map(kernels.memory_of, kernel.piece.reads)):
-                self.readers.setdefault(var, []).append(kernel)
-        held = [var for var in self.maker if var in late.varying and var not in without and self.beyond(var)]
-        held.sort(key=kernels.nbytes)
-        sizes = np.cumsum([kernels.nbytes(var) for var in held])
+        self.maker: dict[Var, FusedOp] = {}
+        self.readers: dict[Var, list[FusedOp]] = {}
+        for op in fused.fused_ops:
+            if not self.is_late(op):
+                self.maker.update(dict.fromkeys(op.timed_op.writes, op))
+            for var in dict.fromkeys(map(fused.buffer_of, op.timed_op.reads)):
+                self.readers.setdefault(var, []).append(op)
+        held = [var for var in self.maker if var in late.varying and var not in without and self.late_readers(var)]
+        held.sort(key=fused.nbytes)
+        sizes = np.cumsum([fused.nbytes(var) for var in held])
         small = int(np.searchsorted(sizes, SMALL * sizes[-1])) if held else 0
         self.left_out = {*without, *held[:small]}
         self.held = held[small:]
 
-    def place(self, kernel: Kernel, var: Var) -> int:
-        """The number of the first equation beyond the turning point that a kernel computes of a value.
+    def first_late_equation(self, op: FusedOp, var: Var) -> int:
+        """The number of a fused op's first equation after the turning point that depends on a value.
 
-        The last may be an update, which comes at the end of the program, with the product that it is made of.
+        Its last equation may be an update at the end of the program, fused with the product that it reads.
         """
-        numbers = (self.number[id(eqn)] for eqn in self.made_of(kernel, var))
+        numbers = (self.number[id(eqn)] for eqn in self.dependent_equations(op, var))
         return min((k for k in numbers if k > self.late.turn), default=self.late.turn + 1)
 
-    def made_of(self, kernel: Kernel, var: Var) -> Iterator[JaxprEqn]:
-        """The equations of a kernel that depend on a value that it reads."""
+    def dependent_equations(self, op: FusedOp, var: Var) -> Iterator[JaxprEqn]:
+        """The equations of a fused op that depend on a value that it reads."""
         depends = self.names[var].copy()
-        for eqn in kernel.piece.equations:
+        for eqn in op.timed_op.equations:
             if depends.intersection(atom for atom in eqn.invars if isinstance(atom, Var)):
                 depends.update(eqn.outvars)
                 yield eqn
 
     @functools.cached_property
     def names(self) -> Mapping[Var, set[Var]]:
-        """All variables that have a value's memory, by that value."""
+        """All variables that share a value's buffer, by that value."""
         found: dict[Var, set[Var]] = {var: {var} for var in self.maker}
-        for other in self.kernels.names:
-            found.setdefault(self.kernels.memory_of(other), set()).add(other)
+        for other in self.fused.names:
+            found.setdefault(self.fused.buffer_of(other), set()).add(other)
         return found
 
-    def is_late(self, kernel: Kernel) -> bool:
-        """Whether a kernel runs beyond the turning point."""
-        return max(self.number[id(eqn)] for eqn in kernel.piece.equations) > self.late.turn
+    def is_late(self, op: FusedOp) -> bool:
+        """Whether a fused op runs after the turning point."""
+        return max(self.number[id(eqn)] for eqn in op.timed_op.equations) > self.late.turn
 
-    def beyond(self, var: Var) -> list[Kernel]:
-        """The kernels beyond the turning point that read a value."""
-        return [kernel for kernel in self.readers.get(var, ()) if self.is_late(kernel)]
+    def late_readers(self, var: Var) -> list[FusedOp]:
+        """The fused ops after the turning point that read a value."""
+        return [op for op in self.readers.get(var, ()) if self.is_late(op)]
 
     def is_repeatable(self, var: Var) -> bool:
-        """Whether a value can be computed again."""
+        """Whether a value can be recomputed."""
         return var in self.maker and {
-            self.number[id(eqn)] for eqn in self.maker[var].piece.equations if self.varies(eqn)
+            self.number[id(eqn)] for eqn in self.maker[var].timed_op.equations if self.varies(eqn)
         } <= {k for k, _ in self.late.recomputable}
 
     def varies(self, eqn: JaxprEqn) -> bool:
@@ -304,18 +307,18 @@ class _Values:
 
     def operands(self, var: Var) -> list[Var]:
         """The other values from which a value is computed."""
-        read = dict.fromkeys(map(self.kernels.memory_of, self.maker[var].piece.reads))
+        read = dict.fromkeys(map(self.fused.buffer_of, self.maker[var].timed_op.reads))
         return [v for v in read if v in self.late.varying and v in self.maker and v not in self.left_out]
 
     def followers(self, var: Var) -> tuple[int, ...]:
-        """The equations that are computed of a value inside of kernels beyond the turning point, or rename it."""
+        """The equations before the turning point that late readers of a value have fused, or that rename it."""
         definitions, turn = self.late.program.definitions, self.late.turn
         found = {self.number[id(definitions[other])] for other in self.names[var] if other is not var}
-        found.update(self.number[id(eqn)] for kernel in self.beyond(var) for eqn in self.made_of(kernel, var))
+        found.update(self.number[id(eqn)] for op in self.late_readers(var) for eqn in self.dependent_equations(op, var))
         return tuple(sorted(k for k in found if k <= turn))
 
-    def all(self) -> dict[Var, Value]:
-        """The values; what only one other is computed from, and nothing else reads, is computed with that."""
+    def all(self) -> dict[Var, LateValue]:
+        """The values; a value whose only reader is the recomputation of another one is recomputed with that."""
         users: dict[Var, int] = {}
         pending, seen = [*self.held], dict.fromkeys(self.held)
         while pending:
@@ -325,20 +328,20 @@ class _Values:
                 if operand not in seen:
                     seen[operand] = None
                     pending.append(operand)
-        late = {var for var in seen if self.beyond(var)}
+        late = {var for var in seen if self.late_readers(var)}
         inside = {var for var in seen if var not in late and users.get(var) == 1 and self.is_repeatable(var)}
-        found: dict[Var, Value] = {}
+        found: dict[Var, LateValue] = {}
         for var in seen:
             if var in inside:
                 continue
-            reads = {self.late.time(self.place(kernel, var)) for kernel in self.beyond(var)}
-            value = found[var] = Value(self.kernels.nbytes(var), reads=tuple(sorted(reads)))
+            reads = {self.late.time(self.first_late_equation(op, var)) for op in self.late_readers(var)}
+            value = found[var] = LateValue(self.fused.nbytes(var), reads=tuple(sorted(reads)))
             if not self.is_repeatable(var):
                 continue
             numbers, read, ahead = set[int](), dict[Var, None](), [var]
             while ahead:
                 each = ahead.pop()
-                piece = self.maker[each].piece
+                piece = self.maker[each].timed_op
                 value.seconds += Roofline(launch=0).seconds(piece.cost, self.kind)
                 numbers.update(self.number[id(eqn)] for eqn in piece.equations if self.varies(eqn))
                 numbers.update(self.followers(each))
@@ -352,32 +355,33 @@ class _Values:
         return found
 
 
-class Programme:
-    """The integer programme.
+class IntegerProgram:
+    """The integer program.
 
-    Variables, all between 0 and 1: for each value and each time, and for the turning point, whether it is there; for
-    each value and each time whether it is computed then; for each stacked result and each place whether it is there.
+    Its variables are between 0 and 1: for each value and each time (0 is the turning point), whether it is live; for
+    each value and each later time, whether it is computed; for each stacked value and each location, whether it is
+    there.
 
     Args:
-      values: what may be there.
-      stacked: what loops could keep.
+      values: the values that may be live.
+      stacked: the values that loops may keep.
     """
 
-    def __init__(self, values: Mapping[Var, Value], stacked: Sequence[Stacked]) -> None:
+    def __init__(self, values: Mapping[Var, LateValue], stacked: Sequence[StackedValue]) -> None:
         self.values, self.stacked = values, stacked
         self.end = ends_of(values)
         count = itertools.count()
         self.there = {(var, t): next(count) for var, end in self.end.items() for t in range(end + 1)}
         self.computed = {(var, t): next(count) for var, t in self.there if t and values[var].equations}
-        self.places = [{place: next(count) for place in Place} for _ in stacked]
+        self.places = [{place: next(count) for place in StackLocation} for _ in stacked]
         self.size = next(count)
 
-    def solved(self, share: float, seconds: float) -> tuple[set[Var], list[Place]] | None:
-        """What is computed again of the values, and where is what loops could keep; None if nothing was found.
+    def solve_share(self, share: float, seconds: float) -> tuple[set[Var], list[StackLocation]] | None:
+        """The recomputed values, and the location of each stacked value; None if no solution was found.
 
         Args:
-          share: of what is there at the turning point if all is kept; so much may be there.
-          seconds: after which the best so far is taken.
+          share: the limit of live bytes, as a share of those at the turning point if all is kept.
+          seconds: time limit, after which the best solution so far is taken.
         """
         rows: list[tuple[dict[int, float], float, float]] = []  # coefficients, least and most
         times: dict[int, dict[int, float]] = {}
@@ -389,7 +393,7 @@ class Programme:
         for (var, t), place in self.there.items():
             value = self.values[var]
             times.setdefault(t, {})[place] = value.bytes / whole
-            cost[place] += 1e-6 * value.bytes / whole  # of equal ones that which holds less
+            cost[place] += 1e-6 * value.bytes / whole  # of equal solutions, the one that holds less
             if value.reads and value.reads[0] <= t <= value.reads[-1]:
                 lower[place] = 1
             if t == 0:
@@ -410,12 +414,12 @@ class Programme:
         for places, each in zip(self.places, self.stacked, strict=True):
             rows.append((dict.fromkeys(places.values(), 1.0), 1, 1))
             upper[places[NOWHERE]] = each.seconds is not None
-            upper[places[HOST]] = each.way is not None
+            upper[places[HOST]] = each.transfer_seconds is not None
             cost[places[NOWHERE]] = (each.seconds or 0.0) / (total or 1)
-            cost[places[HOST]] = (each.way or 0.0) / (total or 1)
+            cost[places[HOST]] = (each.transfer_seconds or 0.0) / (total or 1)
             for row in times.values() or [times.setdefault(0, {})]:
                 row[places[DEVICE]], row[places[HOST]] = each.bytes / whole, each.part / whole
-            for begin in each.begins:  # neither it nor what it is computed from may be nowhere
+            for begin in each.begins:  # a value and its operand may not both be nowhere
                 nowhere = {places[NOWHERE]: 1.0, self.places[begin][NOWHERE]: 1.0}
                 rows.append((nowhere, -np.inf, 1))
         rows += [(row, -np.inf, share) for row in times.values()]
@@ -443,8 +447,8 @@ class Programme:
         ]
 
 
-def ends_of(values: Mapping[Var, Value]) -> dict[Var, int]:
-    """The last time at which each value may be needed: to be read, or for others."""
+def ends_of(values: Mapping[Var, LateValue]) -> dict[Var, int]:
+    """The last time at which each value may be needed: by a reader, or to recompute others."""
     ends = {var: max(value.reads, default=0) for var, value in values.items()}
     later = list(values)
     while later:

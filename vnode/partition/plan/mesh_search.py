@@ -22,8 +22,8 @@ from vnode.partition.plan.candidates import (
     MEGATRON,
     SEARCHED,
     Candidate,
-    OnMesh,
-    fitting,
+    MeshSearch,
+    fitting_first,
     pace_of,
 )
 from vnode.partition.plan.meshes import meshes
@@ -64,14 +64,14 @@ own cost varied by 1.4 over the meshes of a machine (a transformer on v5e and P1
 
 
 @dataclasses.dataclass
-class OverMeshes:
+class MeshesSearch:
     """A search over the meshes of a machine.
 
     Attributes:
       machine: the devices.
       platform: what is compiled for.
       limit: bytes that one device may hold.
-      times: of kernels.
+      times: of fused ops.
       budget: seconds that are left.
       shown: the bar that says how far the search is.
       early: told of each candidate that divides the batch alone, as soon as it is found.
@@ -109,13 +109,13 @@ class OverMeshes:
 
     def on_meshes(
         self, subject: Subject, pace: Mapping[str, float], found: list[Candidate]
-    ) -> list[tuple[float, float, OnMesh]]:
+    ) -> list[tuple[float, float, MeshSearch]]:
         """Adds what divides the batch alone, and searches the other meshes as far as there is time.
 
         Returns:
           Meshes with seconds of the best on them, by the search's own cost, and those that it took; the best first.
         """
-        waiting: list[tuple[float, float, OnMesh]] = []
+        waiting: list[tuple[float, float, MeshSearch]] = []
         took, before = 0.0, 0
         every = [*meshes(len(self.machine.devices), subject.virtual_nodes, NODES)]
         for number, sizes in enumerate(every):
@@ -125,7 +125,7 @@ class OverMeshes:
             took *= MORE_AXES ** max(inner - before, 0)
             unknown = 0.0 if self.budget.predictions else PREDICTED * took  # a prediction takes about as long
             if (found or waiting) and self.budget.lacks(took + unknown, predictions=PREDICTED):
-                self.budget.leave_out(*(f"{said(each)}: not searched" for each in every[number:]))
+                self.budget.leave_out(*(f"{mesh_text(each)}: not searched" for each in every[number:]))
                 break
             self.say(sizes, found)
             try:
@@ -145,9 +145,9 @@ class OverMeshes:
                 break
             if inner == 0:
                 for each in (on, *others):
-                    self.keep(each.candidate("data parallel", each.whole), found)
-                    if each.rows > 1:
-                        self.keep(each.candidate("FSDP", each.whole, over_rows=True), found)
+                    self.keep(each.candidate("data parallel", each.undivided), found)
+                    if each.replicas > 1:
+                        self.keep(each.candidate("FSDP", each.undivided, shard_state=True), found)
                 if self.early is not None:
                     for candidate in found:
                         self.early(subject, candidate)
@@ -156,7 +156,7 @@ class OverMeshes:
             cost, took, before = math.inf if solution is None else solution.cost, time.monotonic() - began, inner
             if solution is not None and solution.cut_short:
                 gap = f", at most {solution.gap:.1%} above the best by its own cost" if solution.lower_bound else ""
-                self.budget.leave_out(f"{said(sizes)}: not searched to the end{gap}")
+                self.budget.leave_out(f"{mesh_text(sizes)}: not searched to the end{gap}")
             waiting.append((cost, took, on))
             if solution is not None and solution.interrupted:
                 self.budget.interrupt()
@@ -164,19 +164,21 @@ class OverMeshes:
         return sorted(waiting, key=lambda each: each[0])
 
     def predicted(
-        self, waiting: Sequence[tuple[float, float, OnMesh]], found: list[Candidate]
-    ) -> list[tuple[float, float, OnMesh]]:
+        self, waiting: Sequence[tuple[float, float, MeshSearch]], found: list[Candidate]
+    ) -> list[tuple[float, float, MeshSearch]]:
         """Adds experts' splits and what was found on meshes that were searched, as far as there is time.
 
         Returns:
           The meshes, with seconds of the best on them as predicted, and those that they took; the best first.
         """
-        done: list[tuple[float, float, OnMesh]] = []
+        done: list[tuple[float, float, MeshSearch]] = []
         for number, (_, before, on) in enumerate(waiting):
             began, known = time.monotonic(), len(found)
             if found and self.budget.lacks() and (done or self.budget.more):  # after Ctrl-C the best mesh all the same
                 left = (each.sizes for _, _, each in waiting[number:])
-                self.budget.leave_out(*(f"{said(sizes)}: searched, what was found is not predicted" for sizes in left))
+                self.budget.leave_out(
+                    *(f"{mesh_text(sizes)}: searched, what was found is not predicted" for sizes in left)
+                )
                 break
             self.say(on.sizes, found)
             over = self.divided(on, found)
@@ -187,7 +189,7 @@ class OverMeshes:
             self.with_host(found[known:], found)
         return sorted(done, key=lambda each: each[0])
 
-    def divided(self, on: OnMesh, found: list[Candidate]) -> bool:
+    def divided(self, on: MeshSearch, found: list[Candidate]) -> bool:
         """Adds the best on one mesh, and experts' splits if there is time for them, too.
 
         Returns:
@@ -195,12 +197,14 @@ class OverMeshes:
         """
         interrupted = self.searched(on, found)
         if not interrupted and self.budget.lacks():
-            self.budget.leave_out(f"{said(on.sizes)}: {MEGATRON} is not predicted")
+            self.budget.leave_out(f"{mesh_text(on.sizes)}: {MEGATRON} is not predicted")
         elif not interrupted:
-            for expert in on.megatron(self.most(MEGATRON, found)):
+            for expert in on.megatron(self.slowest_worth_predicting(MEGATRON, found)):
                 self.add(on, expert, found)
             if self.budget.lacks():
-                self.budget.leave_out(f"{said(on.sizes)}: sequence, context and expert parallelism are not predicted")
+                self.budget.leave_out(
+                    f"{mesh_text(on.sizes)}: sequence, context and expert parallelism are not predicted"
+                )
             else:
                 for expert in on.other_experts():
                     self.add(on, expert, found)
@@ -208,21 +212,21 @@ class OverMeshes:
 
     def with_host(self, several: Sequence[Candidate], found: list[Candidate]) -> None:
         """Adds some candidates with as much on the host as they need, where nothing fits otherwise."""
-        if not fitting(found, self.limit):
+        if not fitting_first(found, self.limit):
             found += filter(None, [each.with_host(self.machine, self.limit) for each in [*several]])
 
-    def on_mesh(self, subject: Subject, sizes: Mapping[str, int], pace: Mapping[str, float]) -> list[OnMesh]:
+    def on_mesh(self, subject: Subject, sizes: Mapping[str, int], pace: Mapping[str, float]) -> list[MeshSearch]:
         """One mesh, with shares by speed and with equal ones; first that on which the undivided step is faster."""
         made = functools.partial(
-            OnMesh, subject, self.machine, sizes, self.platform, self.times, pace, method=self.method
+            MeshSearch, subject, self.machine, sizes, self.platform, self.times, pace, method=self.method
         )
         several = [made()]
         if len({*several[0].shares.counts}) > 1 and len(self.machine.kinds) > 1:
             several.append(made(even=True))
-            several.sort(key=lambda on: on.candidate("", on.whole).figures.seconds)
+            several.sort(key=lambda on: on.candidate("", on.undivided).figures.seconds)
         return several
 
-    def searched(self, on: OnMesh, found: list[Candidate]) -> bool:
+    def searched(self, on: MeshSearch, found: list[Candidate]) -> bool:
         """Adds the best on one mesh, searched again with less memory where its prediction is above the limit.
 
         A search's own account of memory is of the same kind as the prediction, but not the same: where nothing fits by
@@ -238,8 +242,8 @@ class OverMeshes:
             return max(self.budget.left, LEAST)
 
         while len(tried) < TRIES:
-            if (tried or (self.budget.more and fitting(found, self.limit))) and self.budget.lacks():
-                self.budget.leave_out(f"{said(on.sizes)}: not searched with less memory")
+            if (tried or (self.budget.more and fitting_first(found, self.limit))) and self.budget.lacks():
+                self.budget.leave_out(f"{mesh_text(on.sizes)}: not searched with less memory")
                 break
             if on.solution(allowed, left(), GAP) is None:
                 if tried or allowed == math.inf:
@@ -247,7 +251,7 @@ class OverMeshes:
                 allowed = math.inf
                 continue
             known = len(found)
-            candidate, interrupted = on.searched(allowed, left(), GAP, self.most(SEARCHED, found))
+            candidate, interrupted = on.searched(allowed, left(), GAP, self.slowest_worth_predicting(SEARCHED, found))
             if candidate is not None:
                 self.add(on, candidate, found)
             if interrupted:
@@ -259,19 +263,21 @@ class OverMeshes:
             if predicted <= self.limit or candidate.account <= ALMOST * least:
                 break
             least = least or on.least(left())
-            allowed = max(less(tried, self.limit), ALMOST * least) if len(tried) < TRIES - 1 else ALMOST * least
+            allowed = (
+                max(smaller_account(tried, self.limit), ALMOST * least) if len(tried) < TRIES - 1 else ALMOST * least
+            )
         return False
 
-    def most(self, name: str, found: Sequence[Candidate]) -> float:
+    def slowest_worth_predicting(self, name: str, found: Sequence[Candidate]) -> float:
         """Seconds by searches' own cost beyond which a candidate is not predicted: one of its name that fits is faster.
 
         Predictions know of more, and take longer, but do not turn such an order round.
         """
         return SLOWER * min(
-            (c.estimate for c in fitting(found, self.limit) if c.name.startswith(name)), default=math.inf
+            (c.estimate for c in fitting_first(found, self.limit) if c.name.startswith(name)), default=math.inf
         )
 
-    def unequally(self, on: OnMesh, found: list[Candidate], pace: Mapping[str, float]) -> None:
+    def unequally(self, on: MeshSearch, found: list[Candidate], pace: Mapping[str, float]) -> None:
         """Adds the best of a mesh, and Megatron's split, with more for those devices along its axis that are faster."""
         if len(on.axes) != 1 or on.subject.step.options.offloaded or self.budget.lacks(predictions=SHARES):
             return
@@ -279,7 +285,7 @@ class OverMeshes:
         self.say(on.sizes, found)
         found += on.unequal(self.machine, pace, sorted(evens, key=by_seconds), self.limit, self.budget.until)
 
-    def side_by_side(self, on: OnMesh, found: list[Candidate], took: float) -> bool:
+    def side_by_side(self, on: MeshSearch, found: list[Candidate], took: float) -> bool:
         """Adds those with branches on devices of their own, along each axis; stages that do not pay are left out.
 
         Args:
@@ -308,48 +314,48 @@ class OverMeshes:
                 if fastest(tried, self.limit) < fastest(best, self.limit):
                     kept, best = stages, tried
                 took = time.monotonic() - began
-        return self.budget.over
+        return self.budget.is_spent
 
-    def add(self, on: OnMesh, candidate: Candidate, found: list[Candidate]) -> None:
-        """Adds a candidate; one that does not fit also with its state sharded over the rows, which takes exchanges."""
+    def add(self, on: MeshSearch, candidate: Candidate, found: list[Candidate]) -> None:
+        """Adds a candidate; if it does not fit, also the candidate with its state sharded over the replicas."""
         self.keep(candidate, found)
-        if on.rows == 1 or candidate.figures.memory <= self.limit:
+        if on.replicas == 1 or candidate.figures.memory <= self.limit:
             return
-        if fitting(found, self.limit) and self.budget.lacks():
-            self.budget.leave_out(f"{said(on.sizes)}: {candidate.name} with ZeRO is not predicted")
+        if fitting_first(found, self.limit) and self.budget.lacks():
+            self.budget.leave_out(f"{mesh_text(on.sizes)}: {candidate.name} with ZeRO is not predicted")
             return
-        self.keep(on.over_rows(candidate), found)
+        self.keep(on.with_sharded_state(candidate), found)
 
     def keep(self, candidate: Candidate, found: list[Candidate]) -> None:
         """Adds a candidate, and notes how long it took to predict it."""
         found.append(candidate)
-        self.budget.predictions.append(candidate.took)
+        self.budget.predictions.append(candidate.prediction_seconds)
 
     def say(self, sizes: Any, found: Sequence[Candidate]) -> None:
         """Shows how far the search is."""
         done = 1 - max(self.budget.left, 0.0) / self.budget.seconds
-        best = fitting(found, self.limit)
-        mesh = said(sizes)
+        best = fitting_first(found, self.limit)
+        mesh = mesh_text(sizes)
         self.shown.update(round(1000 * done), f"{mesh}; best {best[0].figures.seconds:.3g} s" if best else mesh)
 
 
-def said(sizes: Mapping[str, int]) -> str:
+def mesh_text(sizes: Mapping[str, int]) -> str:
     """A mesh in words.
 
-    >>> said({"vnode": 2, "model": 4})
+    >>> mesh_text({"vnode": 2, "model": 4})
     'vnode 2 x model 4'
     """
     return " x ".join(f"{name} {n}" for name, n in sizes.items())
 
 
-def less(tried: Sequence[tuple[float, int]], limit: int) -> float:
+def smaller_account(tried: Sequence[tuple[float, int]], limit: int) -> float:
     """The account of memory with which a prediction would be a little below a limit.
 
     Args:
       tried: accounts with the predictions of what they were of, the last one above the limit.
       limit: of the prediction, bytes.
 
-    >>> less([(100.0, 90)], 80), less([(100.0, 90), (80.0, 86)], 80)
+    >>> smaller_account([(100.0, 90)], 80), smaller_account([(100.0, 90), (80.0, 86)], 80)
     (89.5, 48.5)
     """
     account, predicted = tried[-1]
@@ -365,4 +371,4 @@ def by_seconds(candidate: Candidate) -> float:
 
 def fastest(candidates: Sequence[Candidate], memory: float) -> float:
     """Seconds of the fastest that fits; infinite if none does."""
-    return min((each.figures.seconds for each in fitting(candidates, memory)), default=math.inf)
+    return min((each.figures.seconds for each in fitting_first(candidates, memory)), default=math.inf)

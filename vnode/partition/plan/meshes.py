@@ -1,4 +1,4 @@
-"""Which meshes a machine's devices can be: one axis for nodes, and none, one or two for what a row divides.
+"""Which meshes a machine's devices can be: one axis for nodes, and none, one or two for what a replica divides.
 
 Knows numbers of devices. Must not know machines, steps nor costs.
 """
@@ -8,26 +8,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 INNER = ("model", "model2")
-"""The axes over which a row divides a node's computation."""
+"""The axes over which a replica divides a node's computation."""
 
 
-def meshes(devices: int, most_rows: int, nodes: str) -> Iterator[dict[str, int]]:
+def meshes(devices: int, most_replicas: int, nodes: str) -> Iterator[dict[str, int]]:
     """All meshes, those that divide a node's computation least first, and those with more axes last.
 
     Args:
       devices: how many there are.
-      most_rows: how many rows there may be.
-      nodes: the axis over which rows are numbered.
+      most_replicas: how many replicas there may be.
+      nodes: the axis over which replicas are numbered.
 
     >>> list(meshes(4, 4, "vnode"))[:3]
     [{'vnode': 4}, {'vnode': 2, 'model': 2}, {'vnode': 1, 'model': 4}]
     >>> list(meshes(4, 4, "vnode"))[3:]
     [{'vnode': 1, 'model': 2, 'model2': 2}]
     """
-    rows = [n for n in range(devices, 0, -1) if devices % n == 0 and n <= most_rows]
-    for n in rows:
+    replicas = [n for n in range(devices, 0, -1) if devices % n == 0 and n <= most_replicas]
+    for n in replicas:
         yield {nodes: n, **({INNER[0]: devices // n} if devices // n > 1 else {})}
-    for n in rows:
+    for n in replicas:
         rest = devices // n
         for first in range(rest // 2, 1, -1):
             if rest % first == 0 and rest // first <= first:

@@ -6,14 +6,14 @@ Knows what was found, and changes that may help. Must not know how they are pred
 from __future__ import annotations
 
 from vnode.errors import MemoryLimitError, layout_message
-from vnode.partition.plan.candidates import Candidate, OnMesh
-from vnode.partition.plan.mesh_search import OverMeshes
-from vnode.partition.plan.remedies import Remedies, placed
+from vnode.partition.plan.candidates import Candidate, MeshSearch
+from vnode.partition.plan.mesh_search import MeshesSearch
+from vnode.partition.plan.remedies import Remedies, plan_title
 from vnode.partition.plan.search_subject import Subject
 from vnode.show.units import several, size
 
 
-def nothing_fits(search: OverMeshes, subject: Subject, least: Candidate) -> MemoryLimitError:
+def nothing_fits_error(search: MeshesSearch, subject: Subject, least: Candidate) -> MemoryLimitError:
     """The error, with what would fit, as far as what the budget has for that reaches.
 
     Args:
@@ -26,18 +26,18 @@ def nothing_fits(search: OverMeshes, subject: Subject, least: Candidate) -> Memo
     search.budget.extend()
     search.shown.update(1000, "nothing fits; what would?")
 
-    def divided(on: OnMesh) -> list[Candidate]:
+    def fewest_bytes_on(on: MeshSearch) -> list[Candidate]:
         found: list[Candidate] = []
         search.divided(on, found)
         return found
 
     until = search.budget.until
-    tries = Remedies(subject, least, machine, limit, search.platform, search.times, divided, until)
+    tries = Remedies(subject, least, machine, limit, search.platform, search.times, fewest_bytes_on, until)
     try:
         fits = tries.found()
     except KeyboardInterrupt:
         fits = None
-    help_ = [f"what would fit: {fits.said(tries.nodes, devices)}"] if fits else []
+    help_ = [f"what would fit: {fits.as_text(tries.nodes, devices)}"] if fits else []
     if not fits:
         untried = {tries.kind(change) for change in tries.left}
         if ("donated",) in untried:
@@ -52,14 +52,14 @@ def nothing_fits(search: OverMeshes, subject: Subject, least: Candidate) -> Memo
             help_.append(f"about {-(-kept.memory // limit) * devices} devices")
     if search.budget.cut_short:
         help_.insert(0, f"more time: {several(len(search.budget.untried), 'thing')} not tried within the budget")
-    failed = ", ".join(each.said(tries.nodes, devices) for each in tries.failed())
+    failed = ", ".join(each.as_text(tries.nodes, devices) for each in tries.failed())
     only_batch = " ".join(search.undivided.split("What to do")[0].split())
     return MemoryLimitError(
         layout_message(
             f"no plan fits in {size(limit)} a device.",
             facts=[
                 f"the smallest found takes {size(kept.memory)}, {size(kept.memory - limit)} too much: "
-                + placed(least.name, least.mesh),
+                + plan_title(least.name, least.mesh),
                 f"of that {size(kept.state)} are state, {size(kept.pending)} sums that wait for others",
                 *[f"{size(away.memory)} with {away.on_host}"][: bool(away.on_host)],
                 *[f"not enough, as predicted: {failed}"][: bool(failed)],

@@ -1,6 +1,6 @@
-"""Equations that only the program of a row has: numbers of nodes, and what needs the other rows.
+"""The primitives of a replica's program: numbers of nodes, and sums over and gathers from all replicas.
 
-Knows descriptions. Must not know schedules, machines, nor how rows exchange anything.
+Knows descriptions. Must not know schedules, machines, nor how replicas exchange anything.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ from vnode.operators import Monoid, OperatorDescription, Whole
 from vnode.operators.description import Factors
 from vnode.operators.registry import register
 
-NUMBERS = Primitive("numbers_of_nodes")
-"""The numbers of a row's nodes, which the loops of passes run over, and no other loop."""
+NODE_NUMBERS = Primitive("numbers_of_nodes")
+"""The numbers of a replica's nodes. The loops of passes, and no other loops, run over them."""
 
 
-@NUMBERS.def_abstract_eval
+@NODE_NUMBERS.def_abstract_eval
 def _(*, turns: int) -> Any:
     return ShapedArray((turns,), jnp.dtype("int32"))
 
 
-@register(NUMBERS)
-def numbers_of_nodes(eqn: JaxprEqn) -> OperatorDescription:
-    """From nothing."""
+@register(NODE_NUMBERS)
+def describe_node_numbers(eqn: JaxprEqn) -> OperatorDescription:
+    """It has no operands."""
     f = Factors()
     result = f.dims(eqn.outvars[0].aval.shape, Whole())
     return OperatorDescription(factors=f.all, operands=(), results=(result,))
 
 
-def passes_among(equations: Iterable[JaxprEqn]) -> set[Var]:
-    """What the loops of passes make."""
+def totals_of_passes(equations: Iterable[JaxprEqn]) -> set[Var]:
+    """The results of the loops of passes."""
     numbers, found = set[Var](), set[Var]()
     for eqn in equations:
-        if eqn.primitive is NUMBERS:
+        if eqn.primitive is NODE_NUMBERS:
             numbers.update(eqn.outvars)
         elif numbers.intersection(var for var in eqn.invars if isinstance(var, Var)):
             found.update(eqn.outvars)
     return found
 
 
-OVER_ROWS = Primitive("over_rows")
-"""A total over all rows, of what one row has, by a monoid. It is carried out together with the others of its pass."""
+SUM_OVER_REPLICAS = Primitive("sum_over_replicas")
+"""Combines one replica's total with those of all replicas, by a monoid; all totals of a pass are combined together."""
 
 
-@OVER_ROWS.def_abstract_eval
+@SUM_OVER_REPLICAS.def_abstract_eval
 def _(value: Any, *, monoid: Monoid) -> Any:
     return value
 
 
-@register(OVER_ROWS)
-def over_rows(eqn: JaxprEqn) -> OperatorDescription:
+@register(SUM_OVER_REPLICAS)
+def describe_sum_over_replicas(eqn: JaxprEqn) -> OperatorDescription:
     """Element by element; a sum is linear."""
     f = Factors()
     dims = f.dims(eqn.invars[0].aval.shape)
@@ -62,18 +62,18 @@ def over_rows(eqn: JaxprEqn) -> OperatorDescription:
     return OperatorDescription(factors=f.all, operands=(dims,), results=(dims,), linear=linear)
 
 
-OF_ROWS = Primitive("of_rows")
-"""What rows have parts of, along dimension `dim`, whole on each of them: its first `size` elements along that."""
+GATHER_FROM_REPLICAS = Primitive("gather_from_replicas")
+"""Gathers the replicas' parts of a value along dimension `dim`, and takes the first `size` elements."""
 
 
-@OF_ROWS.def_abstract_eval
+@GATHER_FROM_REPLICAS.def_abstract_eval
 def _(value: Any, *, dim: int, size: int) -> Any:
     return value.update(shape=(*value.shape[:dim], size, *value.shape[dim + 1 :]))
 
 
-@register(OF_ROWS)
-def of_rows(eqn: JaxprEqn) -> OperatorDescription:
-    """Whole along the dimension; along others as it lies."""
+@register(GATHER_FROM_REPLICAS)
+def describe_gather_from_replicas(eqn: JaxprEqn) -> OperatorDescription:
+    """Unsharded along the dimension; unchanged along the others."""
     f = Factors()
     dim, operand = eqn.params["dim"], f.dims(eqn.invars[0].aval.shape)
     f.change(*operand[dim], split=Whole())

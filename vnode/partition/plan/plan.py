@@ -22,19 +22,19 @@ from vnode.analysis.fingerprint import Fingerprint
 from vnode.analysis.passes import Schedule
 from vnode.analysis.program import ResultIndex
 from vnode.errors import Bound, MemoryLimitError, PartitionError, PlacementError, layout_message
-from vnode.partition.accept import TOLERANCE, Acceptance, compared, counted_exchanges
+from vnode.partition.accept import TOLERANCE, Acceptance, compare_collectives, count_exchanges
 from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.program_memory import Memory
 from vnode.partition.machine import Machine
 from vnode.partition.plan.divisions import PARTS, DividedOperation
 from vnode.partition.plan.memory_chart import draw as draw_levels
 from vnode.partition.plan.node_spread import Spread
-from vnode.partition.plan.predict import NODES, Figures, Prediction, dividing, platform_of
-from vnode.partition.plan.replica import RowProgram, row_program
+from vnode.partition.plan.predict import NODES, Figures, Prediction, dividing_axes, platform_of
+from vnode.partition.plan.replica import ReplicaProgram, replica_program
 from vnode.partition.plan.search_subject import subject_of
 from vnode.partition.plan.step_layouts import parts_in_blocks, parts_of_sums, patterns, unknown
 from vnode.partition.simulator import Timeline
-from vnode.partition.uneven_shares.state_blocks import dims_of, rooms_of
+from vnode.partition.uneven_shares.state_blocks import dims_of, rooms_of_state
 from vnode.placement.node_layout import Layout as Grouped
 from vnode.placement.patterns import Exactly
 from vnode.placement.placement import Placement, device_list, neighbours_of_one_kind
@@ -78,7 +78,7 @@ class Plan(Drawn, Bound):
       virtual_nodes: V.
       name: what such a plan is called, or ``"searched"``.
       mesh: sizes of the axes; that of the nodes is ``"vnode"``.
-      counts: nodes of each row of it, in order; uneven where kinds of devices differ.
+      counts: nodes of each replica, in order; uneven where kinds of devices differ.
       specs: how the leaves of the state lie, by name; by name and shape where arguments have leaves of one name and
         several shapes.
       records: how what a node computes is divided, for each pass.
@@ -151,7 +151,7 @@ class Plan(Drawn, Bound):
 
     def _calibration(self) -> Calibration:
         """What is known of estimates for the first kind of device."""
-        return Calibration.on(platform_of(self.machine), self.machine.kinds[0].name)
+        return Calibration.for_platform(platform_of(self.machine), self.machine.kinds[0].name)
 
     @property
     def timeline(self) -> Timeline:
@@ -272,13 +272,13 @@ class Plan(Drawn, Bound):
             raise MemoryLimitError(self._refused(needed)) from error
         wanted, given = prediction.platform, step.placement.devices[0].platform
         predicted = Memory(figures.arguments, figures.results, 0, figures.temporary, host=figures.aside + figures.far)
-        return compared(
+        return compare_collectives(
             compiled,
-            counted_exchanges(prediction.exchanges),
+            count_exchanges(prediction.exchanges),
             predicted,
             tolerance=tolerance,
             limit=self.limit,
-            over_nodes=prediction.turns,
+            over_nodes=prediction.iterations,
             fetched=figures.back,
             platforms=None if wanted == given else (wanted, given),
         )
@@ -318,9 +318,9 @@ class Plan(Drawn, Bound):
         Raises:
           PartitionError: it cannot be written there.
         """
-        from vnode.partition.plan.plan_file import write
+        from vnode.partition.plan.plan_file import write_plan
 
-        write(self, path)
+        write_plan(self, path)
 
     @staticmethod
     def load(path: str | os.PathLike[str], step: Any, args: Sequence[Any], **options: Any) -> Plan:
@@ -338,9 +338,9 @@ class Plan(Drawn, Bound):
         Raises:
           PartitionError: the file is not there, or damaged, or the step is another.
         """
-        from vnode.partition.plan.plan_file import read
+        from vnode.partition.plan.plan_file import read_plan
 
-        return read(path, step, args, options)
+        return read_plan(path, step, args, options)
 
     @with_jit
     def explain(self) -> Explanation:
@@ -359,28 +359,32 @@ class Plan(Drawn, Bound):
 
     def _parts_of_sums(self, schedule: Schedule) -> dict[Var, tuple[int, ...]]:
         """The shapes of one device's parts of what passes sum."""
-        axes, share = dividing(self.mesh), share_of(patterns(self.specs))
+        axes, share = dividing_axes(self.mesh), share_of(patterns(self.specs))
         if not axes:
             return {}
-        row = self._row(schedule)
-        return parts_of_sums(row, self.records, axes) if share is None else parts_in_blocks(row, share)
+        replica = self._replica_program(schedule)
+        return parts_of_sums(replica, self.records, axes) if share is None else parts_in_blocks(replica, share)
 
     def unknown(self) -> int:
         """How many of the step's passes the plan knows nothing of, though it divides what nodes compute: options of
         the step are others then, or jax is."""
-        return unknown(self._row(subject_of(self.pattern, self.args).schedule), self.records) if self.records else 0
+        return (
+            unknown(self._replica_program(subject_of(self.pattern, self.args).schedule), self.records)
+            if self.records
+            else 0
+        )
 
-    def _row(self, schedule: Schedule) -> RowProgram:
-        """What a row of the mesh computes."""
-        axes = dividing(self.mesh)
+    def _replica_program(self, schedule: Schedule) -> ReplicaProgram:
+        """What a replica of the mesh computes."""
+        axes = dividing_axes(self.mesh)
         exact = self.pattern.options.reduction == "invariant"
         platform = platform_of(self.machine) if self.prediction is None else self.prediction.platform
         share = share_of(patterns(self.specs))
         rooms = None
         if share is not None:
             subject = subject_of(self.pattern, self.args)
-            rooms = rooms_of(subject, dims_of(subject, self.specs), share)
-        return row_program(schedule, Spread.of(self.counts), axes, platform, exact, rooms=rooms)
+            rooms = rooms_of_state(subject, dims_of(subject, self.specs), share)
+        return replica_program(schedule, Spread.from_counts(self.counts), axes, platform, exact, rooms=rooms)
 
     def pictures(self) -> str:
         """Memory over time and the timeline, as HTML; nothing of a plan from a file."""
@@ -403,7 +407,7 @@ class Plan(Drawn, Bound):
         facts = (
             Fact("machine", self.machine.name),
             Fact("mesh", axes, "nodes are spread over the first axis; the others divide what a node computes"),
-            Fact("virtual nodes", f"{self.virtual_nodes}{uneven(self.counts)}"),
+            Fact("virtual nodes", f"{self.virtual_nodes}{uneven_counts_text(self.counts)}"),
             Fact("found", f"{self.name}{found}"),
             *self._kinds(),
             *self._shares(),
@@ -480,7 +484,7 @@ class Plan(Drawn, Bound):
                 Cell(seconds(figures.exchange), moved),
                 Cell(size(figures.memory), "" if fits else f"more than {size(self.limit)}"),
                 Cell("yes" if fits else "no", quiet=fits),
-                Cell(said_by(figures), quiet=figures.source != "compiled"),
+                Cell(figures_source(figures), quiet=figures.source != "compiled"),
             )
 
         names = ("step", "compute", "exchange", "memory")
@@ -501,7 +505,7 @@ class Plan(Drawn, Bound):
         groups: dict[tuple[bool, str, str], list[str]] = collections.defaultdict(list)
         for name, spec in self.specs.items():
             where = ", on the host" * (name in self.host)
-            groups[name not in self.parameters, without_numbers(name), said(spec) + where].append(name)
+            groups[name not in self.parameters, without_numbers(name), spec_text(spec) + where].append(name)
         if not groups:
             return []
         rows = tuple(
@@ -518,7 +522,7 @@ class Plan(Drawn, Bound):
             return []
         inner = [name for name in self.mesh if name != NODES]
 
-        def of(part: str) -> str:
+        def part_name(part: str) -> str:
             """One of `PARTS`: without the number of a branch."""
             return part.split()[0]
 
@@ -527,7 +531,10 @@ class Plan(Drawn, Bound):
             return (
                 Cell(each.operation, each.where),
                 Cell("nodes", "each computes its own nodes", hue=HUES["nodes"]),
-                *(Cell("whole", quiet=True) if p is None else Cell(p, PARTS[of(p)], hue=HUES[of(p)]) for p in parts),
+                *(
+                    Cell("whole", quiet=True) if p is None else Cell(p, PARTS[part_name(p)], hue=HUES[part_name(p)])
+                    for p in parts
+                ),
                 Cell(each.cut),
                 Cell(str(each.count)),
                 Cell(short_source(each.where), each.where),
@@ -541,7 +548,7 @@ class Plan(Drawn, Bound):
             Column("times", right=True),
             Column("line", code=True),
         )
-        used = dict.fromkeys(of(part) for each in self.divisions for part in each.axes.values())
+        used = dict.fromkeys(part_name(part) for each in self.divisions for part in each.axes.values())
         key = "; ".join(f"{part}: {PARTS[part]}" for part in PARTS if part in used)
         note = f"products and windows of what a node computes, and what each axis of the mesh divides; {key}"
         return [Table("operations by axes", columns, rows[:40], note.rstrip("; "), rest_of(rows, 40))]
@@ -605,7 +612,7 @@ def shortened(notes: Sequence[str]) -> list[str]:
     return [*notes[:SHOWN], *[f"and {len(notes) - SHOWN} more: plan.notes"][: max(len(notes) - SHOWN, 0)]]
 
 
-def said_by(figures: Figures) -> str:
+def figures_source(figures: Figures) -> str:
     """Who says what a plan takes."""
     if figures.source != "compiled":
         return "estimated"
@@ -631,10 +638,10 @@ def rest_of(rows: Sequence[Any], shown: int) -> str:
     return f"and {len(rows) - shown} more" if len(rows) > shown else ""
 
 
-def uneven(counts: Sequence[int]) -> str:
+def uneven_counts_text(counts: Sequence[int]) -> str:
     """How many nodes rows have, where one has more than another and a lane.
 
-    >>> uneven((4, 4)), uneven((5, 5, 3, 3))
+    >>> uneven_counts_text((4, 4)), uneven_counts_text((5, 5, 3, 3))
     ('', ': 5 on each of 2 rows, 3 on each of 2')
     """
     if max(counts) - min(counts) <= 1:
@@ -644,7 +651,7 @@ def uneven(counts: Sequence[int]) -> str:
     return f": {first} on {rows} rows" + "".join(f", {n} on {k}" for n, k in rest)
 
 
-def said(spec: PartitionSpec | UnevenSpec) -> str:
+def spec_text(spec: PartitionSpec | UnevenSpec) -> str:
     """A spec in words."""
     if isinstance(spec, UnevenSpec):
         return f"dimension {spec.dim} over {spec.axis}: {', '.join(map(str, spec.counts))}"

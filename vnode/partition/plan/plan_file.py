@@ -25,12 +25,12 @@ from vnode.analysis.fingerprint import Fingerprint
 from vnode.errors import MachineError, PartitionError, layout_message
 from vnode.partition.accept import Exchange
 from vnode.partition.machine import Machine
-from vnode.partition.machine.machine_file import read as read_machine
-from vnode.partition.machine.machine_file import written
+from vnode.partition.machine.machine_file import machine_from_json as read_machine
+from vnode.partition.machine.machine_file import machine_to_json
 from vnode.partition.plan.divisions import DividedOperation
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures, Prediction
-from vnode.partition.plan.search_subject import Subject, check_args, computing_again, on_nodes, subject_of
+from vnode.partition.plan.search_subject import Subject, check_args, on_nodes, subject_of, with_recomputation
 from vnode.partition.plan.step_layouts import patterns
 from vnode.placement.trace_context import with_jit
 from vnode.placement.uneven_dimension import UnevenSpec
@@ -56,7 +56,7 @@ PREDICTED = 2
 WRITTEN = "plans are written by plan.save(path)"
 
 
-def write(plan: Plan, path: str | os.PathLike[str]) -> None:
+def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Writes a plan; what was there before stays until the whole is written.
 
     Args:
@@ -71,18 +71,18 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "format": FORMAT,
         "version": VERSION,
         "step": plan.fingerprint.to_json(),
-        "arguments": types_of(plan.args),
-        "machine": json.loads(written(plan.machine.name, plan.machine.devices, plan.machine.networks)),
+        "arguments": argument_types(plan.args),
+        "machine": json.loads(machine_to_json(plan.machine.name, plan.machine.devices, plan.machine.networks)),
         "limit": plan.limit,
         "virtual_nodes": plan.virtual_nodes,
-        "options": said(plan.pattern.options),
+        "options": saved_options(plan.pattern.options),
         "donate_argnums": list(plan.pattern.spec.donate_argnums),
         "name": plan.name,
         "mesh": dict(plan.mesh),
         "counts": list(plan.counts),
-        "specs": {name: spec_said(spec) for name, spec in plan.specs.items()},
+        "specs": {name: spec_to_json(spec) for name, spec in plan.specs.items()},
         "passes": [record.to_json() for record in plan.records.values()],
-        "prediction": None if prediction is None else predicted(prediction),
+        "prediction": None if prediction is None else prediction_to_json(prediction),
         "compiled": None if plan.compiled is None else dataclasses.asdict(plan.compiled),
         "notes": list(plan.notes),
         "beside": {name: dataclasses.asdict(figures) for name, figures in plan.beside.items()},
@@ -103,7 +103,7 @@ def checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def said(options: Options) -> dict[str, Any]:
+def saved_options(options: Options) -> dict[str, Any]:
     """The options of a step that decide about its results, and about what it takes."""
     return {
         "reduction": options.reduction,
@@ -113,13 +113,13 @@ def said(options: Options) -> dict[str, Any]:
     }
 
 
-def types_of(args: Sequence[Any]) -> dict[str, str]:
+def argument_types(args: Sequence[Any]) -> dict[str, str]:
     """The arguments of a step, leaf by leaf; what differs there is said first of a plan that is for another step."""
     leaves = jax.tree.leaves_with_path(tuple(args))
-    return {f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])}": type_said(leaf) for path, leaf in leaves}
+    return {f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])}": type_text(leaf) for path, leaf in leaves}
 
 
-def type_said(leaf: Any) -> str:
+def type_text(leaf: Any) -> str:
     """Dtype and shape of an array; of another leaf its type, as it may be shown with its address."""
     return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
@@ -135,15 +135,15 @@ def other_arguments(then: Mapping[str, str], now: Mapping[str, str]) -> list[str
     return [f"{name} then: {before}, now: {after}" for name, before, after in pairs if before != after]
 
 
-def spec_said(spec: PartitionSpec | UnevenSpec) -> Any:
+def spec_to_json(spec: PartitionSpec | UnevenSpec) -> Any:
     """How a leaf lies, as plain data: a list of axes for each dimension, or the counts of one."""
     if isinstance(spec, UnevenSpec):
         return dataclasses.asdict(spec)
     return [list(e) if isinstance(e, tuple) else e for e in spec]
 
 
-def spec_of(content: Any, mesh: Mapping[str, int]) -> PartitionSpec | UnevenSpec:
-    """What `spec_said` gave.
+def spec_from_json(content: Any, mesh: Mapping[str, int]) -> PartitionSpec | UnevenSpec:
+    """What `spec_to_json` gave.
 
     Raises:
       ValueError, KeyError or TypeError: it did not, or devices have other counts than the mesh has indices.
@@ -169,28 +169,28 @@ def check_shares(subject: Subject, specs: Mapping[str, PartitionSpec | UnevenSpe
             raise ValueError(f"{name} of shape {shape} has no dimension {spec.dim} of {spec.counts}")
 
 
-def predicted(prediction: Prediction) -> dict[str, Any]:
+def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
     """What is kept of a prediction."""
     return {
         "figures": dataclasses.asdict(prediction.figures),
         "exchanges": [dataclasses.asdict(each) for each in prediction.exchanges],
         "platform": prediction.platform,
-        "turns": prediction.turns,
+        "turns": prediction.iterations,
     }
 
 
-def prediction_of(content: Mapping[str, Any]) -> Prediction:
-    """What `predicted` gave."""
+def prediction_from_json(content: Mapping[str, Any]) -> Prediction:
+    """What `prediction_to_json` gave."""
     exchanges = tuple(Exchange(**each) for each in content["exchanges"])
     return Prediction(Figures(**content["figures"]), exchanges, str(content["platform"]), int(content["turns"]))
 
 
 @with_jit
-def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Plan:
+def read_plan(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Plan:
     """See `Plan.load`."""
     check_args(args)
     text = files.read_text(path, PartitionError, [WRITTEN])
-    with damaged(path):
+    with damaged_plan_error(path):
         content = json.loads(text)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"it is no {FORMAT}")
@@ -212,10 +212,10 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
             raise ValueError(f"counts: {counts} are not {nodes} nodes on {mesh[NODES]} rows")
         machine = Machine(*read_machine(json.dumps(content["machine"])))
         machine.mesh(mesh)
-        specs = {str(name): spec_of(spec, mesh) for name, spec in content["specs"].items()}
+        specs = {str(name): spec_from_json(spec, mesh) for name, spec in content["specs"].items()}
         records = [RecordedFlow.from_json(each) for each in content["passes"]]
         made = content["prediction"] if content["version"] >= PREDICTED else None
-        prediction = None if made is None else prediction_of(made)
+        prediction = None if made is None else prediction_from_json(made)
         beside = {} if made is None else {str(name): Figures(**each) for name, each in content["beside"].items()}
         gap = None if made is None or content["gap"] is None else float(content["gap"])
         divisions = tuple(DividedOperation(**each) for each in content["divisions"])
@@ -242,9 +242,9 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
     if step.options.virtual_nodes != nodes:
         facts, others = [f"virtual nodes then: {nodes}, now: {step.options.virtual_nodes}"], {"virtual_nodes": nodes}
     elif facts:  # of other arguments all else is computed otherwise, too
-        facts = (other_arguments(arguments, types_of(subject.args)) if arguments else []) or facts
+        facts = (other_arguments(arguments, argument_types(subject.args)) if arguments else []) or facts
     elif before is not None:
-        now = said(step.options)
+        now = saved_options(step.options)
         others = {name: before.get(name) for name in now if before.get(name) != now[name]}
         facts = [f"{name} then: {value}, now: {now[name]}" for name, value in others.items()]
         if donated - {*step.spec.donate_argnums}:
@@ -259,11 +259,11 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         raise PartitionError(
             layout_message(f"the plan in {os.fspath(path)} is for another step.", facts=facts[:12], remedies=remedies)
         )
-    with damaged(path):
+    with damaged_plan_error(path):
         check_shares(subject, specs)
     if again or away:
         try:
-            step = computing_again(step, again, away)
+            step = with_recomputation(step, again, away)
             subject = subject_of(step, args)
         except PartitionError as error:
             what = " and ".join(name for name, several in (("again", again), ("away", away)) if several)
@@ -306,7 +306,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
 
 
 @contextlib.contextmanager
-def damaged(path: str | os.PathLike[str]) -> Iterator[None]:
+def damaged_plan_error(path: str | os.PathLike[str]) -> Iterator[None]:
     """What goes wrong here is said of the file.
 
     Raises:

@@ -1,10 +1,11 @@
 """What a plan would take on a machine: seconds of a step, bytes between devices, memory of one device.
 
-Knows the program of a row, machines and what programs cost on them. Must not know how layouts were found.
+Knows the program of a replica, machines and what programs cost on them. Must not know how layouts were found.
 
-A row's devices run a node's program divided among them, for each of its nodes; then what passes sum is added up over
-the rows, and each device updates its part of the state. Where the state is sharded over the rows as well (ZeRO), what
-passes read of it is gathered first, on TPUs when what earlier ones sum is there, and the update is divided once more.
+A replica's devices run a node's program divided among them, for each of its nodes; then what passes sum is added up
+over the replicas, and each device updates its part of the state. Where the state is sharded over the replicas as well
+(ZeRO), what passes read of it is gathered first, on TPUs when what earlier ones sum is there, and the update is divided
+once more.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from vnode.errors import Bound
-from vnode.partition.accept import Exchange, counted_plan, exchanges
+from vnode.partition.accept import Exchange, count_planned, sorted_exchanges
 from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.collective_cost import Transfer
 from vnode.partition.cost.lower_to_device import DeviceProgram, device_program
@@ -27,10 +28,10 @@ from vnode.partition.cost.program_memory import Level, levels_over_time
 from vnode.partition.cost.split_cost import program_cost
 from vnode.partition.cost.time_sources import Times
 from vnode.partition.machine import Machine, MachineMesh
-from vnode.partition.plan.carry_sharding import once_followed
-from vnode.partition.plan.other_replicas import OF_ROWS, OVER_ROWS
+from vnode.partition.plan.carry_sharding import shard_replicated_region
+from vnode.partition.plan.other_replicas import GATHER_FROM_REPLICAS, SUM_OVER_REPLICAS
 from vnode.partition.plan.replica import loop_bodies
-from vnode.partition.plan.replica_reduction import Across, added
+from vnode.partition.plan.replica_reduction import ReplicaReduction, reduce_over_replicas
 from vnode.partition.searches.search_costs import Estimate
 from vnode.partition.simulator import Timeline
 from vnode.runtime.node_loops import ROOM_EARLY
@@ -43,14 +44,14 @@ from vnode.spmd.sharding_flow import Flow
 NODES = "vnode"
 """The mesh axis that nodes are spread over."""
 
-EXCHANGES = {OVER_ROWS: "all-reduce", OF_ROWS: "all-gather"}
-"""What rows exchange, by the equation that asks for it."""
+EXCHANGES = {SUM_OVER_REPLICAS: "all-reduce", GATHER_FROM_REPLICAS: "all-gather"}
+"""What replicas exchange, by the equation that asks for it."""
 
 
-def dividing(axes: Mapping[str, int]) -> dict[str, int]:
+def dividing_axes(axes: Mapping[str, int]) -> dict[str, int]:
     """The axes that divide what a node computes: those longer than one that nodes are not spread over.
 
-    >>> dividing({"vnode": 2, "model": 4, "model2": 1})
+    >>> dividing_axes({"vnode": 2, "model": 4, "model2": 1})
     {'model': 4}
     """
     return {name: n for name, n in axes.items() if n > 1 and name != NODES}
@@ -62,7 +63,7 @@ class Figures:
 
     Attributes:
       seconds: of a step; exchange that runs beside computation counts once.
-      compute: seconds of all kernels.
+      compute: seconds of all fused ops.
       exchange: seconds of all collectives; what runs beside computation is in both.
       sent: bytes that each device sends.
       arguments: bytes of what the step is given.
@@ -120,7 +121,7 @@ class Prediction(Bound):
       figures: in numbers.
       exchanges: its collectives, those that are alike together.
       platform: what it would be compiled for.
-      turns: nodes of a row; where rows differ, of the one that is done last.
+      turns: nodes of a replica; where replicas differ, of the one that is done last.
       timeline: what a device does when; None if that was not written down.
       device: what a device runs; likewise.
       calibration: of the kind of device; likewise.
@@ -129,14 +130,14 @@ class Prediction(Bound):
     figures: Figures
     exchanges: tuple[Exchange, ...]
     platform: str
-    turns: int
+    iterations: int
     timeline: Timeline | None = None
     device: DeviceProgram | None = None
     calibration: Calibration | None = None
 
     @functools.cached_property
     def levels(self) -> tuple[Level, ...]:
-        """Bytes that are held, kernel after kernel; nothing where the program was not written down."""
+        """Bytes that are held, one fused op after another; nothing where the program was not written down."""
         if self.device is None or self.calibration is None:
             return ()
         f = self.figures
@@ -147,11 +148,11 @@ class Prediction(Bound):
         return tuple(dataclasses.replace(each, bytes=moved[each.bytes] + always) for each in found)
 
 
-class RowCost(Estimate):
-    """A cost model for the program of a row, which knows of other rows; its mesh has the axis of the nodes."""
+class ReplicaCost(Estimate):
+    """A cost model for the program of a replica, which knows of other replicas; its mesh has the axis of the nodes."""
 
     def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
-        """See `vnode.partition.searches.CostModel`; what is summed over rows, or put together, takes an exchange."""
+        """See `vnode.partition.searches.CostModel`; sums and gathers across replicas take an exchange."""
         kind = EXCHANGES.get(eqn.primitive)
         if kind is None:
             return super().compute_time(eqn, choice)
@@ -161,45 +162,48 @@ class RowCost(Estimate):
         return self._seconds(Transfer(kind, (NODES,), held, self.axes[NODES]))
 
 
-def predicted(
+def predict(
     flow: Flow,
     machine: Machine,
     mesh: MachineMesh,
-    across: Across,
+    across: ReplicaReduction,
     *,
     platform: str,
     state: Mapping[int, int],
     donated: Collection[int],
     sharded: Mapping[int, PartitionSpec] | None,
-    turns: int,
+    iterations: int,
     times: Times | None = None,
 ) -> Prediction:
-    """Predicts what a row's program takes, carried out as a flow says.
+    """Predicts what a replica's program takes, carried out as a flow says.
 
     Args:
       flow: layouts through that program, over the axes besides that of the nodes.
       machine: on which.
       mesh: its devices.
-      across: how rows add.
+      across: how replicas add.
       platform: what is compiled for.
       state: for outputs, by number, the inputs that they become in the next step.
       donated: of inputs that are given away.
-      sharded: how inputs lie that are sharded over the rows as well, by number; what is computed once is then divided
+      sharded: how inputs lie that are sharded over the replicas as well, by number; what is computed once is then
+      divided
         as their layouts lead, whatever the flow says. None: that is carried out as the flow says.
-      turns: nodes of the row that stands for all.
-      times: of kernels; by default as `Times` has them.
+      turns: nodes of the replica that stands for all.
+      times: of fused ops; by default as `Times` has them.
     """
     axes = {name: n for name, n in mesh.shape.items() if n > 1}
-    inner = dividing(axes)
+    inner = dividing_axes(axes)
     sums = local_sums(flow, inner)
     early = platform in ROOM_EARLY
-    whole = added(flow if sharded is None else once_followed(flow, sharded, state, axes, across, early), across)
+    whole = reduce_over_replicas(
+        flow if sharded is None else shard_replicated_region(flow, sharded, state, axes, across, early), across
+    )
     device = device_program(whole, axes, platform=platform, donated=donated, single_turns=across.invariant)
     cost = program_cost(device, machine, mesh, times=times, platform=platform)
     given = [nbytes(layout, var, axes) for layout, var in zip(whole.inputs, flow.program.inputs, strict=True)]
     memory = cost.memory
     once, kind = far_sums(flow, inner), machine.kinds[0]
-    far = across.far * once
+    far = across.sums_on_host * once
     way = across.crossings * (once / kind.host_bandwidth + -(-once // PIECE) * kind.host_latency)
     figures = Figures(
         seconds=cost.seconds + way,
@@ -214,17 +218,17 @@ def predicted(
         collectives=cost.bytes,
         transfer=cost.transfer + way,
         aside=memory.host,
-        back=sum(each.bytes * each.runs for each in cost.moves if each.back),
+        back=sum(each.bytes * each.runs for each in cost.moves if each.from_host),
         far=far,
     )
     return Prediction(
         figures,
-        exchanges(counted_plan((*cost.collectives, *cost.others))),
+        sorted_exchanges(count_planned((*cost.collectives, *cost.others))),
         platform,
-        turns,
+        iterations,
         cost.timeline,
         device,
-        Calibration.on(platform, machine.kinds[0].name),
+        Calibration.for_platform(platform, machine.kinds[0].name),
     )
 
 
@@ -237,7 +241,7 @@ def nbytes(layout: Layout, var: Any, axes: Axes) -> int:
 def local_sums(flow: Flow, axes: Axes) -> int:
     """Bytes of one device's part of what passes sum."""
     flows = [flow, *(body for _, body in loop_bodies(flow))]
-    sums = (step for each in flows for step in each.steps if step.eqn.primitive is OVER_ROWS)
+    sums = (step for each in flows for step in each.steps if step.eqn.primitive is SUM_OVER_REPLICAS)
     return sum(nbytes(step.made[0], step.eqn.outvars[0], axes) for step in sums)
 
 
@@ -245,7 +249,7 @@ def far_sums(flow: Flow, axes: Axes) -> int:
     """The same of those that may wait on the host: not of passes in loops, nor small ones."""
     found = 0
     for step in flow.steps:
-        if step.eqn.primitive is OVER_ROWS:
+        if step.eqn.primitive is SUM_OVER_REPLICAS:
             var, (layout,) = step.eqn.outvars[0], step.made
             if can_offload(layout.local_shape(var.aval.shape, axes), var.aval.dtype):
                 found += nbytes(layout, var, axes)

@@ -1,9 +1,9 @@
-"""What would fit where nothing does: changes of what was searched for, the cheapest first, each predicted.
+"""A step that fits on no mesh -> changes with which it fits, the cheapest first, each with a prediction.
 
 Knows steps, machines, and predictions on single meshes. Must not know how meshes are searched, nor how errors read.
 
-Every change is looked at on the mesh on which the least memory was found, with the nodes' axis or another one longer if
-there are more devices, and with the state over all devices. So what is said to fit does fit, there; what does not fit
+Every change is predicted on the mesh with the least memory, with the state sharded over all devices; with more devices,
+the nodes' axis or another one is longer. So a change that is reported to fit does fit there. A change that does not fit
 there could still fit on another mesh.
 """
 
@@ -19,33 +19,33 @@ import jax
 from vnode.errors import VnodeError
 from vnode.partition.cost.time_sources import Times
 from vnode.partition.machine import Machine
-from vnode.partition.machine.doubled import doubled
-from vnode.partition.plan.candidates import Candidate, OnMesh, pace_of
-from vnode.partition.plan.memory_plan import SOLVING, Keeping, Less
+from vnode.partition.machine.doubled import double_machine
+from vnode.partition.plan.candidates import Candidate, MeshSearch, pace_of
+from vnode.partition.plan.memory_plan import SOLVING, MemoryPlan, MemoryPlanner
 from vnode.partition.plan.meshes import INNER
 from vnode.partition.plan.predict import NODES, Figures
-from vnode.partition.plan.search_subject import Subject, computing_again, subject_of
+from vnode.partition.plan.search_subject import Subject, subject_of, with_recomputation
 from vnode.show.units import size
 from vnode.step.call import wrap
 from vnode.step.virtual import VirtualStep
 
 DOUBLINGS = 4
-"""How often the devices are doubled at most."""
+"""Most doublings of the number of devices."""
 
 STEP = 0.05
-"""By which share of the limit memory has to differ for one change to be better than another."""
+"""The difference in memory, as a share of the limit, that makes one change better than another."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Another search.
+    """A change of the search.
 
     Attributes:
       virtual_nodes: V.
-      donated: the arguments that are given away besides those that are.
+      donated: arguments that are donated in addition.
       fast: whether sums are formed in any order.
-      lanes: how many there are, if that is changed.
-      doublings: of the devices.
+      lanes: number of lanes, if changed.
+      doublings: number of doublings of the devices.
     """
 
     virtual_nodes: int
@@ -56,15 +56,15 @@ class Change:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tried:
-    """What came of a change.
+class TriedChange:
+    """The result of a change.
 
     Attributes:
-      change: what was changed.
-      figures: of what fits; or of what takes least memory, perhaps with all that may lie on the host there.
-      name: what such a plan is called.
-      mesh: sizes of its axes.
-      fits: whether it does.
+      change: the change.
+      figures: figures of the candidate that fits; or of the one with the least memory, offload included.
+      name: the candidate's name.
+      mesh: sizes of its mesh axes.
+      fits: whether it fits.
     """
 
     change: Change
@@ -73,12 +73,12 @@ class Tried:
     mesh: Mapping[str, int]
     fits: bool
 
-    def said(self, nodes: int, devices: int) -> str:
-        """The change, and what comes of it.
+    def as_text(self, nodes: int, devices: int) -> str:
+        """The change and its result, in words.
 
         Args:
-          nodes: how many there were before.
-          devices: how many there were before.
+          nodes: number of nodes before.
+          devices: number of devices before.
         """
         change, figures = self.change, self.figures
         parts = [f"virtual_nodes={change.virtual_nodes}"] if change.virtual_nodes != nodes else []
@@ -89,7 +89,7 @@ class Tried:
         takes = [size(figures.memory)]
         if self.fits:
             takes += [figures.on_host] if figures.on_host else []
-            takes += [placed(self.name, self.mesh)]
+            takes += [plan_title(self.name, self.mesh)]
         return f"{', '.join(parts)} ({', '.join(takes)})"
 
 
@@ -98,12 +98,12 @@ class Remedies:
 
     Args:
       subject: the step for which nothing fits.
-      least: what takes least memory.
-      machine: on which.
+      least: the candidate with the least memory.
+      machine: the machine.
       memory: bytes that a device may hold.
-      platform: what is compiled for.
-      times: of kernels.
-      divided: candidates on a mesh that divides what a node computes.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+      times: source of the times of fused ops.
+      divided: candidates on a mesh that divides a node's computation.
       until: when to stop, by `time.monotonic`.
     """
 
@@ -115,17 +115,17 @@ class Remedies:
         memory: int,
         platform: str,
         times: Times | None,
-        divided: Callable[[OnMesh], Sequence[Candidate]],
+        divided: Callable[[MeshSearch], Sequence[Candidate]],
         until: float,
     ) -> None:
         self.subject, self.least, self.machine, self.memory = subject, least, machine, memory
         self.platform, self.times, self.divided, self.until = platform, times, divided, until
         self.nodes = sum(least.counts)
-        self.left = [*self.given_away(), *self.more_nodes(), *self.more_devices()]
-        self.tried: list[Tried] = []
+        self.left = [*self.with_donation(), *self.more_nodes(), *self.more_devices()]
+        self.tried: list[TriedChange] = []
 
-    def found(self) -> Tried | None:
-        """The first change with which something fits; None if there is none, or not in time: `left` are not tried."""
+    def found(self) -> TriedChange | None:
+        """The first change with which something fits; None if there is none, or none in time."""
         slowest = 0.0
         while self.left:
             began = time.monotonic()
@@ -138,7 +138,7 @@ class Remedies:
                 several.append(dataclasses.replace(best.change, doublings=change.doublings))
             for each in dict.fromkeys(several):
                 result = self.result(each)
-                if result is None and self.over:
+                if result is None and self.is_over:
                     if each == change:  # else it was tried itself, and only together with another it was not
                         self.left.insert(0, change)
                     return None
@@ -150,12 +150,12 @@ class Remedies:
         return None
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether there is no time left."""
         return time.monotonic() > self.until
 
     def kind(self, change: Change) -> tuple[str, ...]:
-        """What a change changes: ``"donated"``, ``"nodes"``, ``"lanes"``, ``"fast"``, ``"devices"``, or several."""
+        """The kind of a change: ``"donated"``, ``"nodes"``, ``"lanes"``, ``"fast"``, ``"devices"``, or several."""
         changed = {
             "donated": change.donated,
             "nodes": change.virtual_nodes != self.nodes,
@@ -165,18 +165,18 @@ class Remedies:
         }
         return tuple(name for name, there in changed.items() if there)
 
-    def failed(self) -> list[Tried]:
-        """What did not suffice: of changes of one kind that which saves most."""
+    def failed(self) -> list[TriedChange]:
+        """The changes that did not suffice; of each kind, the one that saves most."""
         several = [each for each in self.tried if not each.fits]
         kinds = dict.fromkeys(self.kind(each.change) for each in several)
         return [min((x for x in several if self.kind(x.change) == kind), key=self.size) for kind in kinds]
 
-    def size(self, tried: Tried) -> tuple[int, int]:
-        """What orders changes by what they save: steps of memory, then nodes, of which many save little more."""
+    def size(self, tried: TriedChange) -> tuple[int, int]:
+        """The sort key of changes: memory in coarse steps, then the number of nodes."""
         return int(tried.figures.memory / (STEP * self.memory)), tried.change.virtual_nodes
 
-    def given_away(self) -> Iterator[Change]:
-        """The state, where it is not given away: what is written then takes the place of what was there."""
+    def with_donation(self) -> Iterator[Change]:
+        """Donates the state, if it is not donated: the new state then takes the old one's buffers."""
         step = self.subject.step
         given, _ = step.spec.with_static(self.subject.args, {})
         placed = tuple(wrap(arg, 0, i) for i, arg in enumerate(given))
@@ -186,9 +186,9 @@ class Remedies:
             yield Change(self.nodes, donated=tuple(sorted(several)))
 
     def more_nodes(self) -> Iterator[Change]:
-        """Fewer lanes, sums in any order, more nodes, and both; nothing where the state alone is too large.
+        """Fewer lanes, sums in any order, more nodes, and both; nothing if the state alone is too large.
 
-        With as many lanes as devices the bits are the same on up to as many.
+        With one lane per device, bits are the same on at most as many devices.
         """
         if self.state > self.memory:
             return
@@ -204,52 +204,54 @@ class Remedies:
                 yield Change(nodes, **how)
 
     def more_devices(self) -> Iterator[Change]:
-        """Twice as many, and so on, but not so few that their parts of the state alone are too large."""
+        """Doubled numbers of devices, from the first for which one device's part of the state is not too large."""
         for k in range(1, DOUBLINGS + 1):
             if self.state / 2**k <= self.memory:
                 yield Change(self.nodes, doublings=k)
 
     @property
     def state(self) -> int:
-        """Bytes of one device's part of the state, before and after a step; without what may lie on the host."""
+        """Bytes of one device's part of the state, before and after a step, without leaves that can be offloaded."""
         several = self.least.figures, self.least.all_on_host(self.machine)
         return min(each.state + each.results for each in several)
 
-    def result(self, change: Change) -> Tried | None:
-        """What fits with a change, or else takes least; None if there is nothing, or not all was looked at in time."""
-        least: Tried | None = None
+    def result(self, change: Change) -> TriedChange | None:
+        """The candidate that fits with a change, or else has the least memory; None without one, or out of time."""
+        least: TriedChange | None = None
         try:
             for machine, candidate in self.candidates(change):
                 fits = candidate.figures.memory <= self.memory
                 fitting = candidate if fits else candidate.with_host(machine, self.memory)
                 if fitting is not None:
-                    return Tried(change, fitting.figures, fitting.name, fitting.mesh, True)
+                    return TriedChange(change, fitting.figures, fitting.name, fitting.mesh, True)
                 figures = min(candidate.figures, candidate.all_on_host(machine), key=lambda each: each.memory)
                 if least is None or figures.memory < least.figures.memory:
-                    least = Tried(change, figures, candidate.name, candidate.mesh, False)
-                if self.over:
+                    least = TriedChange(change, figures, candidate.name, candidate.mesh, False)
+                if self.is_over:
                     return None
         except VnodeError:  # the step cannot be virtualized so, or there is no such machine
             pass
         return least
 
     def candidates(self, change: Change) -> Iterator[tuple[Machine, Candidate]]:
-        """Ways to carry out a change, and on which machine."""
+        """The candidates with a change, and the machine of each."""
         machine = self.machine
         for _ in range(change.doublings):
-            machine = doubled(machine)
+            machine = double_machine(machine)
         for subject in self.subjects(change):
             pace = pace_of(subject, machine, self.platform, self.times)
             for sizes in self.meshes(change, len(machine.devices)):
-                on = OnMesh(subject, machine, sizes, self.platform, self.times, pace)
+                on = MeshSearch(subject, machine, sizes, self.platform, self.times, pace)
                 if on.axes:
                     several = self.divided(on)
                 else:
-                    several = [on.candidate("FSDP" if on.rows > 1 else "data parallel", on.whole, on.rows > 1)]
+                    several = [
+                        on.candidate("FSDP" if on.replicas > 1 else "data parallel", on.undivided, on.replicas > 1)
+                    ]
                 yield from ((machine, candidate) for candidate in several)
 
     def subjects(self, change: Change) -> Iterator[Subject]:
-        """The step with a change; then so that it keeps as little as it can for its backward pass."""
+        """The step with a change; then the same step with the fewest residuals."""
         step = self.subject.step
         reduction = "fast" if change.fast else step.options.reduction
         options = dataclasses.replace(
@@ -265,26 +267,26 @@ class Remedies:
         spec = dataclasses.replace(step.spec, options=options, donate_argnums=donated)
         subject = subject_of(VirtualStep(spec, None), self.subject.args)
         yield subject
-        keeping = Keeping.of(subject, self.machine, self.platform)
-        several = [keeping.chosen(keeping.levels(host), SOLVING, host) for host in sorted({False, keeping.host})]
+        keeping = MemoryPlanner.for_subject(subject, self.machine, self.platform)
+        several = [keeping.plan_at_level(keeping.levels(host), SOLVING, host) for host in sorted({False, keeping.host})]
         for less in dict.fromkeys(several):
-            if less != Less():
-                yield subject_of(computing_again(subject.step, *less), self.subject.args)
+            if less != MemoryPlan():
+                yield subject_of(with_recomputation(subject.step, *less), self.subject.args)
 
     def meshes(self, change: Change, devices: int) -> list[dict[str, int]]:
-        """Nodes over all devices, the mesh of what takes least with more rows, and with a longer axis beside them."""
+        """All devices along the nodes' axis; and the smallest mesh, with more replicas or a longer other axis."""
         before, more = dict(self.least.mesh), 2**change.doublings
-        rows = {**before, NODES: before[NODES] * more}
+        replicas = {**before, NODES: before[NODES] * more}
         longer = {**before, INNER[0]: before.get(INNER[0], 1) * more}
-        several = [{NODES: devices}, rows, *([longer] if more > 1 else [])]
+        several = [{NODES: devices}, replicas, *([longer] if more > 1 else [])]
         found = {tuple(each.items()): each for each in several if each[NODES] <= change.virtual_nodes}
         return list(found.values())
 
 
-def placed(name: str, mesh: Mapping[str, int]) -> str:
+def plan_title(name: str, mesh: Mapping[str, int]) -> str:
     """A plan and its mesh.
 
-    >>> placed("FSDP", {"vnode": 8})
+    >>> plan_title("FSDP", {"vnode": 8})
     'FSDP on vnode 8'
     """
     return f"{name} on {' x '.join(f'{axis} {n}' for axis, n in mesh.items())}"

@@ -1,11 +1,11 @@
-"""What the devices of one row of a mesh compute in a step: a share of its nodes, one after another, and what is once.
+"""A step's schedule -> the program of one replica: its share of the nodes in a loop, and the replicated region.
 
 Knows schedules and how they are emitted. Must not know machines, searches, nor how anything is divided.
 
-A mesh has one axis that nodes are spread over; the devices that share a place on it are a row, and divide each node's
-computation among them. A row's program has whole values at their global shapes, and its own part of batched ones. Each
-pass is a loop over as many nodes as a row has; what it sums is then added up over the rows, and what is needed whole of
-all examples is put together, which are equations of their own (`vnode.partition.plan.other_replicas`).
+A mesh has one axis for the nodes. The devices at one index of it are a replica; they divide each node's computation
+among themselves. A replica's program has whole values at global shapes, and the replica's part of batched values. Each
+pass is a loop over the replica's nodes. Accumulators are then reduced across replicas, and batched values that are
+needed whole are gathered; both are equations of their own (`vnode.partition.plan.other_replicas`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vnode.errors import PartitionError, UnsupportedPrimitiveError
 from vnode.operators.in_program import as_array
 from vnode.operators.sharding import constraint_equation
 from vnode.partition.plan.node_spread import Spread
-from vnode.partition.plan.other_replicas import NUMBERS, OF_ROWS, OVER_ROWS
+from vnode.partition.plan.other_replicas import GATHER_FROM_REPLICAS, NODE_NUMBERS, SUM_OVER_REPLICAS
 from vnode.placement.placement import Placement
 from vnode.runtime import node_loops
 from vnode.runtime.emit import Emission
@@ -47,17 +47,17 @@ from vnode.spmd.uneven_blocks import Share
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Node:
-    """What a node computes in a pass.
+class NodeProgram:
+    """A node's computation in a pass.
 
     Attributes:
-      program: of its number, its parts of batched values, and whole values.
-      examples: for each part of a batched value that it reads the dimension that counts examples.
-      given: of these, those that are arguments of the step, and not kept by an earlier pass.
-      written: the program as it is without branches side by side.
-      groups: which of its equations are evaluated side by side.
-      sums: what nodes contribute to; the first outputs of the program.
-      dims: for each of these the dimension that is in blocks, of which devices have different numbers; None for others.
+      program: its inputs are the node's number, its parts of batched values, and whole values.
+      examples: for each part of a batched value that it reads, the dimension of the examples.
+      given: the positions in `examples` of arguments of the step; the others are collected by an earlier pass.
+      written: the program without branches side by side.
+      groups: its equations that are evaluated side by side.
+      sums: the accumulators of the pass, which are the first outputs of the program.
+      dims: for each accumulator the dimension in uneven blocks; None if it has none.
     """
 
     program: Program
@@ -71,27 +71,27 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NodeFlow:
-    """Layouts through what a node computes, as part of those through a loop.
+    """Layouts through a node's program, as part of the flow through a loop's body.
 
     Attributes:
-      node: what it computes.
+      node: the node's program.
       body: the flow through the loop's body.
       start: the number of the node's first equation in it.
-      path: where the body is in the program of the row.
+      path: where the body is in the program of the replica.
     """
 
-    node: Node
+    node: NodeProgram
     body: Flow
     start: int
     path: Path
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Those of the node."""
+        """The steps of the node."""
         return self.body.steps[self.start : self.start + len(self.node.program.equations)]
 
     def readers(self) -> Iterator[tuple[Var, int, int]]:
-        """For each operand that is an input of the node: the input, the equation's number, and which operand it is."""
+        """For each operand that is an input of the node: the input, the equation's number, the operand's number."""
         inputs = set(self.node.program.inputs)
         for k, eqn in enumerate(self.node.program.equations):
             for i, atom in enumerate(eqn.invars):
@@ -100,25 +100,25 @@ class NodeFlow:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RowProgram:
-    """What a row computes.
+class ReplicaProgram:
+    """The program of a replica.
 
     Attributes:
-      program: the whole, with calls inlined.
-      nodes: what a node computes, for each pass in the order in which they are emitted.
+      program: the program, with calls inlined.
+      nodes: a node's program for each pass, in the order in which passes are emitted.
     """
 
     program: Program
-    nodes: tuple[Node, ...]
+    nodes: tuple[NodeProgram, ...]
 
     def flows(self, flow: Flow) -> list[NodeFlow]:
-        """The part of a flow that is one node's, for each pass.
+        """The part of a flow that belongs to one node, for each pass.
 
         Args:
-          flow: through `program`.
+          flow: layouts through `program`.
 
         Raises:
-          PartitionError: it is through another program.
+          PartitionError: the flow belongs to another program.
         """
         found: list[NodeFlow] = []
         bodies = [(path, body, [signature(step.eqn) for step in body.steps]) for path, body in loop_bodies(flow)]
@@ -130,14 +130,14 @@ class RowProgram:
                 if (start := position(wanted, several)) is not None
             ]
             if not fitting:
-                raise PartitionError("a flow is not through the program of a row: one of its passes is missing")
-            taken = {each.path for each in found}  # of passes that look alike each is another
+                raise PartitionError("a flow is not through the program of a replica: one of its passes is missing")
+            taken = {each.path for each in found}  # equal passes take different bodies
             found.append(next((each for each in fitting if each.path not in taken), fitting[0]))
         return found
 
 
-class Row(Emission):
-    """The emission of one row."""
+class ReplicaEmission(Emission):
+    """The emission of one replica."""
 
     def __init__(
         self,
@@ -156,12 +156,12 @@ class Row(Emission):
         self.axes, self.spread, self.mesh_axes = {}, spread, axes
         self.platform, self.once = platform, WholeEvaluator(platform)
         self.groups = groups
-        self.nodes: list[Node] = []
+        self.nodes: list[NodeProgram] = []
         self.invariant = invariant
         self.in_parts = self.fits if in_loop is None else in_loop  # batched inputs and outputs
-        self.in_parts_inside = False  # of the loop or branch that is evaluated
-        given = (var for var in self.batched if in_loop is not None or spread.given(self.flow, var))
-        self.own = {*given} if self.in_parts else set[Var]()  # of the batched values, those held in parts
+        self.in_parts_inside = False  # likewise, in the current loop or branch
+        given = (var for var in self.batched if in_loop is not None or spread.is_sharded_argument(self.flow, var))
+        self.own = {*given} if self.in_parts else set[Var]()  # batched values of which it has its own part
 
     @property
     def fits(self) -> bool:
@@ -200,17 +200,17 @@ class Row(Emission):
         batched = [i for i, (_, form) in enumerate(together.wanted) if isinstance(form, Slice)]
         program, captured = trace_with_captures(together, shapes, self.mesh_axes)
         try:
-            program, dims = self.blocked(program, together.reads, batched)
+            program, dims = self.in_blocks_where_read(program, together.reads, batched)
         except (PartitionError, UnsupportedPrimitiveError):  # every device computes it whole
             given, dims = [self.read(var) for var in together.reads], [None] * len(together.wanted)
-        values = evaluated(program, [*given, *captured])
+        values = evaluate_program(program, [*given, *captured])
         for (var, form), dim, value in zip(together.wanted, dims, values, strict=True):
             self.take_up(var, dim, value) if not isinstance(form, Slice) else self.batched.update({var: value})
 
-    def blocked(
+    def in_blocks_where_read(
         self, program: Program, reads: Sequence[Var | None], whole: Collection[int] = ()
     ) -> tuple[Program, Sequence[int | None]]:
-        """A program in blocks, as far as what it reads is; with the dimension of each output that is."""
+        """A program over blocks, if its inputs are in blocks; and the dimension in blocks of each output, or None."""
         rooms = self.uneven_of(reads)
         if rooms is None:
             return program, [None] * len(program.outputs)
@@ -219,23 +219,29 @@ class Row(Emission):
         return split.program, split.outputs
 
     def put_together(self, var: Var) -> Any:
-        """A batched value, whole on each device: of the parts of all rows, where it was not computed whole."""
+        """A batched value, whole on each device: gathered from all replicas, unless it was computed whole."""
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
         if var in self.own and form.outer == 1 and self.fits:
-            return self.of_rows(self.batched[var], form.dim, var.aval.shape[form.dim])
+            return self.gather_from_replicas(self.batched[var], form.dim, var.aval.shape[form.dim])
         if var in self.batched and var not in self.own:
             return self.batched[var]
-        value = self.of_rows(self.in_turns(form, *self.shard(var), var in self.collected), 0, self.spread.nodes)
-        return self.arranged(value, form, self.units(form))
+        value = self.gather_from_replicas(
+            self.by_node(form, *self.shard(var), var in self.collected), 0, self.spread.nodes
+        )
+        return self.in_batch_order(value, form, self.units(form))
 
-    def of_rows(self, value: Any, dim: int, size: int) -> Any:
-        """What rows have parts of, whole on each of them."""
-        alone = self.spread.turns == self.spread.nodes
-        return jax.lax.slice_in_dim(value, 0, size, axis=dim) if alone else OF_ROWS.bind(value, dim=dim, size=size)
+    def gather_from_replicas(self, value: Any, dim: int, size: int) -> Any:
+        """Gathers the replicas' parts of a value along `dim`, to `size` elements."""
+        alone = self.spread.iterations == self.spread.nodes
+        return (
+            jax.lax.slice_in_dim(value, 0, size, axis=dim)
+            if alone
+            else GATHER_FROM_REPLICAS.bind(value, dim=dim, size=size)
+        )
 
     def own_part(self, atom: Atom) -> Any:
-        """The row's part of a batched value."""
+        """The replica's part of a batched value."""
         if atom in self.own:
             return self.batched[atom]
         form = self.flow.state(atom).form
@@ -243,15 +249,15 @@ class Row(Emission):
         return self.in_part(form, *self.shard(atom), atom in self.collected)
 
     def in_part(self, form: Slice, value: Any, dim: int, there: bool) -> Any:
-        """A batched value as the row's part of it; see `in_turns`."""
-        units = self.spread.turns * self.flow.node_elements(form)
-        return self.arranged(self.in_turns(form, value, dim, there), form, units)
+        """The replica's part of a batched value; see `by_node`."""
+        units = self.spread.iterations * self.flow.node_elements(form)
+        return self.in_batch_order(self.by_node(form, value, dim, there), form, units)
 
-    def arranged(self, value: Any, form: Slice, units: int) -> Any:
-        """What consecutive nodes have, in the order of the batch; see `restore_batch_order`.
+    def in_batch_order(self, value: Any, form: Slice, units: int) -> Any:
+        """The parts of consecutive nodes, in the order of the batch; see `restore_batch_order`.
 
         Raises:
-          PartitionError: blocks of a factor, of which a room may hold more, are one dimension with examples.
+          PartitionError: a factor in blocks and the examples share one dimension.
         """
         if value.shape[form.dim + 1] != form.outer * self.flow.node_elements(form):
             raise PartitionError(
@@ -260,12 +266,12 @@ class Row(Emission):
         return restore_batch_order(value, form, self.flow.node_elements(form), units)
 
     def taken_as(self, form: Form | None, atom: Atom) -> Any:
-        in_part = self.in_parts_inside and isinstance(form, Slice)  # others are read whole, batched ones too
-        return self.as_taken(form, atom) if in_part else super().as_region_operand(form, atom)
+        in_part = self.in_parts_inside and isinstance(form, Slice)  # all others are read whole
+        return self.as_batched(form, atom) if in_part else super().as_region_operand(form, atom)
 
-    def as_taken(self, form: Form | None, atom: Atom) -> Any:
-        """A value in the form in which it is taken where batched values are in parts: a whole one may be cut for that,
-        such as zeros with which a loop begins, or that one branch has in the place of what others compute."""
+    def as_batched(self, form: Form | None, atom: Atom) -> Any:
+        """A value in the form that a loop or branch expects where batched values are in parts. A whole value is sliced
+        for that, such as the zeros of an initial carry, or of a branch that skips the computation of the others."""
         if not isinstance(form, Slice):
             return self.read(atom)
         if self.flow.state(atom).form == form:
@@ -280,11 +286,11 @@ class Row(Emission):
         value = self.batched[var]
         return (value, form.dim) if form.outer == 1 else (split_runs(value, form), form.dim + 1)
 
-    def in_turns(self, form: Slice, value: Any, dim: int, there: bool) -> Any:
-        """A batched value, or the row's part of it, as the parts of the row's nodes, ``[turns, ...]``."""
+    def by_node(self, form: Slice, value: Any, dim: int, there: bool) -> Any:
+        """A batched value, or the replica's part of it, split by the replica's nodes: ``[iterations, ...]``."""
         if there:
             return jnp.moveaxis(value, dim, 0)
-        turns, n = self.spread.turns, self.flow.node_elements(form)
+        turns, n = self.spread.iterations, self.flow.node_elements(form)
         if value.shape[dim] != turns * n:
             value = jax.lax.slice_in_dim(value, 0, turns * n, axis=dim)
         value = jnp.moveaxis(value.reshape(*value.shape[:dim], turns, n, *value.shape[dim + 1 :]), dim, 0)
@@ -295,7 +301,7 @@ class Row(Emission):
         return self.own_part(atom) if batched and self.in_parts_inside else self.read(atom)
 
     def returned(self, atom: Atom, form: Form) -> Any:
-        return self.as_taken(form, atom) if self.in_parts else self.read(atom)
+        return self.as_batched(form, atom) if self.in_parts else self.read(atom)
 
     def in_shards(self, value: Any, form: Form | None) -> Any:
         if not self.mesh_axes or not isinstance(form, Slice):
@@ -303,7 +309,7 @@ class Row(Emission):
         return bind(constraint_equation(((),) * value.ndim), [value])[0]
 
     def run_nested(self, action: Evaluation) -> None:
-        # Shards, or slots if rows are uneven; bodies that have other nodes are given whole values.
+        # Shards, or slots if replicas are uneven; bodies with other numbers of nodes get whole values.
         self.in_parts_inside = (self.fits or not self.spread.even) and self.has_same_nodes(action)
         super().run_nested(action)
         if self.in_parts_inside:
@@ -320,7 +326,7 @@ class Row(Emission):
     ) -> list[Any]:
         later = self.groups[len(self.nodes) :]
         in_parts = self.in_parts_inside and made.flow.batch == self.flow.batch
-        inner = Row(
+        inner = ReplicaEmission(
             made,
             self.placement,
             values,
@@ -346,7 +352,9 @@ class Row(Emission):
         written = inline(plain.jaxpr, plain.consts)
         groups = tuple(self.groups[len(self.nodes)]) if len(self.nodes) < len(self.groups) else ()
         program = group_equations(written, groups) if groups else written
-        program, dims = self.blocked(program, [None, *(var for var, _ in nodes.sliced_inputs), *nodes.whole_inputs])
+        program, dims = self.in_blocks_where_read(
+            program, [None, *(var for var, _ in nodes.sliced_inputs), *nodes.whole_inputs]
+        )
         made_so = [*(a.var for a in nodes.accumulators), *(var for var, _ in nodes.collected)]
         self.dims.update((var, dim) for var, dim in zip(made_so, dims, strict=True) if dim is not None)
         sums = [
@@ -357,14 +365,14 @@ class Row(Emission):
         given = frozenset(i for i, there in enumerate(kept) if not there)
         examples = tuple(form.dim for _, form in nodes.sliced_inputs)
         own = tuple(dims[: len(sums)])
-        self.nodes.append(Node(program, examples, given, written, groups, tuple(nodes.accumulators), own))
+        self.nodes.append(NodeProgram(program, examples, given, written, groups, tuple(nodes.accumulators), own))
 
-        def turn(totals: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
+        def iteration(totals: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
             operands = [given[0][None], *given[1:], *whole]
             as_traced = program is written  # neither side by side nor in blocks
-            values = jaxpr_as_fun(made)(*operands) if as_traced else evaluated(program, [*operands, *captured])
+            values = jaxpr_as_fun(made)(*operands) if as_traced else evaluate_program(program, [*operands, *captured])
             pieces = values[: len(sums)]
-            if self.spread.turns == 1:  # there is nothing to add it to
+            if self.spread.iterations == 1:  # a single node needs no addition
                 totals = [piece.astype(s.dtype) for s, piece in zip(sums, pieces, strict=True)]
                 if self.invariant:
                     totals = [s.from_zero(total) for s, total in zip(sums, totals, strict=True)]
@@ -372,14 +380,14 @@ class Row(Emission):
             return node_loops.add_all(sums, totals, pieces), values[len(sums) :]
 
         held = zip(nodes.sliced_inputs, shards, kept, strict=True)
-        several = [self.in_turns(form, *shard, there) for (_, form), shard, there in held]
-        numbers = NUMBERS.bind(turns=self.spread.turns)
-        totals, results = jax.lax.scan(turn, [s.identity() for s in sums], [numbers, *several])
+        several = [self.by_node(form, *shard, there) for (_, form), shard, there in held]
+        numbers = NODE_NUMBERS.bind(turns=self.spread.iterations)
+        totals, results = jax.lax.scan(iteration, [s.identity() for s in sums], [numbers, *several])
         self.collected.update(zip((var for var, _ in nodes.collected), results, strict=True))
-        return [OVER_ROWS.bind(total, monoid=s.monoid) for s, total in zip(sums, totals, strict=True)]
+        return [SUM_OVER_REPLICAS.bind(total, monoid=s.monoid) for s, total in zip(sums, totals, strict=True)]
 
 
-def row_program(
+def replica_program(
     schedule: Schedule,
     spread: Spread,
     axes: Axes,
@@ -387,55 +395,61 @@ def row_program(
     invariant: bool,
     groups: Sequence[Sequence[Group]] = (),
     rooms: UnevenValues | None = None,
-) -> RowProgram:
-    """Traces what a row computes.
+) -> ReplicaProgram:
+    """Traces the program of a replica.
 
     Args:
-      schedule: of the step.
-      spread: of the nodes over rows.
-      axes: of the mesh, those that nodes are not spread over and that are longer than one.
-      platform: what is compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-      invariant: whether sums over nodes are formed in an order of their own: by loops, even of one turn.
-      groups: for each pass, in the order in which they are emitted, which equations of a node are evaluated side by
-        side; nothing for passes behind the last.
-      rooms: which inputs are given in blocks, of which devices have different numbers, and which outputs are wanted so.
+      schedule: the step's schedule.
+      spread: the spread of nodes over replicas.
+      axes: sizes of the mesh axes other than the nodes', those longer than one.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+      invariant: whether sums over nodes have a fixed order: loops then stay, even with one iteration.
+      groups: for each pass, in the order in which passes are emitted, the equations of a node that are evaluated side
+        by side; passes without an entry have none.
+      rooms: the inputs and outputs that are stored in uneven blocks.
 
     Returns:
-      The program. Its inputs and outputs are those of the step, whole, or as they are stored in blocks; those of which
-      rows have equal parts are the row's part.
+      The program. Its inputs and outputs are the step's: whole, or as stored in blocks; or the replica's part, where
+      all replicas have equal parts.
     """
-    nodes: list[Node] = []  # and not the row, whose values belong to the trace
+    nodes: list[NodeProgram] = []  # the replica itself has values of the trace
     stands_for_all = Placement(spread.nodes, jax.devices()[:1])
 
-    def whole(*values: Any) -> list[Any]:
-        row = Row(schedule, stands_for_all, values, spread, platform, axes, groups, invariant, rooms=rooms)
-        row.arguments = set(schedule.flow.program.inputs)
-        outputs = zip(row.run(), schedule.flow.program.outputs, strict=True)
-        nodes.extend(row.nodes)
+    def run_replica(*values: Any) -> list[Any]:
+        replica = ReplicaEmission(
+            schedule, stands_for_all, values, spread, platform, axes, groups, invariant, rooms=rooms
+        )
+        replica.arguments = set(schedule.flow.program.inputs)
+        outputs = zip(replica.run(), schedule.flow.program.outputs, strict=True)
+        nodes.extend(replica.nodes)
         return [jnp.asarray(value, atom.aval.dtype) for value, atom in outputs]
 
     flow = schedule.flow
     dims = rooms.inputs if rooms is not None else [None] * len(flow.program.inputs)
 
     def type_of(var: Var, dim: int | None) -> jax.ShapeDtypeStruct:
-        shape = spread.part(flow, var) if spread.given(flow, var) else in_room(var.aval.shape, dim, rooms)
+        shape = (
+            spread.part(flow, var)
+            if spread.is_sharded_argument(flow, var)
+            else stored_shape(var.aval.shape, dim, rooms)
+        )
         return jax.ShapeDtypeStruct(shape, var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False))
 
     shapes = list(map(type_of, flow.program.inputs, dims))
-    closed = remove_mesh_closed(trace_to_jaxpr(lambda values: whole(*values), shapes, axes))
-    return RowProgram(inline(closed.jaxpr, closed.consts), tuple(nodes))
+    closed = remove_mesh_closed(trace_to_jaxpr(lambda values: run_replica(*values), shapes, axes))
+    return ReplicaProgram(inline(closed.jaxpr, closed.consts), tuple(nodes))
 
 
-def in_room(shape: Sequence[int], dim: int | None, rooms: UnevenValues | None) -> tuple[int, ...]:
-    """The shape in which a value is given."""
+def stored_shape(shape: Sequence[int], dim: int | None, rooms: UnevenValues | None) -> tuple[int, ...]:
+    """The shape of a value as it is stored, with room for the most blocks of any device along `dim`."""
     sizes = list(shape)
     if dim is not None and rooms is not None:
         sizes[dim] = rooms.share.stored_size(sizes[dim])
     return tuple(sizes)
 
 
-def evaluated(program: Program, values: Sequence[Any]) -> list[Any]:
-    """What a program computes, equation by equation."""
+def evaluate_program(program: Program, values: Sequence[Any]) -> list[Any]:
+    """Evaluates a program, equation by equation."""
     known: dict[Var, Any] = {**program.constants, **dict(zip(program.inputs, values, strict=True))}
 
     def read(atom: Any) -> Any:
@@ -448,7 +462,7 @@ def evaluated(program: Program, values: Sequence[Any]) -> list[Any]:
 
 
 def loop_bodies(flow: Flow, at: Path = ()) -> list[tuple[Path, Flow]]:
-    """The flows through all bodies of a program's loops and branches, outer ones first, with their places."""
+    """The flows through all bodies of a program's loops and branches, outer bodies first, with their paths."""
     found: list[tuple[Path, Flow]] = []
     for number, step in enumerate(flow.steps):
         for k, body in enumerate(step.bodies):
@@ -458,7 +472,7 @@ def loop_bodies(flow: Flow, at: Path = ()) -> list[tuple[Path, Flow]]:
 
 
 def signature(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """What an equation is, as far as it says where a program begins in another."""
+    """The primitive, shapes and dtypes of an equation, by which a program is found in another."""
     return (
         eqn.primitive.name,
         *((getattr(v.aval, "shape", None), getattr(v.aval, "dtype", None)) for v in (*eqn.invars, *eqn.outvars)),
@@ -466,7 +480,7 @@ def signature(eqn: JaxprEqn) -> tuple[Any, ...]:
 
 
 def position(wanted: Sequence[Any], several: Sequence[Any]) -> int | None:
-    """Where a sequence is found in another."""
+    """The position of a sequence in another; None if it is not there."""
     for start in range(len(several) - len(wanted) + 1):
         if all(several[start + k] == each for k, each in enumerate(wanted)):
             return start

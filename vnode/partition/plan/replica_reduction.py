@@ -1,7 +1,7 @@
-"""How what passes sum is added up over the rows of a mesh: in a flow through a row's program, as the step itself does.
+"""A flow through a replica's program -> the same flow with the passes' accumulators reduced across replicas.
 
-Knows flows through the program of a row, and how devices combine what their nodes contribute. Must not know machines,
-costs, nor how layouts were found.
+Knows flows through the program of a replica, and how devices combine accumulators. Must not know machines, costs, nor
+how layouts were found.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Primitive
 
-from vnode.partition.cost.op_kinds import BESIDE
-from vnode.partition.plan.other_replicas import NUMBERS, OF_ROWS, OVER_ROWS
+from vnode.partition.cost.op_kinds import LOOP_BUFFERS
+from vnode.partition.plan.other_replicas import GATHER_FROM_REPLICAS, NODE_NUMBERS, SUM_OVER_REPLICAS
 from vnode.runtime import device_reductions, node_loops
 from vnode.runtime.device_reductions import Parts, ReductionPlan
 from vnode.runtime.offloaded_accumulators import can_offload
@@ -26,54 +26,58 @@ from vnode.spmd.sharding_flow import Flow, Step
 
 
 @dataclasses.dataclass(frozen=True)
-class Across:
-    """How rows add.
+class ReplicaReduction:
+    """The reduction of accumulators across replicas.
 
     Attributes:
-      counts: nodes of each row.
-      lane: consecutive nodes that are added one after another, before the tree.
-      invariant: whether that is in the order of a tree, whatever the devices.
-      axis: of the mesh, over which rows are numbered.
-      far: how many of the sums that wait are on the host, the lowest of the stack; not of passes in loops.
+      counts: nodes of each replica.
+      lane: number of consecutive nodes that are added in sequence, before the tree.
+      invariant: whether sums are formed in the order of a fixed tree, on any devices.
+      axis: the mesh axis of the nodes.
+      sums_on_host: number of waiting partial sums on the host, the lowest of the stack; 0 for passes in loops.
     """
 
     counts: tuple[int, ...]
     lane: int
     invariant: bool
     axis: str
-    far: int = 0
+    sums_on_host: int = 0
 
     @functools.cached_property
     def plan(self) -> ReductionPlan:
-        """The order of a tree."""
+        """The order of the tree."""
         return ReductionPlan.from_counts(self.counts, self.lane, True)
 
     @property
     def waiting(self) -> int:
-        """Sums of each kind that wait for others on a device, besides the one that nodes are added to."""
+        """Partial sums per accumulator that wait on a device, besides the running sum."""
         return self.plan.max_depth if self.invariant else 0
 
     @property
     def farthest(self) -> int:
-        """How many of them may be on the host: what remains in the end would have to come back for its exchange."""
+        """How many of them may be on the host: blocks left at the end would have to come back for the collective."""
         return self.waiting if self.plan.max_remaining == 1 else 0
 
     @property
     def crossings(self) -> int:
-        """How often a sum goes to the host or comes back in a pass, on the device that has most to do."""
-        return max(sum(fold.count_crossings(self.far)) for fold in self.plan.device_folds) if self.far else 0
+        """Transfers of partial sums to and from the host in a pass, on the busiest device."""
+        return (
+            max(sum(fold.count_crossings(self.sums_on_host)) for fold in self.plan.device_folds)
+            if self.sums_on_host
+            else 0
+        )
 
-    def near(self, s: node_loops.Sum) -> int:
-        """How many of those that wait of a sum are on the device."""
-        return self.waiting - (min(self.far, self.waiting) if can_offload(s.shape, s.dtype) else 0)
+    def waiting_on_device(self, s: node_loops.Sum) -> int:
+        """The number of an accumulator's waiting partial sums that are on the device."""
+        return self.waiting - (min(self.sums_on_host, self.waiting) if can_offload(s.shape, s.dtype) else 0)
 
     def totals(self, values: Sequence[Any], monoids: Sequence[Any], parts: Parts) -> list[Any]:
-        """Totals of what a row's devices have, by collectives; where there is one row, the values.
+        """Reduces accumulators across replicas, by collectives; with one replica, they are the totals.
 
         Args:
-          values: of each device.
-          monoids: by which they are combined.
-          parts: the dimensions along which devices are given parts of some.
+          values: a device's accumulators.
+          monoids: the monoid of each.
+          parts: for each, the dimension along which its total is scattered; None if every device gets all.
         """
         sums = [node_loops.Sum(m, v.shape, v.dtype) for m, v in zip(monoids, values, strict=True)]
         if not self.invariant:
@@ -81,7 +85,7 @@ class Across:
         several = list(zip(sums, values, parts, strict=True))
         exact = [each for each in several if each[0].exact]
         inexact = [s for s in sums if not s.exact]
-        left = self.left(inexact, [v for s, v, _ in several if not s.exact])
+        left = self.loop_results(inexact, [v for s, v, _ in several if not s.exact])
         if len(self.counts) == 1:
             return device_reductions.merge_sums(sums, left.first, [v for _, v, _ in exact])
         cut = [dim for s, _, dim in several if not s.exact]
@@ -89,16 +93,16 @@ class Across:
         found = self.in_any_order([s for s, _, _ in exact], [v for _, v, _ in exact], [dim for _, _, dim in exact])
         return device_reductions.merge_sums(sums, [block for (block,) in blocks], found)
 
-    def left(self, sums: Sequence[node_loops.Sum], last: Sequence[Any]) -> node_loops.PartialBlocks:
-        """What the loop over a row's nodes leaves, given the sums that it formed last: these, and those that waited."""
+    def loop_results(self, sums: Sequence[node_loops.Sum], last: Sequence[Any]) -> node_loops.PartialBlocks:
+        """The partial blocks after the loop over a replica's nodes, given its last sums."""
         height = jnp.int32(len(self.plan.device_folds[0].rest))
         if not self.waiting or not sums:
             return node_loops.PartialBlocks(list(last), [], list(last), height)
         first, others = list(last), []
         held = {
-            i: BESIDE.bind(v, count=self.near(s) - 1)
+            i: LOOP_BUFFERS.bind(v, count=self.waiting_on_device(s) - 1)
             for i, (s, v) in enumerate(zip(sums, last, strict=True))
-            if self.near(s)
+            if self.waiting_on_device(s)
         }
         if held:
             some, added = [sums[i] for i in held], [last[i] for i in held]
@@ -106,17 +110,17 @@ class Across:
             begun = jax.lax.fori_loop(0, 1, lambda _, given: node_loops.add_all(some, given, added), begun)
             for i, value in zip(held, begun, strict=True):
                 first[i] = value
-            others = [each[1] for each in held.values() if not self.far and self.waiting > 1]
+            others = [each[1] for each in held.values() if not self.sums_on_host and self.waiting > 1]
         return node_loops.PartialBlocks(first, others, list(last), height)
 
     def in_any_order(self, sums: Sequence[node_loops.Sum], values: Sequence[Any], parts: Parts) -> list[Any]:
-        """Totals by one collective for each: compilers send them together where they can."""
+        """Totals by one collective for each accumulator; compilers combine them where they can."""
         several = zip(sums, values, parts, strict=True)
         return [device_reductions.combine_in_any_order([s], [value], self.axis, [dim])[0] for s, value, dim in several]
 
 
-class Totals(Primitive):
-    """The totals of a pass over all rows, together."""
+class ReplicaTotals(Primitive):
+    """The totals of a pass over all replicas, as one primitive."""
 
     multiple_results = True
 
@@ -124,69 +128,69 @@ class Totals(Primitive):
         return params["across"].totals(args, params["monoids"], params["parts"])
 
 
-TOTALS = Totals("totals")
+TOTALS = ReplicaTotals("totals")
 
 
-class PutTogether(Primitive):
-    """What rows have parts of, on each of them."""
+class GatherBatched(Primitive):
+    """Gathers the replicas' parts of a batched value."""
 
-    def bind(self, value: Any, /, *, across: Across, dim: int, size: int) -> Any:
-        most = max(across.counts) * -(-size // sum(across.counts))  # of any row: all send as much
+    def bind(self, value: Any, /, *, across: ReplicaReduction, dim: int, size: int) -> Any:
+        most = max(across.counts) * -(-size // sum(across.counts))  # of any replica: an all-gather needs equal parts
         value = extend_dim(value, dim, 0, most - value.shape[dim])
         found = jax.lax.all_gather(value, across.axis, axis=dim, tiled=True)
         return found if found.shape[dim] == size else jax.lax.slice_in_dim(found, 0, size, axis=dim)
 
 
-PUT_TOGETHER = PutTogether("put_together")
+PUT_TOGETHER = GatherBatched("put_together")
 
 
-def put_together(eqn: JaxprEqn, across: Across) -> JaxprEqn:
-    """What rows have parts of as an equation that every device evaluates."""
+def gather_equation(eqn: JaxprEqn, across: ReplicaReduction) -> JaxprEqn:
+    """Lowers a gather from replicas to an equation that every device evaluates."""
     return eqn.replace(primitive=PUT_TOGETHER, params={**eqn.params, "across": across})
 
 
-def counted(eqn: JaxprEqn, across: Across) -> JaxprEqn:
-    """Numbers of nodes as those of any array."""
+def count_nodes(eqn: JaxprEqn, across: ReplicaReduction) -> JaxprEqn:
+    """Lowers the numbers of the nodes to an iota."""
     (made,) = jax.make_jaxpr(lambda: jax.lax.iota(jnp.int32, eqn.params["turns"]))().eqns
     return eqn.replace(primitive=made.primitive, params=made.params)
 
 
-CARRIED_OUT = {OF_ROWS: put_together, NUMBERS: counted}
-"""How equations that only the program of a row has are carried out, one by one."""
+CARRIED_OUT = {GATHER_FROM_REPLICAS: gather_equation, NODE_NUMBERS: count_nodes}
+"""The lowering of each equation that only a replica's program has."""
 
 
-def added(flow: Flow, across: Across) -> Flow:
-    """The same flow with the totals of each pass, which follow each other in it, added up over rows together.
+def reduce_over_replicas(flow: Flow, across: ReplicaReduction) -> Flow:
+    """Lowers the equations of a flow that need other replicas: totals, gathers and numbers of nodes.
 
-    And with what rows have parts of put together, and numbers of nodes as an array like any other.
+    Consecutive totals, those of one pass, become one equation.
 
     Args:
-      flow: through the program of a row.
-      across: how rows add.
+      flow: layouts through the program of a replica.
+      across: the reduction across replicas.
     """
     steps: list[Step] = []
-    for over, several in itertools.groupby(flow.steps, lambda step: step.eqn.primitive is OVER_ROWS):
+    for over, several in itertools.groupby(flow.steps, lambda step: step.eqn.primitive is SUM_OVER_REPLICAS):
         if over:
-            steps.append(together(list(several), across))
+            steps.append(combined_totals(list(several), across))
         else:
-            inner = dataclasses.replace(across, far=0)
-            steps += [by_itself(step, inner) for step in several]
+            inner = dataclasses.replace(across, sums_on_host=0)
+            steps += [lower_step(step, inner) for step in several]
     program = flow.program
     equations = [step.eqn for step in steps]
     made = program.derive(program.inputs, equations, program.outputs)
     return dataclasses.replace(flow, program=made, steps=tuple(steps))
 
 
-def by_itself(step: Step, across: Across) -> Step:
-    """A step that is no total, as devices carry it out; with what its bodies have for all rows."""
+def lower_step(step: Step, across: ReplicaReduction) -> Step:
+    """Lowers a step that is no total, and the steps in its bodies."""
     eqn = step.eqn
     if eqn.primitive in CARRIED_OUT:
         return dataclasses.replace(step, eqn=CARRIED_OUT[eqn.primitive](eqn, across), choice=None, anyhow=False)
-    return dataclasses.replace(step, bodies=tuple(added(body, across) for body in step.bodies))
+    return dataclasses.replace(step, bodies=tuple(reduce_over_replicas(body, across) for body in step.bodies))
 
 
-def together(steps: Sequence[Step], across: Across) -> Step:
-    """Totals of one pass as one equation, which every device evaluates on its parts of them."""
+def combined_totals(steps: Sequence[Step], across: ReplicaReduction) -> Step:
+    """Lowers the totals of one pass to one equation, which every device evaluates on its parts."""
     first = steps[0].eqn
     lying = [(step.operands[0].cut_axes, step.made[0].cut_axes) for step in steps]
     parts = tuple(made.get(across.axis) if across.axis not in given else None for given, made in lying)

@@ -1,11 +1,11 @@
-"""How many nodes each row of a mesh has where kinds of devices differ: as many as its slowest device is fast.
+"""How many nodes each replica of a mesh has where kinds of devices differ: as many as its slowest device is fast.
 
 Knows machines, and how long each kind of device takes for a node. Must not know programs, searches nor plans.
 
-Rows work at the same time, and a step takes as long as the row that is last (AccPar, Song et al., HPCA 2020, section
-4.2, where a layer's batch is shared in proportion to speed). Nodes are whole, so the best shares are found exactly:
-one lane after another goes to the row that would be done first with it. Shares as equal as they can be may do better
-all the same, where sums over nodes are what takes long.
+Rows work at the same time, and a step takes as long as the replica that is last (AccPar, Song et al., HPCA 2020,
+section 4.2, where a layer's batch is shared in proportion to speed). Nodes are whole, so the best shares are found
+exactly: one lane after another goes to the replica that would be done first with it. Shares as equal as they can be may
+do better all the same, where sums over nodes are what takes long.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from vnode.placement.placement import even_counts
 
 
 @dataclasses.dataclass(frozen=True)
-class Shares:
-    """Nodes of the rows of a mesh.
+class ReplicaShares:
+    """Nodes of the replicas of a mesh.
 
     Attributes:
-      counts: for each row.
-      last: the row that is done last.
+      counts: for each replica.
+      last: the replica that is done last.
       kind: the slowest kind of device in that.
     """
 
@@ -33,12 +33,12 @@ class Shares:
     kind: Kind
 
     @property
-    def turns(self) -> int:
-        """Nodes of the row that is done last."""
+    def iterations(self) -> int:
+        """Nodes of the replica that is done last."""
         return self.counts[self.last]
 
 
-def shares(
+def replica_shares(
     machine: Machine,
     mesh: MachineMesh,
     nodes: str,
@@ -46,38 +46,38 @@ def shares(
     lane: int,
     pace: Mapping[str, float],
     even: bool = False,
-) -> Shares:
+) -> ReplicaShares:
     """Shares the nodes out.
 
     Args:
       machine: the devices.
       mesh: their order.
-      nodes: the axis over which rows are numbered, the first of the mesh.
+      nodes: the axis over which replicas are numbered, the first of the mesh.
       virtual_nodes: V.
       lane: nodes that stay together.
       pace: seconds that a node takes on each kind, by the kind's name; asked only where kinds differ.
-      even: whether rows have the same shares all the same.
+      even: whether replicas have the same shares all the same.
 
     Returns:
-      The shares. Every row has a lane if there are enough.
+      The shares. Every replica has a lane if there are enough.
     """
-    rows = mesh.devices.reshape(mesh.shape.get(nodes, 1), -1).tolist()
-    kinds = [[machine.devices[i].kind for i in row] for row in rows]
-    counts = even_counts(virtual_nodes, len(rows), lane)
+    replicas = mesh.devices.reshape(mesh.shape.get(nodes, 1), -1).tolist()
+    kinds = [[machine.devices[i].kind for i in replica] for replica in replicas]
+    counts = even_counts(virtual_nodes, len(replicas), lane)
     if len(machine.kinds) == 1:
-        return Shares(tuple(counts), counts.index(max(counts)), kinds[0][0])
-    slowest = [max(row, key=lambda kind: pace[kind.name]) for row in kinds]
+        return ReplicaShares(tuple(counts), counts.index(max(counts)), kinds[0][0])
+    slowest = [max(replica, key=lambda kind: pace[kind.name]) for replica in kinds]
     seconds = [pace[kind.name] for kind in slowest]
     if len(set(seconds)) > 1 and not even:
-        counts = fastest(seconds, virtual_nodes, lane)
-    last = max(range(len(rows)), key=lambda r: counts[r] * seconds[r])
-    return Shares(tuple(counts), last, slowest[last])
+        counts = fastest_shares(seconds, virtual_nodes, lane)
+    last = max(range(len(replicas)), key=lambda r: counts[r] * seconds[r])
+    return ReplicaShares(tuple(counts), last, slowest[last])
 
 
-def fastest(seconds: Sequence[float], virtual_nodes: int, lane: int) -> list[int]:
-    """Nodes of each row, in whole lanes (but for the very last), so that the last row is done as early as it can be.
+def fastest_shares(seconds: Sequence[float], virtual_nodes: int, lane: int) -> list[int]:
+    """Nodes of each replica, in whole lanes but for the last, so that the slowest replica ends as early as possible.
 
-    >>> fastest([1.0, 1.0, 2.0], 10, 1), fastest([1.0, 3.0], 16, 4)
+    >>> fastest_shares([1.0, 1.0, 2.0], 10, 1), fastest_shares([1.0, 3.0], 16, 4)
     ([4, 4, 2], [12, 4])
     """
     lanes = -(-virtual_nodes // lane)

@@ -28,15 +28,15 @@ from vnode.partition.plan.candidates import (
     SEARCHED,
     UNEQUAL,
     Candidate,
-    fitting,
+    fitting_first,
 )
 from vnode.partition.plan.compiled_ranking import CompiledRanking, Entry
-from vnode.partition.plan.memory_plan import SOLVING, Keeping, Less
-from vnode.partition.plan.mesh_search import OverMeshes
-from vnode.partition.plan.nothing_fits import nothing_fits
+from vnode.partition.plan.memory_plan import SOLVING, MemoryPlan, MemoryPlanner
+from vnode.partition.plan.mesh_search import MeshesSearch
+from vnode.partition.plan.nothing_fits import nothing_fits_error
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import Figures, platform_of
-from vnode.partition.plan.search_subject import Subject, check_args, computing_again, on_nodes, subject_of
+from vnode.partition.plan.search_subject import Subject, check_args, on_nodes, subject_of, with_recomputation
 from vnode.partition.searches.methods import method_named
 from vnode.placement.placement import MOST_NODES, device_list
 from vnode.placement.trace_context import with_jit
@@ -88,7 +88,7 @@ def search(
 ) -> Plan:
     """Finds how a step runs fastest on a machine, within its memory.
 
-    Every mesh of the machine's devices is tried whose first axis is that of the nodes: on each, an integer programme
+    Every mesh of the machine's devices is tried whose first axis is that of the nodes: on each, an integer program
     (`vnode.partition.searches.exact`) divides what a node computes, and the state, over the other axes; it begins with
     Megatron's splits. Data parallel, with the state on every device or sharded over all (FSDP, ZeRO), is a candidate in
     any case. Megatron's splits are predicted in full as well, after what is best on a mesh, if there is time.
@@ -178,7 +178,7 @@ def search(
         while True:
             share = 1.0 if ranking is None else SEARCHING
             left = max(share * (until - time.monotonic()), LEAST_SECONDS)
-            over_meshes = OverMeshes(machine, platform_of(machine), allowed, times, Budget(left), shown, method=by)
+            over_meshes = MeshesSearch(machine, platform_of(machine), allowed, times, Budget(left), shown, method=by)
             found = _Search(step, args, over_meshes, options)
             if ranking is not None and not ranking.tried:
                 over_meshes.early = functools.partial(found.begin, ranking, limit)
@@ -188,7 +188,7 @@ def search(
             if ranking is None or found.budget.interrupted:
                 return found.plan(limit, (f"estimates only: {reason}",))
             shown.update(1000, "compiling the best")
-            entries = found.entries(limit)
+            entries = found.compilable_entries(limit)
             best = ranking.best(entries)
             if best is not None:
                 return found.plan(limit, tuple(ranking.said), best, entries)
@@ -197,8 +197,8 @@ def search(
             if not any(each.figures is not None for each in ranking.tried) or ranking.interrupted:
                 return found.plan(limit, tuple(ranking.said))  # nothing was compiled in time, or Ctrl-C
             less = min(ranking.memory_allowed(), math.ceil(LESS * allowed))
-            if ranking.over or less < 1 or not found.fits:
-                raise MemoryLimitError(not_as_compiled(limit, ranking, found))
+            if ranking.is_finished or less < 1 or not found.fits:
+                raise MemoryLimitError(nothing_compiled_fits(limit, ranking, found))
             allowed = less
 
 
@@ -222,7 +222,7 @@ def check_devices(machine: Machine, compiled_for: Sequence[Any] | None) -> None:
         )
 
 
-def not_as_compiled(limit: int, ranking: CompiledRanking, found: _Search) -> str:
+def nothing_compiled_fits(limit: int, ranking: CompiledRanking, found: _Search) -> str:
     """The message for when nothing that was compiled fits."""
     return layout_message(
         f"no plan fits in {size(limit)} a device as it is compiled, of {several(len(ranking.tried), 'plan')}.",
@@ -238,13 +238,13 @@ def not_as_compiled(limit: int, ranking: CompiledRanking, found: _Search) -> str
 class _Search:
     """One search: over forms of a step (how many nodes, in which lanes, what is kept), each over all meshes."""
 
-    def __init__(self, step: Any, args: Sequence[Any], over_meshes: OverMeshes, options: dict[str, Any]) -> None:
+    def __init__(self, step: Any, args: Sequence[Any], over_meshes: MeshesSearch, options: dict[str, Any]) -> None:
         self.given, self.args, self.over_meshes = step, args, over_meshes
         self.machine, self.limit, self.budget = over_meshes.machine, over_meshes.limit, over_meshes.budget
         self.fewer_lanes = options.get("lanes") == "auto"
         self.options = {name: value for name, value in options.items() if not (name == "lanes" and self.fewer_lanes)}
         self.smallest: Candidate | None = None
-        self.fitted: dict[Less, bool] = {}  # of the step that is looked at
+        self.fitted: dict[MemoryPlan, bool] = {}  # of the step that is looked at
         self.found: list[tuple[Subject, Candidate]] = []
         self.chosen: tuple[Subject, Candidate] | None = None  # the fastest that fits by the model
         self.begun: list[Entry] = []
@@ -262,7 +262,7 @@ class _Search:
             self.last = subject = subject_of(on_nodes(self.given, nodes, self.options), self.args)
             for one, found in self.in_lanes(subject) if self.fewer_lanes else self.ways(subject):
                 self.found += [(one, each) for each in found]
-                fits = fitting(found, self.limit)[:1]
+                fits = fitting_first(found, self.limit)[:1]
                 if fits and (self.chosen is None or fits[0].figures.seconds < self.chosen[1].figures.seconds):
                     self.chosen = one, fits[0]
             nodes = 2 * subject.virtual_nodes
@@ -279,7 +279,7 @@ class _Search:
         """Whether something fits by the model."""
         return self.chosen is not None
 
-    def entries(self, limit: int) -> list[Entry]:
+    def compilable_entries(self, limit: int) -> list[Entry]:
         """What may be compiled.
 
         Args:
@@ -313,7 +313,7 @@ class _Search:
         """
         if best is None and self.chosen is None:
             assert self.smallest is not None and self.last is not None
-            raise nothing_fits(self.over_meshes, self.last, self.smallest)
+            raise nothing_fits_error(self.over_meshes, self.last, self.smallest)
         if best is None:
             assert self.chosen is not None
             subject, chosen = self.chosen
@@ -321,11 +321,11 @@ class _Search:
             chosen = best.candidate
             subject = next(subject for subject, candidate in self.found if candidate is chosen)
         compiled = {id(each.candidate): each.figures for each in entries if each.figures is not None}
-        made = plan_of(subject, chosen, self.machine, limit, self.beside(subject, chosen, compiled, limit))
+        made = plan_of(subject, chosen, self.machine, limit, self.other_plan_figures(subject, chosen, compiled, limit))
         notes = (*said, *self.budget.untried)
         return dataclasses.replace(made, compiled=compiled.get(id(chosen)), notes=notes)
 
-    def beside(
+    def other_plan_figures(
         self, subject: Subject, chosen: Candidate, compiled: Mapping[int, Figures], limit: int
     ) -> dict[str, Figures]:
         """What other plans of the same step take, by name: as compiled where that is known, else by the model."""
@@ -345,7 +345,7 @@ class _Search:
         if subject.virtual_nodes > devices and subject.step.options.reduction == "invariant":
             found = self.candidates(subject)
             yield subject, found
-            if any(not each.uses_host for each in fitting(found, self.limit)):
+            if any(not each.uses_host for each in fitting_first(found, self.limit)):
                 return
             options = dataclasses.replace(subject.step.options, lanes=devices)
             step = VirtualStep(dataclasses.replace(subject.step.spec, options=options), None)
@@ -360,18 +360,20 @@ class _Search:
         """
         found = self.candidates(subject)
         yield subject, found
-        if any(not each.uses_host for each in fitting(found, self.limit)):
+        if any(not each.uses_host for each in fitting_first(found, self.limit)):
             return
-        keeping = Keeping.of(subject, self.machine, self.over_meshes.platform)
-        tried = {Less()}
+        keeping = MemoryPlanner.for_subject(subject, self.machine, self.over_meshes.platform)
+        tried = {MemoryPlan()}
         self.fitted.clear()
         level = yield from self.bisected(subject, keeping, False, tried)
         if keeping.host and level is None:
             yield from self.bisected(subject, keeping, True, tried)
         elif keeping.host and level is not None:  # what is dear to compute again may be cheaper there
-            yield from self.keeping_less(subject, keeping, level, True, tried)
+            yield from self.with_memory_plan(subject, keeping, level, True, tried)
 
-    def bisected(self, subject: Subject, keeping: Keeping, host: bool, tried: set[Less]) -> Ways[int | None]:
+    def bisected(
+        self, subject: Subject, keeping: MemoryPlanner, host: bool, tried: set[MemoryPlan]
+    ) -> Ways[int | None]:
         """A step that keeps less and less, until it fits.
 
         Args:
@@ -388,7 +390,7 @@ class _Search:
         for _ in range(BISECTIONS):
             if count == low:
                 break
-            fits = yield from self.keeping_less(subject, keeping, count, host, tried)
+            fits = yield from self.with_memory_plan(subject, keeping, count, host, tried)
             if fits is None or (count == keeping.levels(host) and not fits):
                 break
             level = count if fits else level
@@ -396,8 +398,8 @@ class _Search:
             count = (low + high) // 2
         return level
 
-    def keeping_less(
-        self, subject: Subject, keeping: Keeping, level: int, host: bool, tried: set[Less]
+    def with_memory_plan(
+        self, subject: Subject, keeping: MemoryPlanner, level: int, host: bool, tried: set[MemoryPlan]
     ) -> Ways[bool | None]:
         """A step that keeps less, if that was not tried.
 
@@ -415,16 +417,16 @@ class _Search:
             self.budget.leave_out("keeping less for the backward pass: not tried further")
             return None
         try:
-            several = keeping.chosen(level, min(SOLVING, self.budget.left), host)
+            several = keeping.plan_at_level(level, min(SOLVING, self.budget.left), host)
         except KeyboardInterrupt:
             self.budget.interrupt()
             return None
         if several not in tried:
             tried.add(several)
-            less = subject_of(computing_again(subject.step, *several), self.args)
+            less = subject_of(with_recomputation(subject.step, *several), self.args)
             found = self.candidates(less)
             yield less, found
-            self.fitted[several] = any(not each.uses_host for each in fitting(found, self.limit))
+            self.fitted[several] = any(not each.uses_host for each in fitting_first(found, self.limit))
         return self.fitted.get(several, False)
 
     def candidates(self, subject: Subject) -> list[Candidate]:
@@ -461,6 +463,6 @@ def plan_of(subject: Subject, chosen: Candidate, machine: Machine, limit: int, b
         chosen.gap,
         chosen.divisions,
         chosen.host,
-        chosen.far,
+        chosen.host_sums,
         parameters=subject.parameters,
     )

@@ -91,7 +91,7 @@ class Subject:
         return frozenset(name for name in found if name is not None)
 
     @property
-    def together(self) -> list[list[int]]:
+    def indistinguishable_inputs(self) -> list[list[int]]:
         """Inputs that no plan can tell apart, of one name and shape: as of a network and its average, given apart."""
         found: dict[str, list[int]] = {}
         for i, name in enumerate(self.leaves):
@@ -100,7 +100,7 @@ class Subject:
         return [several for several in found.values() if len(several) > 1]
 
     @functools.cached_property
-    def late(self) -> TurningPoint:
+    def late_reads(self) -> TurningPoint:
         """What its program reads late, if nothing of it is computed again."""
         return TurningPoint.from_program(self.schedule.flow.program, self.batch)
 
@@ -153,7 +153,7 @@ def check_args(args: Any) -> None:
         raise PartitionError(f"args are the arguments of the step, in a tuple, not {type(args).__name__}")
 
 
-def computing_again(step: Any, several: Collection[ResultIndex], away: Collection[ResultIndex] = ()) -> Any:
+def with_recomputation(step: Any, several: Collection[ResultIndex], away: Collection[ResultIndex] = ()) -> Any:
     """A step, a `VirtualStep`, that computes some values again where they are read late, and has others on the host."""
     options = dataclasses.replace(step.options, recomputed=tuple(sorted(several)), offloaded=tuple(sorted(away)))
     return VirtualStep(dataclasses.replace(step.spec, options=options), None)

@@ -1,6 +1,6 @@
 """What of a state lies in the host's memory between updates, so that the rest fits into a device's.
 
-Knows flows through the program of a row, and links to hosts. Must not know how layouts were found, nor files.
+Knows flows through the program of a replica, and links to hosts. Must not know how layouts were found, nor files.
 
 A leaf of the state that nothing reads before the last pass is over (an optimizer's slots) is wanted for a moment only.
 It comes when the update that reads it begins, and goes back when that is done (`vnode.runtime.host_prefetch`): a device
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from jax.extend.core import Var
 
 from vnode.partition.machine import Machine
-from vnode.partition.plan.other_replicas import OVER_ROWS
+from vnode.partition.plan.other_replicas import SUM_OVER_REPLICAS
 from vnode.partition.plan.predict import Figures, local_sums, nbytes
 from vnode.runtime.host_prefetch import Task, offloaded_needs, order_by_output
 from vnode.spmd.layout import Axes
@@ -28,31 +28,31 @@ from vnode.spmd.sharding_flow import Flow
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Slots:
+class StateOffload:
     """The leaves of a state that may lie on the host.
 
     Attributes:
-      flow: through the program of a row.
+      flow: through the program of a replica.
       held: for each name the inputs that are called so, with their bytes on one device, largest first.
       sums: bytes of one device's part of what passes sum.
       donated: inputs that are given away.
     """
 
     flow: Flow
-    held: Mapping[str, Mapping[int, int]]
+    inputs_by_name: Mapping[str, Mapping[int, int]]
     sums: int
     donated: frozenset[int]
 
     @staticmethod
-    def of(
+    def from_names(
         flow: Flow,
         names: Sequence[str | None],
         state: Sequence[int],
         donated: frozenset[int],
         axes: Axes,
         sharded: Mapping[int, int],
-    ) -> Slots:
-        """Those of a row.
+    ) -> StateOffload:
+        """Those of a replica.
 
         Args:
           flow: through its program.
@@ -60,13 +60,13 @@ class Slots:
           state: inputs that are handed on.
           donated: inputs that are given away.
           axes: of the mesh, those that nodes are not spread over and that are longer than one.
-          sharded: for inputs that are sharded over the rows as well, into how many parts.
+          sharded: for inputs that are sharded over the replicas as well, into how many parts.
         """
-        inputs, works = flow.program.inputs, works_of(flow)
+        inputs, works = flow.program.inputs, program_work(flow)
         bits = {inputs[i]: 1 << n for n, i in enumerate(state)}
         pinned = {atom for atom in flow.program.outputs if isinstance(atom, Var)}
         for step, needs in zip(flow.steps, offloaded_needs(works, [*bits]), strict=True):
-            if step.region is not None or step.eqn.primitive is OVER_ROWS:
+            if step.region is not None or step.eqn.primitive is SUM_OVER_REPLICAS:
                 pinned.update(var for var, bit in bits.items() if bit & needs)
         read = {var for work in works for var in work.reads} - pinned
         held: dict[str, dict[int, int]] = {}
@@ -78,16 +78,16 @@ class Slots:
         found = {name: several for name, several in held.items() if several.keys() <= late}
         order = sorted(found, key=lambda name: (-sum(found[name].values()), name))
         sums = local_sums(flow, axes) // (max(sharded.values()) if sharded else 1)
-        return Slots(flow, {name: found[name] for name in order}, sums, donated)
+        return StateOffload(flow, {name: found[name] for name in order}, sums, donated)
 
     @functools.cached_property
     def works(self) -> list[Task]:
         """What the program computes."""
-        return works_of(self.flow)
+        return program_work(self.flow)
 
-    def away(self, count: int) -> dict[int, int]:
+    def offloaded(self, count: int) -> dict[int, int]:
         """The inputs of the first names, with their bytes on one device."""
-        return {i: n for name in [*self.held][:count] for i, n in self.held[name].items()}
+        return {i: n for name in [*self.inputs_by_name][:count] for i, n in self.inputs_by_name[name].items()}
 
     def room(self, away: Mapping[int, int]) -> int:
         """The most bytes of leaves that a device has fetched at a time, and of the leaves it had before these."""
@@ -114,7 +114,7 @@ class Slots:
           machine: on which.
           count: of names.
         """
-        away = self.away(count)
+        away = self.offloaded(count)
         total = sum(away.values())
         beside = sum(n for i, n in away.items() if i not in self.donated)  # what is not given away is written apart
         room = max(self.sums + self.room(away) - (without.temporary - without.pending), 0)
@@ -142,13 +142,13 @@ class Slots:
         Returns:
           None if all of them do not suffice.
         """
-        counts = range(1, len(self.held) + 1)
+        counts = range(1, len(self.inputs_by_name) + 1)
         at = bisect.bisect_left(counts, True, key=lambda n: self.figures(without, machine, n).memory <= limit)
         if at == len(counts):
             return None
-        return tuple([*self.held][: counts[at]]), self.figures(without, machine, counts[at])
+        return tuple([*self.inputs_by_name][: counts[at]]), self.figures(without, machine, counts[at])
 
 
-def works_of(flow: Flow) -> list[Task]:
+def program_work(flow: Flow) -> list[Task]:
     """What a program computes."""
     return [Task([atom for atom in step.eqn.invars if isinstance(atom, Var)], step.eqn.outvars) for step in flow.steps]

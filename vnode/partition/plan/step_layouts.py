@@ -1,6 +1,6 @@
-"""What of a flow through the program of a row a step is told: layouts of its state, and how its passes are divided.
+"""What of a flow through the program of a replica a step is told: layouts of its state, and how its passes are divided.
 
-Knows rows, flows and records. Must not know machines, costs, nor how flows were found.
+Knows replicas, flows and records. Must not know machines, costs, nor how flows were found.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jax.extend.core import Literal, Var
 from jax.sharding import PartitionSpec
 
 from vnode.errors import PartitionError
-from vnode.partition.plan.replica import NodeFlow, RowProgram
+from vnode.partition.plan.replica import NodeFlow, ReplicaProgram
 from vnode.partition.plan.search_subject import Subject
 from vnode.placement.patterns import Exactly, Patterns
 from vnode.placement.uneven_dimension import UnevenSpec
@@ -68,36 +68,38 @@ def record_of(flow: NodeFlow, axes: Axes) -> RecordedFlow:
     )
 
 
-def parts_of_sums(row: RowProgram, records: Mapping[str, RecordedFlow], axes: Axes) -> dict[Var, tuple[int, ...]]:
+def parts_of_sums(
+    replica: ReplicaProgram, records: Mapping[str, RecordedFlow], axes: Axes
+) -> dict[Var, tuple[int, ...]]:
     """The shapes of one device's parts of what passes sum, by what it is a sum of.
 
     Args:
-      row: what a row computes.
+      replica: what a replica computes.
       records: how its passes are divided.
       axes: of the mesh, those that nodes are not spread over and that are longer than one.
     """
     found: dict[Var, tuple[int, ...]] = {}
-    for node in row.nodes:
+    for node in replica.nodes:
         record = records.get(digest_of(node.written))
         for a, end in zip(node.sums, () if record is None else record.ends, strict=False):
             found[a.var] = result_layout(end, a.monoid, axes).local_shape(a.var.aval.shape, axes)
     return found
 
 
-def unknown(row: RowProgram, records: Mapping[str, RecordedFlow]) -> int:
-    """Of how many passes of a row nobody has said how they are divided."""
-    return sum(digest_of(node.written) not in records for node in row.nodes)
+def unknown(replica: ReplicaProgram, records: Mapping[str, RecordedFlow]) -> int:
+    """Of how many passes of a replica nobody has said how they are divided."""
+    return sum(digest_of(node.written) not in records for node in replica.nodes)
 
 
-def parts_in_blocks(row: RowProgram, share: Share) -> dict[Var, tuple[int, ...]]:
+def parts_in_blocks(replica: ReplicaProgram, share: Share) -> dict[Var, tuple[int, ...]]:
     """The shapes of one device's parts of what passes sum in blocks, with room for as many as any device has.
 
     Args:
-      row: what a row computes, in blocks.
+      replica: what a replica computes, in blocks.
       share: whose blocks are how many.
     """
     found: dict[Var, tuple[int, ...]] = {}
-    for node in row.nodes:
+    for node in replica.nodes:
         for a, dim in zip(node.sums, node.dims, strict=True):
             if dim is not None:
                 shape = list(a.var.aval.shape)
@@ -113,9 +115,9 @@ def specs_of(
 
     Args:
       subject: the step.
-      flow: through the program of a row.
+      flow: through the program of a replica.
       axes: of the mesh, those that nodes are not spread over and that are longer than one.
-      sharded: how inputs lie that are sharded over the rows as well, by number.
+      sharded: how inputs lie that are sharded over the replicas as well, by number.
 
     Returns:
       A spec for each of the subject's `leaves`.
@@ -127,12 +129,14 @@ def specs_of(
     return found
 
 
-def over_rows_too(spec: PartitionSpec, shape: Sequence[int], rows: int, axes: Axes, nodes: str) -> PartitionSpec | None:
-    """A spec that divides the largest dimension that rows divide evenly, of one device's array, among these as well."""
+def shard_over_replicas(
+    spec: PartitionSpec, shape: Sequence[int], replicas: int, axes: Axes, nodes: str
+) -> PartitionSpec | None:
+    """Shards a spec over the replicas too, along the largest local dimension that they divide evenly."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     cut = [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
     local = [n // math.prod(axes[name] for name in names) for n, names in zip(shape, cut, strict=True)]
-    fitting = [d for d, n in enumerate(local) if n % rows == 0 and n > 1]
+    fitting = [d for d, n in enumerate(local) if n % replicas == 0 and n > 1]
     if not fitting:
         return None
     d = max(fitting, key=lambda d: (not cut[d], local[d]))

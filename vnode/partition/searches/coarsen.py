@@ -13,18 +13,18 @@ from collections.abc import Hashable, Mapping
 
 from jax.extend.core import Var
 
-from vnode.partition.searches.flattened_program import Flat, Names, decides, size_of, variables
+from vnode.partition.searches.flattened_program import FlatProgram, UnionFind, has_own_strategy, size_of, variables
 
 SMALL = 0.5
 """A value is small if it has less than this share of the largest on either side."""
 
 
-def clusters(program: Flat) -> list[list[int]]:
+def clusters(program: FlatProgram) -> list[list[int]]:
     """The numbers of the nodes that are cut together, in the order of the program."""
     nodes = program.nodes
-    alone = [decides(node.description) for node in nodes]
+    alone = [has_own_strategy(node.description) for node in nodes]
     makers = {var: number for number, node in enumerate(nodes) for var in node.eqn.outvars}
-    names = Names()
+    names = UnionFind()
     largest: dict[Hashable, float] = {
         number: max(map(size_of, (*node.eqn.outvars, *(a for _, a in variables(node.eqn.invars)))), default=0)
         for number, node in enumerate(nodes)
@@ -45,7 +45,7 @@ def clusters(program: Flat) -> list[list[int]]:
     return sorted(found.values())
 
 
-def _join(names: Names, largest: dict[Hashable, float], pairs: list[tuple[int, int, int]]) -> None:
+def _join(names: UnionFind, largest: dict[Hashable, float], pairs: list[tuple[int, int, int]]) -> None:
     for size, a, b in sorted(pairs, key=lambda pair: -pair[0]):
         first, second = names.find(a), names.find(b)
         if first == second or size < SMALL * min(largest[first], largest[second]):
@@ -55,7 +55,7 @@ def _join(names: Names, largest: dict[Hashable, float], pairs: list[tuple[int, i
         largest[names.find(first)] = most
 
 
-def _siblings(program: Flat, alone: list[bool]) -> list[tuple[int, int, int]]:
+def _siblings(program: FlatProgram, alone: list[bool]) -> list[tuple[int, int, int]]:
     """Equations that read the same value which some other equation decides about."""
     read: dict[Var, list[int]] = {}
     for number, node in enumerate(program.nodes):

@@ -13,7 +13,7 @@ SWEEPS = 20
 """Over all operators at most."""
 
 
-def fitted(problem: Problem, strategies: Array) -> Array:
+def descend_to_limit(problem: Problem, strategies: Array) -> Array:
     """An assignment changed until it fits, by what costs least for each byte above the limit that it saves.
 
     Args:
@@ -55,7 +55,7 @@ def excess(used: Array, limit: float) -> Array:
     return np.maximum(used - limit, 0).sum(axis=0)
 
 
-def descended(problem: Problem, strategies: Array) -> Array:
+def coordinate_descent(problem: Problem, strategies: Array) -> Array:
     """An assignment changed by the best strategy of each operator in turn, until none is better; what fits still does.
 
     Args:

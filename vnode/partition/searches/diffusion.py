@@ -23,7 +23,7 @@ SLOW = 1e-4
 """It ends when two sweeps raise the bound by less than this share."""
 
 
-def tightened(problem: Problem, pause: Callable[[], None] = lambda: None) -> tuple[float, Problem]:
+def diffuse(problem: Problem, pause: Callable[[], None] = lambda: None) -> tuple[float, Problem]:
     """Moves times so that the least of each operator and edge say much.
 
     Args:
@@ -35,7 +35,7 @@ def tightened(problem: Problem, pause: Callable[[], None] = lambda: None) -> tup
 
     Example:
       >>> move = np.array([[0.0, 3.0], [3.0, 0.0]])
-      >>> bound, rest = tightened(Problem((np.array([4.0, 2.0]), np.array([1.0, 2.0])), (Edge(0, 1, move),)))
+      >>> bound, rest = diffuse(Problem((np.array([4.0, 2.0]), np.array([1.0, 2.0])), (Edge(0, 1, move),)))
       >>> bound, rest.cost([1, 1]), rest.cost([0, 0])
       (4.0, 0.0, 1.0)
     """

@@ -2,7 +2,7 @@
 
 Knows times of strategies and edges. Must not know memory limits, nor why times are asked for.
 
-Eliminating an operator takes, for every choice of its neighbours, its best strategy: the dynamic programme over
+Eliminating an operator takes, for every choice of its neighbours, its best strategy: the dynamic program over
 graphs (bucket elimination: Dechter, "Bucket elimination: a unifying framework for reasoning", Artificial Intelligence
 113, 1999). Graphs of models are long and narrow, so that few neighbours are left at any time. Where they are too many
 for one table, what an operator takes part in is divided, each part choosing for itself, which gives a lower bound

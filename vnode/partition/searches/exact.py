@@ -1,11 +1,11 @@
 """The exact search: the best assignment, and a proof of how far from it the best can be.
 
-Knows problems, elimination and integer programmes. Must not know equations or machines.
+Knows problems, elimination and integer programs. Must not know equations or machines.
 
 Without a memory limit that matters, elimination finds the best. With one, each point of time gets a price per byte:
 at any prices, the least sum of times and of prices of what is held above the limit is a lower bound (Geoffrion,
 "Lagrangean relaxation for integer programming", 1974), and what elimination finds at good prices is near the best.
-Strategies with which the bound is above the best so far are dropped. What is left goes to an integer programme.
+Strategies with which the bound is above the best so far are dropped. What is left goes to an integer program.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Sequence
 import numpy as np
 import scipy.optimize
 
-from vnode.partition.searches.descent import descended, fitted
-from vnode.partition.searches.diffusion import least_more, tightened
+from vnode.partition.searches.descent import coordinate_descent, descend_to_limit
+from vnode.partition.searches.diffusion import diffuse, least_more
 from vnode.partition.searches.elimination import ENTRIES, Elimination
 from vnode.partition.searches.integer_program import least_memory, least_time, variables
 from vnode.partition.searches.problem import SLACK, Array, Problem
-from vnode.partition.searches.solution import Solution, Watch, search
+from vnode.partition.searches.solution import Solution, Watch, run_search
 
 PROVEN = 1e-9
 """A gap that is rounding."""
@@ -30,7 +30,7 @@ TURNS = 60
 """How often prices are changed at most."""
 
 VARIABLES = 1_500_000
-"""Of an integer programme at most."""
+"""Of an integer program at most."""
 
 
 def exact(
@@ -49,7 +49,7 @@ def exact(
       gap: it ends when the solution's gap is this or less; 0 for the best.
       budget: seconds after which it ends with the best so far.
       candidates: assignments that the result is not worse than, as far as they fit.
-      entries: of a table of the elimination at most; 1 leaves everything to the integer programme.
+      entries: of a table of the elimination at most; 1 leaves everything to the integer program.
       progress: a bar; by default in notebooks and on terminals.
 
     Returns:
@@ -75,10 +75,10 @@ def exact(
             watch.lower_bound = watch.cost  # what differs is rounding
         return ended
 
-    return search(problem, "exact", body, candidates=candidates, budget=budget, progress=progress)
+    return run_search(problem, "exact", body, candidates=candidates, budget=budget, progress=progress)
 
 
-class Over(Exception):
+class BudgetSpent(Exception):
     """The budget is spent."""
 
 
@@ -109,8 +109,8 @@ class _Exact:
                 if not self.drop(rest, elimination, prices):
                     return "prices of memory"
                 if sum(map(len, self.kept)) > 0.7 * before:
-                    return self.programme(self.problem.restricted(self.kept))
-        except Over:
+                    return self.integer_program(self.problem.restricted(self.kept))
+        except BudgetSpent:
             return f"budget of {self.watch.budget:g} s spent"
 
     @property
@@ -121,7 +121,7 @@ class _Exact:
     def pause(self) -> None:
         self.watch.show()
         if self.watch.left < 0:
-            raise Over
+            raise BudgetSpent
 
     def bound(self, value: float) -> None:
         """What is still looked at costs at least this."""
@@ -132,9 +132,9 @@ class _Exact:
         chosen = np.array([kept[s] for kept, s in zip(self.kept, strategies, strict=True)], np.int64)
         self.watch.offer(chosen)
         if not self.problem.bounded:
-            self.watch.offer(descended(self.problem, chosen))
+            self.watch.offer(coordinate_descent(self.problem, chosen))
         elif not self.problem.fits(chosen):
-            chosen = descended(self.problem, fitted(self.problem, chosen))
+            chosen = coordinate_descent(self.problem, descend_to_limit(self.problem, chosen))
             self.watch.offer(chosen)
 
     def something_that_fits(self) -> None:
@@ -151,10 +151,10 @@ class _Exact:
 
     def tightened(self) -> Problem | None:
         """What is still looked at, less `base`, without what can no longer be better; None if nothing can."""
-        self.base, rest = tightened(self.problem.restricted(self.kept), self.pause)
+        self.base, rest = diffuse(self.problem.restricted(self.kept), self.pause)
         self.bound(self.base)
         if not rest.bounded:
-            self.offer(descended(rest, np.array([s.argmin() for s in least_more(rest)], np.int64)))
+            self.offer(coordinate_descent(rest, np.array([s.argmin() for s in least_more(rest)], np.int64)))
         if self.watch.best is None or self.done:
             return rest
         enough = self.watch.cost * (1 - self.gap)
@@ -236,10 +236,10 @@ class _Exact:
         self.kept = kept
         return True
 
-    def programme(self, rest: Problem) -> str:
-        """What is left, as an integer programme."""
+    def integer_program(self, rest: Problem) -> str:
+        """What is left, as an integer program."""
         if variables(rest) > VARIABLES:
-            return f"an integer programme of {variables(rest)} variables was not tried"
+            return f"an integer program of {variables(rest)} variables was not tried"
         scale = self.watch.cost if math.isfinite(self.watch.cost) else 1.0
         found = least_time(rest, scale, self.gap / 2, self.watch.left, self.pause)
         self.watch.evaluations += 1
@@ -247,8 +247,8 @@ class _Exact:
             self.offer(found.strategies)
         self.bound(found.bound)
         if self.watch.left < 0 and not self.done:
-            raise Over
-        return "integer programme"
+            raise BudgetSpent
+        return "integer program"
 
 
 def undominated(problem: Problem) -> list[Array]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from vnode.errors import SearchError
 from vnode.partition.searches.problem import Array, Cost, Problem
-from vnode.partition.searches.solution import Solution, Watch, search
+from vnode.partition.searches.solution import Solution, Watch, run_search
 
 MOST = 20_000_000
 """Assignments that are looked at at most."""
@@ -74,4 +74,4 @@ def exhaustive(
         watch.lower_bound = watch.cost
         return ""
 
-    return search(problem, "exhaustive", body, cost=cost, candidates=candidates, progress=progress)
+    return run_search(problem, "exhaustive", body, cost=cost, candidates=candidates, progress=progress)

@@ -240,19 +240,19 @@ class _Experts:
         if counted:
             over = {axis for axis, wish in zip(self.search.axes, wishes, strict=True) if self.examples.keys() & wish}
 
-            def wished(k: int) -> tuple[bool, int]:
+            def wished_dims(k: int) -> tuple[bool, int]:
                 cut = of.layouts[k].cut_axes
                 return cut.keys() <= over and set(cut.values()) <= {counted[0]}, len(cut)
 
-            return max(range(len(of.layouts)), key=wished)
+            return max(range(len(of.layouts)), key=wished_dims)
         if kept == "open":
             return None
         if kept == "whole":
             return next(k for k, layout in enumerate(of.layouts) if layout.is_whole)
 
-        def most(k: int) -> tuple[int, int]:
+        def most_divided(k: int) -> tuple[int, int]:
             layout: Layout = of.layouts[k]
             cut = [d for d, each in enumerate(layout.dims) if each is not None]
             return len(layout.cut_axes), -len(cut)
 
-        return max(range(len(of.layouts)), key=most)
+        return max(range(len(of.layouts)), key=most_divided)

@@ -40,7 +40,7 @@ class Node:
     eqn: JaxprEqn
     description: OperatorDescription | None
     times: float
-    apart: frozenset[str] = frozenset()
+    unsplit_axes: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class Link:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
+class LoopOrBranches:
     """A loop, or branches of which one is taken.
 
     Attributes:
@@ -89,7 +89,7 @@ class Part:
     stacked: frozenset[Var]
 
 
-class Names:
+class UnionFind:
     """Union-find."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Names:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Flat:
+class FlatProgram:
     """A program as one list.
 
     Attributes:
@@ -132,19 +132,19 @@ class Flat:
     program: Program
     nodes: tuple[Node, ...]
     links: tuple[Link, ...]
-    names: Names
+    names: UnionFind
     free: frozenset[Var]
     sums: frozenset[Var]
-    same: Mapping[Var, Var]
-    whole: tuple[tuple[Var, float], ...]
+    unified: Mapping[Var, Var]
+    read_whole: tuple[tuple[Var, float], ...]
     ends: Mapping[Var, Atom]
     uncut: Mapping[Var, int]
-    apart: Mapping[Var, frozenset[str]]
-    beside: Mapping[Var, str]
-    parts: tuple[Part, ...]
+    unsplit_axes: Mapping[Var, frozenset[str]]
+    branch_axis: Mapping[Var, str]
+    parts: tuple[LoopOrBranches, ...]
 
     @functools.cached_property
-    def nothing(self) -> frozenset[Var]:
+    def constants_only(self) -> frozenset[Var]:
         """The free variables, and what bodies of loops and branches are given that is such, or made of such alone."""
         found = set(self.free)
         for part in reversed(self.parts):  # outer ones first
@@ -162,7 +162,7 @@ class Flat:
         return self.names.find((node, factor))
 
 
-def flat(program: Program, axes: Axes) -> Flat:
+def flatten(program: Program, axes: Axes) -> FlatProgram:
     """Lists a program's equations and names its dimensions.
 
     Args:
@@ -172,7 +172,7 @@ def flat(program: Program, axes: Axes) -> Flat:
     flow = follow(program, [replicated(len(getattr(var.aval, "shape", ()))) for var in program.inputs], axes)
     walk = _Walk()
     walk.all(flow, (), 1.0)
-    names = Names()
+    names = UnionFind()
     for number, node in enumerate(walk.nodes):
         _name(names, number, node)
     for link in walk.links:
@@ -182,7 +182,7 @@ def flat(program: Program, axes: Axes) -> Flat:
     for one, other in walk.same.items():
         for d in range(len(getattr(one.aval, "shape", ()))):
             names.join((one, d), (other, d))
-    return Flat(
+    return FlatProgram(
         program,
         tuple(walk.nodes),
         tuple(walk.links),
@@ -200,7 +200,7 @@ def flat(program: Program, axes: Axes) -> Flat:
 
 
 class _Walk:
-    """Goes through a program and its bodies; gathers what `Flat` holds."""
+    """Goes through a program and its bodies; gathers what `FlatProgram` holds."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -214,7 +214,7 @@ class _Walk:
         self.uncut: dict[Var, int] = {}
         self.apart: dict[Var, frozenset[str]] = {}
         self.beside: dict[Var, str] = {}
-        self.parts: list[Part] = []
+        self.parts: list[LoopOrBranches] = []
         self.without: frozenset[str] = frozenset()
 
     def all(self, flow: Flow, at: Path, times: float) -> None:
@@ -294,7 +294,7 @@ class _Walk:
                 self.link(eqn.invars[i], var, times, int(i in region.scanned))
                 if i in region.carried:
                     self.uncut[var] = stopping
-                    if region.stacks and self.is_zero(eqn.invars[i]) and adds(body.program, var):
+                    if region.stacks and self.is_zero(eqn.invars[i]) and only_added_to(body.program, var):
                         self.sums.add(var)
             self.all(body, (*path, k), turns)
         self.whole += [(a, turns) for a in tested if not isinstance(a, Literal) and a not in self.free]
@@ -311,7 +311,7 @@ class _Walk:
                 else:
                     self.link(atom, result, times)
         given = {i: atom for i, atom in enumerate(eqn.invars) if isinstance(atom, Var) and not self.is_free(atom)}
-        part = Part(
+        part = LoopOrBranches(
             begins,
             len(self.nodes) - 1,
             {var: given.get(i) for i, var in first.items()},
@@ -323,7 +323,7 @@ class _Walk:
         self.parts.append(part)
 
 
-def adds(program: Program, var: Var) -> bool:
+def only_added_to(program: Program, var: Var) -> bool:
     """Whether all that reads a variable adds to it: pieces of it would be added to pieces of something else."""
     reading = [eqn for eqn in program.equations if var in eqn.invars]
     several = [None if region_of(eqn) is not None else program.describe(eqn) for eqn in reading]
@@ -332,7 +332,7 @@ def adds(program: Program, var: Var) -> bool:
     )
 
 
-def _name(names: Names, number: int, node: Node) -> None:
+def _name(names: UnionFind, number: int, node: Node) -> None:
     d = node.description
     if d is None:
         return
@@ -350,7 +350,7 @@ def _name(names: Names, number: int, node: Node) -> None:
             names.join((number, together[0]), (number, f))
 
 
-def decides(description: OperatorDescription | None) -> bool:
+def has_own_strategy(description: OperatorDescription | None) -> bool:
     """Whether an equation is a kernel of its own, and has a strategy of its own: a contraction, a window, a look-up, a
     running sum. What works element by element, or moves elements, is fused with its neighbours."""
     if description is None:

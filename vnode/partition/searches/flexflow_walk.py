@@ -17,9 +17,9 @@ from typing import Protocol
 import numpy as np
 
 from vnode.errors import SearchError
-from vnode.partition.searches.descent import excess, fitted
+from vnode.partition.searches.descent import descend_to_limit, excess
 from vnode.partition.searches.problem import SLACK, Array, Cost, Problem
-from vnode.partition.searches.solution import Solution, Watch, search
+from vnode.partition.searches.solution import Solution, Watch, run_search
 
 COLD = 20.0
 """The default of `beta` for each operator."""
@@ -41,7 +41,7 @@ class Walk(Protocol):
         ...
 
 
-class Sums:
+class LocalCost:
     """The problem's own cost: a change looks at one operator and its edges."""
 
     def __init__(self, problem: Problem) -> None:
@@ -72,7 +72,7 @@ class Sums:
         self.chosen[operator] = strategy
 
 
-class Whole:
+class FullCost:
     """A function of a whole assignment."""
 
     def __init__(self, cost: Cost) -> None:
@@ -138,21 +138,21 @@ def metropolis(
         raise SearchError("expected `cost` or `walk`, not both")
     generator = np.random.default_rng(seed)
     given = [problem.checked(each) for each in starts]
-    of: Walk = walk or (Sums(problem) if cost is None else Whole(cost))
+    of: Walk = walk or (LocalCost(problem) if cost is None else FullCost(cost))
     cold = COLD * max(problem.operators, 1) if beta is None else beta
 
     def body(watch: Watch) -> str:
         drawn = [generator.integers(0, problem.sizes) for _ in range(random_starts)]
         for start in [*given, *drawn]:
             if problem.bounded and not problem.fits(start):
-                start = fitted(problem, start)
+                start = descend_to_limit(problem, start)
             if not walk_from(problem, of, start, cold, proposals, generator, watch):
                 return f"budget of {budget:g} s spent"
         return ""
 
     total = cost if walk is None else walk.start
     everyone = [*candidates, *given]
-    return search(problem, "Metropolis", body, candidates=everyone, cost=total, budget=budget, progress=progress)
+    return run_search(problem, "Metropolis", body, candidates=everyone, cost=total, budget=budget, progress=progress)
 
 
 def walk_from(

@@ -46,10 +46,10 @@ def seconds_of(flow: Flow, model: CostModel) -> float:
             total += read(atom, want)
         if step.choice is not None:
             total += model.compute_time(step.eqn, step.choice)
-            total += moved(step, step.choice.results, step.made, model)
+            total += reshard_seconds(step, step.choice.results, step.made, model)
         if step.region is not None:
             total += step.region.run_count * sum(seconds_of(body, model) for body in step.bodies)
-        total += moved(step, step.made, step.results, model)
+        total += reshard_seconds(step, step.made, step.results, model)
         for var, several in zip(step.eqn.outvars, zip(step.made, step.results, strict=True), strict=True):
             held[var] = dict.fromkeys(several)
     for atom, want in zip(flow.program.outputs, flow.outputs, strict=True):
@@ -57,7 +57,7 @@ def seconds_of(flow: Flow, model: CostModel) -> float:
     return total
 
 
-def moved(step: Step, before: Sequence[Layout], after: Sequence[Layout], model: CostModel) -> float:
+def reshard_seconds(step: Step, before: Sequence[Layout], after: Sequence[Layout], model: CostModel) -> float:
     """Seconds of bringing the results of a step from some layouts to others."""
     return sum(
         model.move_time(a, b, var.aval.shape, var.aval.dtype)

@@ -20,11 +20,11 @@ from vnode.analysis.program import Program
 from vnode.errors import SearchError, layout_message
 from vnode.operators import Algebra, Monoid
 from vnode.partition.searches.coarsen import clusters, members
-from vnode.partition.searches.flattened_program import Flat, Link, flat, readers
+from vnode.partition.searches.flattened_program import FlatProgram, Link, flatten, readers
 from vnode.partition.searches.problem import Array, Edge, Problem
-from vnode.partition.searches.problem_memory import By, points_of, spans_of
+from vnode.partition.searches.problem_memory import DecidedBy, points_of, spans_of
 from vnode.partition.searches.search_costs import CostModel
-from vnode.partition.searches.strategies import Cluster, Strategies, asked_by_path, picked
+from vnode.partition.searches.strategies import Cluster, Strategies, asked_by_path, axis_picks
 from vnode.spmd.layout import Axes, Layout, cut_of, replicated
 from vnode.spmd.resharding import is_even
 from vnode.spmd.sharding_flow import Flow, follow, monoid_of_one, present_at_one
@@ -47,7 +47,7 @@ class Value:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Handed:
+class Handover:
     """What is brought from one cluster or value to another.
 
     Attributes:
@@ -85,13 +85,13 @@ class Search:
 
     program: Program
     axes: Axes
-    flat: Flat
+    flat: FlatProgram
     clusters: tuple[Cluster, ...]
     values: tuple[Value, ...]
     problem: Problem
     groups: tuple[int, ...]
     carried: Mapping[int, int]
-    handed: tuple[Handed, ...]
+    handed: tuple[Handover, ...]
 
     def spread(self, strategies: Array) -> tuple[Array, Array]:
         """The strategy of each cluster, and the layout's number of each value, of an assignment."""
@@ -192,8 +192,8 @@ class _Builder:
         self.fixed = {program.inputs[i]: layout for i, layout in fixed.items()}
         self.program, self.axes, self.model, self.carried = program, axes, model, carried
         self.memory, self.tied, self.backward = memory, tied, backward
-        self.flat = flat(program, axes)
-        self.same = dict(self.flat.same)  # what lies as something else does
+        self.flat = flatten(program, axes)
+        self.same = dict(self.flat.unified)  # what lies as something else does
         for several in ([program.inputs[i] for i in each] for each in together):
             first = max(several, key=lambda var: self.flat.uncut.get(var, 0))
             self.same.update((var, first) for var in several if var is not first)
@@ -210,7 +210,7 @@ class _Builder:
         for var, several in readers(self.flat.nodes).items():
             for n, i in several:
                 k, p = self.place[n]
-                if var in self.flat.nothing:
+                if var in self.flat.constants_only:
                     self.nowhere.setdefault(k, []).append((p, i))
                 if var not in self.flat.free and self.makers.get(var, (-1,))[0] != k:
                     self.reads.setdefault(var, {}).setdefault(k, []).append((p, i))
@@ -221,7 +221,7 @@ class _Builder:
             self.into.setdefault(link.target, []).append(link)
             self.out[link.source] = self.out.get(link.source, 0) + 1
         self.handed: dict[Var, list[int]] = {}  # inputs that a value becomes
-        for var, _ in self.flat.whole:
+        for var, _ in self.flat.read_whole:
             self.out[var] = self.out.get(var, 0) + 1
         for j, atom in enumerate(program.outputs):
             if not isinstance(atom, Literal):
@@ -235,18 +235,18 @@ class _Builder:
         seconds = [np.array([s.seconds for s in c.strategies]) for c in self.clusters]
         seconds += [np.zeros(len(value.layouts)) for value in values]
         for k, several in self.nowhere.items():
-            asked = [any(layout.partial for layout in want) for want in self.wanted(k, several)]
+            asked = [any(layout.partial for layout in want) for want in self.operand_layouts(k, several)]
             seconds[k] = np.where(asked, math.inf, seconds[k])
         edges: list[Edge] = []
         alike: list[list[tuple[int, Hashable]]] = [[] for _ in seconds]  # what is known of an operator's edges
 
-        handed: list[Handed] = []
+        handed: list[Handover] = []
 
         def edge(a: int, b: int, moved: Array, out: Hashable, into: Hashable, back: bool = False) -> None:
             edges.append(Edge(a, b, moved))
             after = out[0] if isinstance(out, tuple) else None
             before = tuple(dict.fromkeys(p for p, _ in into)) if isinstance(into, tuple) else ()
-            handed.append(Handed(a, b, moved, after, before, back))
+            handed.append(Handover(a, b, moved, after, before, back))
             alike[a].append((b, out))
             alike[b].append((a, into))
 
@@ -254,20 +254,20 @@ class _Builder:
             at = number[value.var]
             if value.var in self.makers:
                 k, p, j = self.makers[value.var]
-                moved = self.table(self.made(k, p, j), value.layouts, value.var, self.times(k, p))
+                moved = self.table(self.result_layouts(k, p, j), value.layouts, value.var, self.times(k, p))
                 edge(k, at, moved, (p, j), "made")
             for each in self.into.get(value.var, ()):
                 self.link(edge, number, at, value, each)
         for var, by in self.reads.items():
             for k, several in by.items():
-                wants = self.wanted(k, several)
+                wants = self.operand_layouts(k, several)
                 times = max(self.times(k, p) for p, _ in several)
                 if var in number:
                     layouts = values[number[var] - len(self.clusters)].layouts
                     edge(number[var], k, self.table(layouts, wants, var, times), "read", tuple(several))
                 elif var in self.makers:
                     m, p, j = self.makers[var]
-                    edge(m, k, self.table(self.made(m, p, j), wants, var, times), (p, j), tuple(several))
+                    edge(m, k, self.table(self.result_layouts(m, p, j), wants, var, times), (p, j), tuple(several))
         for var, inputs in self.handed.items():
             for i in inputs:
                 target = number.get(self.program.inputs[i])
@@ -276,32 +276,39 @@ class _Builder:
                 layouts = values[target - len(self.clusters)].layouts
                 if var in self.makers:
                     m, p, j = self.makers[var]
-                    edge(m, target, self.table(self.made(m, p, j), layouts, var, 1.0), (p, j, "next"), "next", True)
+                    edge(
+                        m,
+                        target,
+                        self.table(self.result_layouts(m, p, j), layouts, var, 1.0),
+                        (p, j, "next"),
+                        "next",
+                        True,
+                    )
                 elif var in number:
                     own = values[number[var] - len(self.clusters)].layouts
                     edge(number[var], target, self.table(own, layouts, var, 1.0), "becomes", "next", True)
         for j, atom in enumerate(self.program.outputs):
             if not isinstance(atom, Literal) and j not in self.carried and atom in self.makers:
                 m, p, r = self.makers[atom]
-                made = self.made(m, p, r)
+                made = self.result_layouts(m, p, r)
                 leave = np.array([self.strategies.move(x, x.without_partial, atom) for x in made])
                 seconds[m] = seconds[m] + leave
-                handed.append(Handed(m, None, leave[:, None], p))
-        for var, times in self.flat.whole:
+                handed.append(Handover(m, None, leave[:, None], p))
+        for var, times in self.flat.read_whole:
             whole = [replicated(len(var.aval.shape))]
             if var in number:
                 at = number[var]
                 layouts = values[at - len(self.clusters)].layouts
                 moved = self.table(layouts, whole, var, times)
                 seconds[at] = seconds[at] + moved[:, 0]
-                handed.append(Handed(at, None, moved, None))
+                handed.append(Handover(at, None, moved, None))
             elif var in self.makers:
                 m, p, r = self.makers[var]
-                moved = self.table(self.made(m, p, r), whole, var, times)
+                moved = self.table(self.result_layouts(m, p, r), whole, var, times)
                 seconds[m] = seconds[m] + moved[:, 0]
-                handed.append(Handed(m, None, moved, p))
+                handed.append(Handover(m, None, moved, p))
         problem = Problem(
-            tuple(seconds), tuple(edges), tuple(self.held(values)), self.memory, tuple(self.names(values))
+            tuple(seconds), tuple(edges), tuple(self.live_bytes(values)), self.memory, tuple(self.names(values))
         )
         groups = self.groups(values, alike)
         return Search(
@@ -319,13 +326,13 @@ class _Builder:
     def times(self, cluster: int, position: int) -> float:
         return self.flat.nodes[self.clusters[cluster].nodes[position]].times
 
-    def made(self, cluster: int, position: int, result: int) -> list[Layout]:
+    def result_layouts(self, cluster: int, position: int, result: int) -> list[Layout]:
         """How a result lies, for each strategy."""
         node = self.flat.nodes[self.clusters[cluster].nodes[position]]
         none = replicated(len(getattr(node.eqn.outvars[result].aval, "shape", ())))
         return [s.made.get((position, result), none) for s in self.clusters[cluster].strategies]
 
-    def wanted(self, cluster: int, several: Sequence[tuple[int, int]]) -> list[tuple[Layout, ...]]:
+    def operand_layouts(self, cluster: int, several: Sequence[tuple[int, int]]) -> list[tuple[Layout, ...]]:
         """In which layouts a value is read, for each strategy, each once and in the order of those who read it."""
         strategies = self.clusters[cluster].strategies
         return [tuple(dict.fromkeys(s.wanted[key] for key in several if key in s.wanted)) for s in strategies]
@@ -367,7 +374,7 @@ class _Builder:
             maker, out = number[source], "handed"
         elif source in self.makers:
             maker, p, j = self.makers[source]
-            starts, out = self.made(maker, p, j), (p, j, dropped)
+            starts, out = self.result_layouts(maker, p, j), (p, j, dropped)
         else:
             return
         edge(maker, at, self.table(self.by_branches(starts, link), ends, source, times), out, dropped, back)
@@ -397,24 +404,24 @@ class _Builder:
             if var in self.fixed:
                 layouts[self.fixed[var]] = None
             elif handed:
-                layouts.update(dict.fromkeys(self.possible(same.get(var, var))))
+                layouts.update(dict.fromkeys(self.possible_layouts(same.get(var, var))))
             else:
                 layouts[replicated(len(var.aval.shape))] = None
                 if var in self.makers:
-                    layouts.update(dict.fromkeys(x.without_partial for x in self.made(*self.makers[var])))
+                    layouts.update(dict.fromkeys(x.without_partial for x in self.result_layouts(*self.makers[var])))
                 for k, several in self.reads.get(var, {}).items():
-                    layouts.update(dict.fromkeys(x for want in self.wanted(k, several) for x in want))
+                    layouts.update(dict.fromkeys(x for want in self.operand_layouts(k, several) for x in want))
             found.append(Value(var, tuple(layouts)))
         self._values = found
         return found
 
-    def possible(self, var: Var) -> list[Layout]:
+    def possible_layouts(self, var: Var) -> list[Layout]:
         """Each axis on a dimension that it divides evenly, or on none; or with pieces, where a loop adds up."""
         shape = getattr(var.aval, "shape", ())
         found = []
-        apart, beside = self.flat.apart.get(var, frozenset()), self.flat.beside.get(var)
+        apart, beside = self.flat.unsplit_axes.get(var, frozenset()), self.flat.branch_axis.get(var)
         places = [*range(self.flat.uncut.get(var, 0), len(shape)), *([-1] if var in self.flat.sums else [])]
-        for picks in picked(len(places), len(self.axes)):
+        for picks in axis_picks(len(places), len(self.axes)):
             where = [None if pick is None else places[pick] for pick in picks]
             if any(w is not None and axis in apart for axis, w in zip(self.axes, where, strict=True)):
                 continue
@@ -429,7 +436,7 @@ class _Builder:
             found += [Layout(x.dims, ((beside, Monoid.SUM),)) for x in found if beside not in x.cut_axes]
         return found
 
-    def held(self, values: Sequence[Value]) -> list[Array]:
+    def live_bytes(self, values: Sequence[Value]) -> list[Array]:
         """Bytes at each point of time, for each strategy: arguments, what crosses between clusters, what loops have."""
         makers = {var: self.clusters[k].nodes[p] for var, (k, p, _) in self.makers.items()}
         crossing = {var: n for var, n in makers.items() if var in self.reads or var in self.out}
@@ -451,11 +458,11 @@ class _Builder:
         def bytes_of(var: Var) -> Array:
             """Bytes of a value for each strategy of what decides about it."""
             own = () if var in crossing else values[number[var] - len(self.clusters)].layouts
-            return np.array([bytes_in(layout, var) for layout in own or self.made(*self.makers[var])])
+            return np.array([bytes_in(layout, var) for layout in own or self.result_layouts(*self.makers[var])])
 
-        copies: dict[tuple[By, Var | None], int] = {}
+        copies: dict[tuple[DecidedBy, Var | None], int] = {}
         for span in spans:
-            several = len(self.reads.get(span.var, ())) if span.counts is By.READERS else 1
+            several = len(self.reads.get(span.var, ())) if span.counts is DecidedBy.READERS else 1
             copies[span.counts, span.copied] = copies.get((span.counts, span.copied), 0) + several
         for span in spans:
             when = (span.first <= points) & (points <= span.last)
@@ -463,11 +470,13 @@ class _Builder:
             each = 1 if span.copied is None else copies[span.counts, span.copied]
             own = self.makers[span.var][0] if span.var in crossing else number[span.var]
             taken = span.turns * bytes_of(span.var)
-            if span.counts is By.READERS:
+            if span.counts is DecidedBy.READERS:
                 for k, reading in self.reads.get(span.var, {}).items():
-                    wanted = [sum(bytes_in(layout, span.var) for layout in want) for want in self.wanted(k, reading)]
+                    wanted = [
+                        sum(bytes_in(layout, span.var) for layout in want) for want in self.operand_layouts(k, reading)
+                    ]
                     held[k][when] += np.maximum(np.array(wanted) - least, 0) / each
-            elif span.counts is By.LAYOUT:
+            elif span.counts is DecidedBy.LAYOUT:
                 held[own][when] += np.maximum(taken - least, 0) / each
             else:
                 held[own][when] += max(taken.min() - least, 0)

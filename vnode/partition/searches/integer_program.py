@@ -1,9 +1,9 @@
-"""Problems as integer programmes, solved by HiGHS.
+"""Problems as integer programs, solved by HiGHS.
 
 Knows problems and `scipy.optimize.milp`. Must not know how problems were made smaller before, nor who asks.
 
 One binary variable for each strategy, and one for each two strategies of an edge, which is 1 if both are chosen: Alpa's
-programme (Zheng et al., OSDI 2022, section 4.2). That of an edge may be fractional: its sums are the strategies'.
+program (Zheng et al., OSDI 2022, section 4.2). That of an edge may be fractional: its sums are the strategies'.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ POLL = 0.1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Found:
-    """What a programme found.
+class Solved:
+    """What a program found.
 
     Attributes:
       strategies: int64 ``[operators]``; None if none was found.
@@ -43,11 +43,11 @@ class Found:
 
 
 def variables(problem: Problem) -> int:
-    """How many variables the programme has."""
+    """How many variables the program has."""
     return sum(problem.sizes) + sum(int(np.isfinite(edge.seconds).sum()) for edge in problem.edges)
 
 
-def least_time(problem: Problem, scale: float, gap: float, seconds: float, pause: Callable[[], None]) -> Found:
+def least_time(problem: Problem, scale: float, gap: float, seconds: float, pause: Callable[[], None]) -> Solved:
     """The assignment of least cost that fits.
 
     Args:
@@ -77,7 +77,7 @@ def least_time(problem: Problem, scale: float, gap: float, seconds: float, pause
             (np.concatenate(signs), (np.concatenate(rows), np.concatenate(columns))), (height, width)
         )
         constraints.append(scipy.optimize.LinearConstraint(ties, 0, 0))
-    constraints.append(scipy.optimize.LinearConstraint(one_each(problem, width), 1, 1))
+    constraints.append(scipy.optimize.LinearConstraint(one_strategy_rows(problem, width), 1, 1))
     over = problem.most > problem.limit
     if over.any():
         unit = SCALE / problem.limit if problem.limit else 1.0
@@ -89,12 +89,10 @@ def least_time(problem: Problem, scale: float, gap: float, seconds: float, pause
     upper = np.isfinite(cost).astype(float)
     whole = np.zeros(width)
     whole[: first[-1]] = 1
-    return solved(
-        problem, np.where(upper > 0, cost, 0) * unit, whole, upper, constraints, gap, seconds, pause, 1 / unit
-    )
+    return solve(problem, np.where(upper > 0, cost, 0) * unit, whole, upper, constraints, gap, seconds, pause, 1 / unit)
 
 
-def least_memory(problem: Problem, seconds: float, pause: Callable[[], None]) -> Found:
+def least_memory(problem: Problem, seconds: float, pause: Callable[[], None]) -> Solved:
     """The assignment of smallest footprint among those of finite cost; arguments as of `least_time`."""
     total = sum(problem.sizes)
     first = np.cumsum([0, *problem.sizes])
@@ -102,7 +100,7 @@ def least_memory(problem: Problem, seconds: float, pause: Callable[[], None]) ->
     held = np.concatenate(problem.memory, axis=1) * unit
     most = scipy.sparse.hstack([scipy.sparse.csr_array(held), -np.ones((len(held), 1))])
     constraints = [
-        scipy.optimize.LinearConstraint(one_each(problem, total + 1), 1, 1),
+        scipy.optimize.LinearConstraint(one_strategy_rows(problem, total + 1), 1, 1),
         scipy.optimize.LinearConstraint(most, -np.inf, 0),
     ]
     for edge in problem.edges:
@@ -114,17 +112,17 @@ def least_memory(problem: Problem, seconds: float, pause: Callable[[], None]) ->
             constraints.append(scipy.optimize.LinearConstraint(row, -np.inf, 1))
     upper = np.append(np.isfinite(np.concatenate(problem.seconds)).astype(float), np.inf)
     cost, whole = np.append(np.zeros(total), 1.0), np.append(np.ones(total), 0.0)
-    return solved(problem, cost, whole, upper, constraints, 1e-6, seconds, pause, 1 / unit)
+    return solve(problem, cost, whole, upper, constraints, 1e-6, seconds, pause, 1 / unit)
 
 
-def one_each(problem: Problem, width: int) -> Any:
+def one_strategy_rows(problem: Problem, width: int) -> Any:
     """The rows that say that each operator has one strategy."""
     total = sum(problem.sizes)
     owner = np.repeat(np.arange(problem.operators), problem.sizes)
     return scipy.sparse.csr_array((np.ones(total), (owner, np.arange(total))), (problem.operators, width))
 
 
-def solved(
+def solve(
     problem: Problem,
     cost: Array,
     whole: Array,
@@ -134,22 +132,22 @@ def solved(
     seconds: float,
     pause: Callable[[], None],
     unit: float,
-) -> Found:
-    """Solves a programme."""
+) -> Solved:
+    """Solves a program."""
     options: dict[str, Any] = {"mip_rel_gap": gap}
     if math.isfinite(seconds):
         options["time_limit"] = max(seconds, POLL)
     bounds = scipy.optimize.Bounds(0, upper)  # pyright: ignore[reportArgumentType]
     result = milp(cost, whole, bounds, constraints, options, pause)
     if result.status == 2:
-        return Found(None, math.inf)
+        return Solved(None, math.inf)
     bound = getattr(result, "mip_dual_bound", None)
     bound = bound * unit if bound is not None and math.isfinite(bound) else 0.0
     if result.x is None:
-        return Found(None, bound)
+        return Solved(None, bound)
     first = np.cumsum([0, *problem.sizes])
     chosen = np.array([result.x[a:b].argmax() for a, b in itertools.pairwise(first)], np.int64)
-    return Found(chosen, bound)
+    return Solved(chosen, bound)
 
 
 def milp(
@@ -180,7 +178,7 @@ def milp(
         except BaseException as error:
             future.set_exception(error)
 
-    background(work, "integer programme")
+    background(work, "integer program")
     while True:
         try:
             return future.result(POLL)

@@ -16,14 +16,14 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from jax.extend.core import Var
 
-from vnode.partition.searches.flattened_program import Flat, Part, readers, size_of
+from vnode.partition.searches.flattened_program import FlatProgram, LoopOrBranches, readers, size_of
 from vnode.partition.searches.problem import Array
 
 POINTS = 16
 """Of time at which memory is counted."""
 
 
-class By(enum.Enum):
+class DecidedBy(enum.Enum):
     """Whose choice says how much memory a value takes."""
 
     LAYOUT = "its own"
@@ -48,13 +48,13 @@ class Span:
     var: Var
     first: int
     last: int
-    counts: By = By.LAYOUT
+    counts: DecidedBy = DecidedBy.LAYOUT
     turns: int = 1
     beside: Var | None = None
     copied: Var | None = None
 
 
-def spans_of(flat: Flat, made: Mapping[Var, int], replaced: Collection[Var] = ()) -> list[Span]:
+def spans_of(flat: FlatProgram, made: Mapping[Var, int], replaced: Collection[Var] = ()) -> list[Span]:
     """What is in memory when, besides arguments.
 
     Args:
@@ -65,7 +65,7 @@ def spans_of(flat: Flat, made: Mapping[Var, int], replaced: Collection[Var] = ()
     nodes = readers(flat.nodes)
     last = {var: max(n for n, _ in several) for var, several in nodes.items()}
     handed: set[Var] = set()
-    same: dict[Var, Part] = {}  # in each turn
+    same: dict[Var, LoopOrBranches] = {}  # in each turn
     for part in flat.parts:
         same.update(dict.fromkeys(part.reads.keys() - part.scanned - part.carried, part))
         for source in filter(None, part.reads.values()):
@@ -75,7 +75,7 @@ def spans_of(flat: Flat, made: Mapping[Var, int], replaced: Collection[Var] = ()
     found = [Span(var, n, max(last.get(var, n), n)) for var, n in made.items() if var not in replaced]
     anyway = {*flat.program.inputs, *(var for part in flat.parts for var in part.reads)}
 
-    def operand(part: Part, var: Var, source: Var | None) -> Span:
+    def operand(part: LoopOrBranches, var: Var, source: Var | None) -> Span:
         if var in part.carried or source is None:
             return Span(var, part.first, part.last)
         outer, copied = part, source
@@ -84,11 +84,11 @@ def spans_of(flat: Flat, made: Mapping[Var, int], replaced: Collection[Var] = ()
             copied = outer.reads[copied]
         beside = source if source in anyway or last[source] > part.last else None
         turns = source.aval.shape[0] if var in part.scanned else 1
-        counts = By.LAYOUT if var in part.scanned else By.READERS if var in nodes else By.NONE
+        counts = DecidedBy.LAYOUT if var in part.scanned else DecidedBy.READERS if var in nodes else DecidedBy.NONE
         return Span(var, outer.first, outer.last, counts, turns, beside, copied)
 
     for part in flat.parts:
-        found += [operand(part, *each) for each in part.reads.items() if each[0] not in flat.nothing]
+        found += [operand(part, *each) for each in part.reads.items() if each[0] not in flat.constants_only]
         for var in part.makes:
             begins = part.first if var in part.stacked else part.last
             if var not in replaced:

@@ -19,7 +19,7 @@ from vnode.operators import Algebra, Prefix, kind
 from vnode.operators.cost import Cost, bytes_of
 from vnode.partition.cost import Roofline, Times, Transfer, copy_of, transfers_of_route
 from vnode.partition.machine import Machine, MachineMesh
-from vnode.partition.searches.flattened_program import decides
+from vnode.partition.searches.flattened_program import has_own_strategy
 from vnode.spmd.layout import Axes, Cut, Layout, count
 from vnode.spmd.op_sharding import OpSharding, itemsize
 from vnode.spmd.resharding import plan_resharding
@@ -52,7 +52,7 @@ class Estimate:
     Args:
       machine: whose devices they are.
       mesh: its devices with named axes; or only the axes, which `Machine.mesh` lays out.
-      times: of kernels, measured ones for example; by default the roofline (Williams, Waterman, Patterson,
+      times: of fused ops, measured ones for example; by default the roofline (Williams, Waterman, Patterson,
         Communications of the ACM 52, 2009).
       platform: what is compiled for, where times are asked for.
 
@@ -88,7 +88,7 @@ class Estimate:
 
     def _kernel(self, eqn: JaxprEqn, choice: OpSharding) -> float:
         cost = copy_cost(eqn, choice)
-        if not decides(choice.description):
+        if not has_own_strategy(choice.description):
             fused = dataclasses.replace(cost, read=0)
             return max(Roofline(launch=0).seconds(fused, each) for each in self.machine.kinds)
         if self._roofline:

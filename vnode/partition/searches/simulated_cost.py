@@ -17,13 +17,13 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from vnode.errors import SearchError
-from vnode.partition.searches.ilp_formulation import Handed, Search
+from vnode.partition.searches.ilp_formulation import Handover, Search
 from vnode.partition.searches.problem import Array
 from vnode.partition.simulator import Builder, Edit, Timeline, picoseconds, resimulate, simulate
 
 DEVICE, LINKS = 0, 1
 
-Part = tuple[int, int] | tuple[int, int, int] | Handed | int
+Part = tuple[int, int] | tuple[int, int, int] | Handover | int
 """What a task is: a node (cluster, position), what is brought to it (cluster, position, operand), what is brought from
 one cluster or value to another, or a value being there."""
 
@@ -101,7 +101,7 @@ class Simulated:
 
     def _seconds(self, part: Part, chosen: Mapping[int, int] | Array) -> float:
         """What a task takes."""
-        if isinstance(part, Handed):
+        if isinstance(part, Handover):
             return float(part.seconds[chosen[part.start], 0 if part.end is None else chosen[part.end]])
         if isinstance(part, int):
             return 0.0

@@ -109,7 +109,7 @@ class Watch:
             self.shown.update(round(STEPS * done), f"{self.cost:.4g} s, at least {self.lower_bound:.4g} s")
 
 
-def search(
+def run_search(
     problem: Problem,
     how: str,
     body: Callable[[Watch], str],

@@ -19,7 +19,7 @@ from jax.extend.core import Literal, Var
 
 from vnode.operators import Free, Monoid, Shifted, kind
 from vnode.operators.splits import Lead, Split
-from vnode.partition.searches.flattened_program import Flat, Node, size_of, variables
+from vnode.partition.searches.flattened_program import FlatProgram, Node, size_of, variables
 from vnode.partition.searches.search_costs import CostModel
 from vnode.spmd.layout import Axes, Cut, Layout, cut_along, replicated
 from vnode.spmd.op_sharding import FactorSharding, OperandSharding, OpSharding, apply_shardings, reached_layouts
@@ -76,7 +76,7 @@ class Cluster:
 
 
 @dataclasses.dataclass(frozen=True)
-class Done:
+class EqnChoice:
     """What an equation takes, cut in some ways.
 
     Attributes:
@@ -93,7 +93,7 @@ class Done:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Prepared:
+class PreparedNode:
     """What is the same of a cluster's node for all strategies.
 
     Attributes:
@@ -125,10 +125,10 @@ class Strategies:
       model: what equations and moves take.
     """
 
-    def __init__(self, program: Flat, axes: Axes, model: CostModel) -> None:
+    def __init__(self, program: FlatProgram, axes: Axes, model: CostModel) -> None:
         self.program, self.axes, self.model = program, axes, model
         self._strategies: dict[Hashable, tuple[Strategy, ...]] = {}
-        self._choices: dict[Hashable, Done | None] = {}
+        self._choices: dict[Hashable, EqnChoice | None] = {}
         self._leads: dict[Hashable, int] = {}
         self._grouped: dict[Hashable, tuple[int, tuple[FactorSharding, ...]]] = {}
         self._layouts: dict[Layout, int] = {}
@@ -151,7 +151,7 @@ class Strategies:
             named = [] if len(nodes) == 1 else self.dimensions(numbers)
         if self.adds_up(nodes):
             shape, named = (shape, PIECES), [*named, PIECES]
-        options = picked(len(named), len(self.axes))
+        options = axis_picks(len(named), len(self.axes))
         if shape not in self._strategies:
             prepared = self.prepared(numbers, nodes, named)
             self._strategies[shape] = tuple(self.strategy(prepared, named, option) for option in options)
@@ -176,7 +176,7 @@ class Strategies:
             )
             for var in node.eqn.outvars:
                 number[var] = len(number)
-            parts.append((id(node.eqn) if own is None else own, node.times, node.apart, ins))
+            parts.append((id(node.eqn) if own is None else own, node.times, node.unsplit_axes, ins))
         named: dict[Hashable, int] = {}
         dims = tuple(
             named.setdefault(self.program.named(var, d), len(named))
@@ -187,7 +187,7 @@ class Strategies:
 
     def most_picks(self) -> int:
         """How many things an axis may divide, so that strategies do not become too many."""
-        several = (n for n in range(1, MOST) if len(picked(n + 1, len(self.axes))) > MOST)
+        several = (n for n in range(1, MOST) if len(axis_picks(n + 1, len(self.axes))) > MOST)
         return next(several, 1)
 
     def ways_of(self, node: Node, number: int) -> list[tuple[Lead, Split]]:
@@ -221,7 +221,7 @@ class Strategies:
                         weight[name] = weight.get(name, 0.0) + size_of(var)
         return sorted(weight, key=lambda name: -weight[name])[: self.most_picks()]
 
-    def prepared(self, numbers: Sequence[int], nodes: Sequence[Node], named: Sequence[Hashable]) -> list[Prepared]:
+    def prepared(self, numbers: Sequence[int], nodes: Sequence[Node], named: Sequence[Hashable]) -> list[PreparedNode]:
         """A cluster's nodes, made ready for all strategies."""
         places: dict[Var, int] = {}
         found = []
@@ -244,10 +244,10 @@ class Strategies:
             for var in node.eqn.outvars:
                 places[var] = len(places)
             results = tuple(places[var] for var in node.eqn.outvars)
-            found.append(Prepared(node, of, tuple(leads), numbered, tuple(operands), results))
+            found.append(PreparedNode(node, of, tuple(leads), numbered, tuple(operands), results))
         return found
 
-    def strategy(self, nodes: Sequence[Prepared], named: Sequence[Hashable], picks: tuple[Pick, ...]) -> Strategy:
+    def strategy(self, nodes: Sequence[PreparedNode], named: Sequence[Hashable], picks: tuple[Pick, ...]) -> Strategy:
         """What a cluster takes if each axis divides something."""
         states: list[int] = []
         times: list[float] = []
@@ -257,7 +257,7 @@ class Strategies:
         taken: list[RequestedSharding | None] = []
         held: set[tuple[int, int]] = set()
         several = list(zip(self.axes, picks, strict=True))
-        if any(p is not None and axis in nodes[0].node.apart for axis, p in several):
+        if any(p is not None and axis in nodes[0].node.unsplit_axes for axis, p in several):
             return Strategy(picks, math.inf)
         pieces = tuple((axis, Monoid.SUM) for axis, p in several if p is not None and named[p] is PIECES)
         divided = [(axis, p) for axis, p in several if p is not None and named[p] is not PIECES]
@@ -302,12 +302,12 @@ class Strategies:
             self._numbered.append(layout)
         return self._layouts[layout]
 
-    def ways(self, node: Prepared, divided: Sequence[tuple[str, int]]) -> tuple[int, tuple[FactorSharding, ...]]:
+    def ways(self, node: PreparedNode, divided: Sequence[tuple[str, int]]) -> tuple[int, tuple[FactorSharding, ...]]:
         """The ways of an equation that divide what axes shall divide, as far as it has it; with a number for them."""
         key = node.kind, tuple([(axis, node.numbers[p]) for axis, p in divided])
         if key not in self._grouped:
             leads = [(axis, node.leads[p]) for axis, p in divided]
-            ways = grouped([(axis, lead) for axis, lead in leads if lead is not None])
+            ways = group_ways([(axis, lead) for axis, lead in leads if lead is not None])
             self._grouped[key] = len(self._grouped), ways
         return self._grouped[key]
 
@@ -328,11 +328,11 @@ class Strategies:
 
     def choice(
         self,
-        prepared: Prepared,
+        prepared: PreparedNode,
         numbered: tuple[int, tuple[FactorSharding, ...]],
         states: Sequence[int],
         pieces: tuple[tuple[str, Monoid], ...],
-    ) -> Done | None:
+    ) -> EqnChoice | None:
         """What an equation takes, cut in some ways, what others make being in pieces; None if it cannot be cut so."""
         number, ways = numbered
         key = prepared.kind, number, tuple([p if p < 0 else states[p] for p in prepared.operands]), pieces
@@ -354,7 +354,7 @@ class Strategies:
             else:
                 seconds = self.model.compute_time(node.eqn, choice) + self.rounding(node, choice)
                 asked = RequestedSharding(ways, tuple(each.layout for each in given), choice.passed)
-                self._choices[key] = Done(choice.operands, reached_layouts(node.eqn, choice), seconds, asked)
+                self._choices[key] = EqnChoice(choice.operands, reached_layouts(node.eqn, choice), seconds, asked)
         return self._choices[key]
 
     def expected(self, node: Node, operand: int, ways: tuple[FactorSharding, ...]) -> Layout:
@@ -395,12 +395,12 @@ class Strategies:
 
 
 @functools.cache
-def picked(things: int, axes: int) -> tuple[tuple[Pick, ...], ...]:
+def axis_picks(things: int, axes: int) -> tuple[tuple[Pick, ...], ...]:
     """What axes may divide at once: up to two axes anything; of more, leading ones one thing and the others another.
 
     So three axes of 2 are searched as meshes of 2 x 4, 4 x 2 and 8, each equation in the one that suits it.
 
-    >>> len(picked(2, 2)), len(picked(2, 4))
+    >>> len(axis_picks(2, 2)), len(axis_picks(2, 4))
     (9, 21)
     """
     one: list[Pick] = [None, *range(things)]
@@ -410,7 +410,7 @@ def picked(things: int, axes: int) -> tuple[tuple[Pick, ...], ...]:
     return tuple(dict.fromkeys(found))
 
 
-def grouped(several: Sequence[tuple[str, tuple[Lead, Split]]]) -> tuple[FactorSharding, ...]:
+def group_ways(several: Sequence[tuple[str, tuple[Lead, Split]]]) -> tuple[FactorSharding, ...]:
     """Ways, from what each axis divides: axes that divide the same are one way."""
     found: dict[tuple[Lead, Split], list[str]] = {}
     for axis, each in several:
@@ -418,7 +418,7 @@ def grouped(several: Sequence[tuple[str, tuple[Lead, Split]]]) -> tuple[FactorSh
     return tuple(FactorSharding(lead, split, tuple(axes)) for (lead, split), axes in found.items())
 
 
-def asked_by_path(program: Flat, cluster: Cluster, strategy: int) -> dict[Path, RequestedSharding]:
+def asked_by_path(program: FlatProgram, cluster: Cluster, strategy: int) -> dict[Path, RequestedSharding]:
     """What `vnode.spmd.sharding_flow.follow` is asked for of a cluster."""
     asked = cluster.strategies[strategy].asked
     return {program.nodes[n].path: each for n, each in zip(cluster.nodes, asked, strict=True) if each is not None}

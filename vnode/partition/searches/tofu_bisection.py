@@ -1,10 +1,10 @@
-"""Tofu's search: devices are halved again and again, and for each halving a dynamic programme divides every operator.
+"""Tofu's search: devices are halved again and again, and for each halving a dynamic program divides every operator.
 
 Knows problems, elimination, and what each strategy does at each halving. Must not know equations or machines.
 
 Source: Wang, Huang, Li, "Supporting very large models using automatic dataflow graph partitioning" (EuroSys 2019),
 section 5: a step divides every operator among two groups of devices, all that is known being what earlier steps chose;
-the programme goes through the operators in order, with the choices of those that still have readers as its state.
+the program goes through the operators in order, with the choices of those that still have readers as its state.
 Later steps are not thought of, so the result need not be the best. Memory is not in it either; here it gets a price,
 which is raised until the result fits.
 """
@@ -19,10 +19,10 @@ import numpy as np
 from vnode.errors import SearchError
 from vnode.partition.searches.elimination import Elimination
 from vnode.partition.searches.problem import Array, Problem
-from vnode.partition.searches.solution import Solution, Watch, search
+from vnode.partition.searches.solution import Solution, Watch, run_search
 
 STATES = 2_000_000
-"""Of the dynamic programme at a time; beyond it operators' readers choose for themselves."""
+"""Of the dynamic program at a time; beyond it operators' readers choose for themselves."""
 
 RAISES = 40
 """How often the price of memory is doubled at most."""
@@ -39,7 +39,7 @@ def bisection(
     """Chooses what each halving of the devices divides, one halving after another.
 
     Args:
-      problem: its operators in the order of the programme.
+      problem: its operators in the order of the program.
       steps: for each operator what its strategies do at each step, int ``[strategies, steps]``; 0 for nothing: both
         halves of the devices do the same. Equal rows mean the cheaper strategy.
       candidates: assignments that the result is not worse than, as far as they fit.
@@ -77,7 +77,7 @@ def bisection(
             price = 2 * price or (first if math.isfinite(first) else 1.0) / 64
         return ""
 
-    return search(problem, "bisection", body, candidates=candidates, budget=budget, progress=progress)
+    return run_search(problem, "bisection", body, candidates=candidates, budget=budget, progress=progress)
 
 
 def halved(problem: Problem, steps: Sequence[Array], times: Sequence[Array], watch: Watch) -> Array:

@@ -1,11 +1,10 @@
-"""Branches of what a node computes, for groups of devices: which there are, and at which index of an axis each runs.
+"""A node's program -> its independent branches, and the index of a mesh axis at which each runs.
 
-Knows programs, what one equation takes, and groups. Must not know meshes, layouts, nor what a choice costs in all.
+Knows programs, the time of one equation, and groups. Must not know meshes, layouts, nor the cost of a choice.
 
-Branches are found in the graph (`vnode.analysis.parallel_branches`), and given to indices so that the fullest has
-least, the longest first (Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969). A branch
-that reads what a branch before it has made goes where most of that is: so a backward pass is where its forward pass
-was.
+Branches are found in the graph (`vnode.analysis.parallel_branches`). They are assigned to the least loaded index, the
+longest first (Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969). A branch that reads
+results of earlier branches goes to the index with most of their bytes, so a backward pass follows its forward pass.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from vnode.analysis.parallel_branches import Branches, parallel_branches
 from vnode.analysis.program import Program
 from vnode.operators.control_flow import region_of
 from vnode.operators.cost import nbytes
-from vnode.partition.searches.flattened_program import decides
+from vnode.partition.searches.flattened_program import has_own_strategy
 from vnode.spmd.branch_groups import Group
 
 
-def stages_of(program: Program, seconds: Callable[[JaxprEqn], float]) -> list[Branches]:
+def branch_stages(program: Program, seconds: Callable[[JaxprEqn], float]) -> list[Branches]:
     """The stages of a program that have branches side by side.
 
     Args:
-      program: what a node computes.
-      seconds: what an equation takes.
+      program: a node's program.
+      seconds: the time of an equation.
 
     Returns:
-      For each stage its branches, by the numbers of their equations. A stage whose branches make random keys for others
-      is left out: keys are no sums.
+      For each stage its branches, as numbers of equations. A stage whose branches make random keys for others is left
+      out, because keys cannot be summed.
     """
     producer = {var: number for number, eqn in enumerate(program.equations) for var in eqn.outvars}
     reads = [{producer[a] for a in eqn.invars if isinstance(a, Var) and a in producer} for eqn in program.equations]
-    kernel = [region_of(eqn) is not None or decides(program.describe(eqn)) for eqn in program.equations]
+    kernel = [region_of(eqn) is not None or has_own_strategy(program.describe(eqn)) for eqn in program.equations]
     weights = [seconds(eqn) if heavy else 0.0 for eqn, heavy in zip(program.equations, kernel, strict=True)]
     return [stage for stage in parallel_branches(reads, weights) if not makes_keys(program, stage)]
 
@@ -54,11 +53,11 @@ def groups_along(
     """Stages as groups along an axis.
 
     Args:
-      program: what a node computes.
-      stages: of it, in order.
-      seconds: what an equation takes.
-      axis: of the mesh.
-      size: of the axis.
+      program: a node's program.
+      stages: its stages, in order.
+      seconds: the time of an equation.
+      axis: name of the mesh axis.
+      size: size of the axis.
 
     Returns:
       A group for each stage.
@@ -67,7 +66,7 @@ def groups_along(
     found = []
     for stage in stages:
         takes = [sum(seconds(program.equations[number]) for number in branch) for branch in stage]
-        near = [at_indices(program, branch, there, size) for branch in stage]
+        near = [branch_bytes_at_indices(program, branch, there, size) for branch in stage]
         loads = [0.0] * size
         given: list[set[int]] = [set() for _ in range(size)]
         for k in sorted(range(len(stage)), key=lambda k: (not any(near[k]), -takes[k], k)):
@@ -81,8 +80,8 @@ def groups_along(
     return tuple(found)
 
 
-def at_indices(program: Program, branch: frozenset[int], there: Mapping[Var, int], size: int) -> list[int]:
-    """How many bytes that a branch reads are at each index."""
+def branch_bytes_at_indices(program: Program, branch: frozenset[int], there: Mapping[Var, int], size: int) -> list[int]:
+    """The bytes that a branch reads, by the index that holds them."""
     read = {a for number in branch for a in program.equations[number].invars if isinstance(a, Var)}
     bytes_ = [0] * size
     for var in read:

@@ -43,7 +43,7 @@ def draw(timeline: Timeline, *, resources: ArrayLike | None = None, width: int =
       TaskGraphError: there is no such resource.
     """
     graph = timeline.graph
-    shown, rest = chosen(timeline, resources)
+    shown, rest = drawn_resources(timeline, resources)
     left = int(max([len(graph.resources[r]) for r in shown], default=0) * CHARACTER) + 12
     inner, total = max(width - left - 46, 100), max(timeline.makespan, 1)
     scale = inner / total
@@ -61,7 +61,7 @@ def draw(timeline: Timeline, *, resources: ArrayLike | None = None, width: int =
         own = task[resource == r]
         own = own[np.argsort(timeline.start[own], kind="stable")]
         bars += row(timeline, own, ranks, left, y, scale, named)
-        for start, end in joined(timeline, own[critical[own]], scale):
+        for start, end in merged_bars(timeline, own[critical[own]], scale):
             lines.append(
                 f"M{left + start * scale:.1f} {y + BAR + 1.5}H{left + max(end * scale, start * scale + 1):.1f}"
             )
@@ -80,7 +80,7 @@ def draw(timeline: Timeline, *, resources: ArrayLike | None = None, width: int =
     )
 
 
-def chosen(timeline: Timeline, resources: ArrayLike | None) -> tuple[list[int], str]:
+def drawn_resources(timeline: Timeline, resources: ArrayLike | None) -> tuple[list[int], str]:
     """Which resources to draw, and what is left out in words."""
     count = len(timeline.graph.resources)
     if resources is not None:
@@ -134,14 +134,14 @@ def row(
     kinds = ranks[graph.label[tasks]]
     for rank in np.unique(kinds).tolist():
         path = ""
-        for start, end in joined(timeline, tasks[kinds == rank], scale):
+        for start, end in merged_bars(timeline, tasks[kinds == rank], scale):
             wide = max((end - start) * scale, 0.2)
             path += f"M{left + start * scale:.2f} {y}h{wide:.2f}v{BAR}h-{wide:.2f}z"
         found.append(f'<path d="{path}" fill="{fill(rank)}"/>')
     return found
 
 
-def joined(timeline: Timeline, tasks: np.ndarray, scale: float) -> list[tuple[int, int]]:
+def merged_bars(timeline: Timeline, tasks: np.ndarray, scale: float) -> list[tuple[int, int]]:
     """Where tasks, in order of time, lie; those without a gap that one sees between them as one."""
     if not len(tasks):
         return []

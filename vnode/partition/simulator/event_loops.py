@@ -33,7 +33,7 @@ def compiled(loop: Callable[..., Any]) -> Any:
 
 
 @compiled
-def before(time, task, other_time, other, priority):
+def is_served_before(time, task, other_time, other, priority):
     """Whether a task is served before another: ready earlier, or of smaller priority, or of smaller number."""
     if time != other_time:
         return time < other_time
@@ -43,12 +43,12 @@ def before(time, task, other_time, other, priority):
 
 
 @compiled
-def push(times, tasks, size, time, task, priority):
+def heap_push(times, tasks, size, time, task, priority):
     """Adds to a binary heap of `size` entries."""
     i = size
     while i:
         above = (i - 1) >> 1
-        if before(times[above], tasks[above], time, task, priority):
+        if is_served_before(times[above], tasks[above], time, task, priority):
             break
         times[i], tasks[i] = times[above], tasks[above]
         i = above
@@ -56,7 +56,7 @@ def push(times, tasks, size, time, task, priority):
 
 
 @compiled
-def drop(times, tasks, size, priority):
+def heap_pop(times, tasks, size, priority):
     """Takes the first away from a binary heap that has `size` entries afterwards."""
     time, task = times[size], tasks[size]
     i = 0
@@ -64,9 +64,11 @@ def drop(times, tasks, size, priority):
         below = 2 * i + 1
         if below >= size:
             break
-        if below + 1 < size and before(times[below + 1], tasks[below + 1], times[below], tasks[below], priority):
+        if below + 1 < size and is_served_before(
+            times[below + 1], tasks[below + 1], times[below], tasks[below], priority
+        ):
             below += 1
-        if before(time, task, times[below], tasks[below], priority):
+        if is_served_before(time, task, times[below], tasks[below], priority):
             break
         times[i], tasks[i] = times[below], tasks[below]
         i = below
@@ -129,12 +131,12 @@ def events(
                     missing[t] -= 1
                     ready[t] = max(ready[t], done)
         if not missing[t]:
-            push(times, tasks, size, ready[t], t, priority)
+            heap_push(times, tasks, size, ready[t], t, priority)
             size += 1
     while size:
         time, t = times[0], tasks[0]
         size -= 1
-        drop(times, tasks, size, priority)
+        heap_pop(times, tasks, size, priority)
         begin = time
         for j in range(resource_start[t], resource_start[t + 1]):
             begin = max(begin, free[resource[j]])
@@ -148,13 +150,13 @@ def events(
             ready[f] = max(ready[f], done)
             missing[f] -= 1
             if not missing[f]:
-                push(times, tasks, size, ready[f], f, priority)
+                heap_push(times, tasks, size, ready[f], f, priority)
                 size += 1
     return served
 
 
 @compiled
-def since(ready, end, removed, moved, retimed, origin, dependency_start, dependency):
+def unaffected_until(ready, end, removed, moved, retimed, origin, dependency_start, dependency):
     """A time before which a change has no effect: every task whose times differ is ready then or later, before and now.
 
     A task that waits for others than before may be ready as soon as those are done that it still waits for and that
@@ -180,7 +182,7 @@ def since(ready, end, removed, moved, retimed, origin, dependency_start, depende
 
 
 @compiled
-def set_apart(t, graph, end, queue, size, lists):
+def queue_again(t, graph, end, queue, size, lists):
     """Takes a task out of the old order: into the queue if it is ready, else on the list of one that it waits for.
 
     Returns the number of tasks in the queue.
@@ -197,12 +199,12 @@ def set_apart(t, graph, end, queue, size, lists):
     queued[t] = True
     for j in range(resource_start[t], resource_start[t + 1]):
         contested[resource[j]] += 1
-    push(times, tasks, size, time, t, priority)
+    heap_push(times, tasks, size, time, t, priority)
     return size + 1
 
 
 @compiled
-def place(t, r, resource_start, resource):
+def resource_position(t, r, resource_start, resource):
     """Where a task's row of resources has this one."""
     j = resource_start[t]
     while resource[j] != r:
@@ -211,7 +213,7 @@ def place(t, r, resource_start, resource):
 
 
 @compiled
-def take_back(t, time, graph, ready, end, last, earlier, follower_start, follower, undone):
+def undo_served(t, time, graph, ready, end, last, earlier, follower_start, follower, undone):
     """Takes back those that were served before a task that comes before them, and all that came of it.
 
     That is everybody who waits for one of them, or was on a resource after one of them. Fills `undone`; returns how
@@ -221,11 +223,11 @@ def take_back(t, time, graph, ready, end, last, earlier, follower_start, followe
     count = 0
     for j in range(resource_start[t], resource_start[t + 1]):
         other = last[resource[j]]
-        while other >= 0 and before(time, t, ready[other], other, priority):
+        while other >= 0 and is_served_before(time, t, ready[other], other, priority):
             if end[other] >= 0:
                 end[other], undone[count] = -1, other
                 count += 1
-            other = earlier[place(other, resource[j], resource_start, resource)]
+            other = earlier[resource_position(other, resource[j], resource_start, resource)]
     i = 0
     while i < count:
         u = undone[i]
@@ -240,18 +242,18 @@ def take_back(t, time, graph, ready, end, last, earlier, follower_start, followe
                 if end[other] >= 0:
                     end[other], undone[count] = -1, other
                     count += 1
-                other = earlier[place(other, resource[j], resource_start, resource)]
+                other = earlier[resource_position(other, resource[j], resource_start, resource)]
     for i in range(count):
         u = undone[i]
         for j in range(resource_start[u], resource_start[u + 1]):
             r = resource[j]
             while last[r] >= 0 and end[last[r]] < 0:
-                last[r] = earlier[place(last[r], r, resource_start, resource)]
+                last[r] = earlier[resource_position(last[r], r, resource_start, resource)]
     return count
 
 
 @compiled
-def certain(graph, ready, end, order, served):
+def drop_uncertain(graph, ready, end, order, served):
     """Of tasks in the order in which they were served, some several times, leaves those whose times are final.
 
     Of each the last time counts. If there are tasks that were not served, final is what comes before all of them.
@@ -263,14 +265,14 @@ def certain(graph, ready, end, order, served):
     for t in range(len(end)):
         if end[t] < 0:
             now, missing = readiness(t, end, dependency_start, dependency)
-            if missing < 0 and (first < 0 or before(now, t, time, first, priority)):
+            if missing < 0 and (first < 0 or is_served_before(now, t, time, first, priority)):
                 time, first = now, t
     seen = np.zeros(len(end), np.bool_)
     for i in range(served - 1, -1, -1):
         t = order[i]
         if end[t] < 0 or seen[t]:
             order[i] = -1
-        elif first >= 0 and not before(ready[t], t, time, first, priority):
+        elif first >= 0 and not is_served_before(ready[t], t, time, first, priority):
             order[i], end[t] = -1, -1
         seen[t] = True
     kept = 0
@@ -295,7 +297,7 @@ def replay(
     for o in range(olds):
         if renumbered[o] >= 0:
             origin[renumbered[o]] = o
-    first = since(old_ready, old_end, removed, moved, retimed, origin, dependency_start, dependency)
+    first = unaffected_until(old_ready, old_end, removed, moved, retimed, origin, dependency_start, dependency)
 
     ready, end = np.empty(n, np.int64), np.full(n, -1, np.int64)
     order, last = np.empty(2 * n + 1, np.int32), np.full(resources, -1, np.int32)
@@ -318,7 +320,7 @@ def replay(
     lists, apart = (head, following, awaited), np.zeros(n, np.bool_)
     for t in moved:
         apart[t] = True
-        size = set_apart(t, graph, end, queue, size, lists)
+        size = queue_again(t, graph, end, queue, size, lists)
     undone, follower_start, follower = np.empty(n, np.int32), np.empty(0, np.int32), np.empty(0, np.int32)
     kept, served, again, steps = at, at, 0, 0
     # How much later than before the old order is now at least, judged by the last some hundred of it.
@@ -344,7 +346,7 @@ def replay(
                     break
                 if not queued[missing]:  # comes later in the old order
                     apart[t] = True
-                    size = set_apart(t, graph, end, queue, size, lists)
+                    size = queue_again(t, graph, end, queue, size, lists)
                     at += 1
                     continue
                 from_queue = True
@@ -352,18 +354,18 @@ def replay(
                 from_queue = times[0] < old_ready[old_order[at]] + min(lag, least)
                 for j in range(resource_start[t], resource_start[t + 1]):
                     if contested[resource[j]]:
-                        from_queue |= before(times[0], tasks[0], time, t, priority)
+                        from_queue |= is_served_before(times[0], tasks[0], time, t, priority)
                         break
         if from_queue:
             time, t = times[0], tasks[0]
             size -= 1
-            drop(times, tasks, size, priority)
+            heap_pop(times, tasks, size, priority)
             queued[t] = False
             for j in range(resource_start[t], resource_start[t + 1]):
                 contested[resource[j]] -= 1
             now, missing = readiness(t, end, dependency_start, dependency)
             if now != time:  # one that it waits for was taken back
-                size = set_apart(t, graph, end, queue, size, lists)
+                size = queue_again(t, graph, end, queue, size, lists)
                 continue
 
         begin, wrong = time, False
@@ -371,19 +373,19 @@ def replay(
             other = last[resource[j]]
             if other >= 0:
                 begin = max(begin, end[other])
-                wrong |= before(time, t, ready[other], other, priority)
+                wrong |= is_served_before(time, t, ready[other], other, priority)
         if wrong:
             if not len(follower_start):
                 follower_start, follower = followers(dependency_start, dependency)
-            count = take_back(t, time, graph, ready, end, last, earlier, follower_start, follower, undone)
+            count = undo_served(t, time, graph, ready, end, last, earlier, follower_start, follower, undone)
             again += count
             if again > min(n, patience * (served - kept + n // 10)):
                 break
             for i in range(count):
                 apart[undone[i]] = True
-                size = set_apart(undone[i], graph, end, queue, size, lists)
+                size = queue_again(undone[i], graph, end, queue, size, lists)
             apart[t] = True
-            size = set_apart(t, graph, end, queue, size, lists)
+            size = queue_again(t, graph, end, queue, size, lists)
             continue
 
         if not from_queue:
@@ -404,9 +406,9 @@ def replay(
         while waiting >= 0:
             t = waiting
             waiting = following[t]
-            size = set_apart(t, graph, end, queue, size, lists)
+            size = queue_again(t, graph, end, queue, size, lists)
     if again or served < n:
-        served = certain(graph, ready, end, order, served)
+        served = drop_uncertain(graph, ready, end, order, served)
     return ready, end, order[:n], served
 
 

@@ -83,12 +83,12 @@ class TaskGraph:
         n = len(times)
         fields: dict[str, Any] = {
             "duration": times,
-            "resource_start": starts(resource_start, n, "resource_start", resource),
-            "resource": whole(resource, "resource", 0, len(resources) - 1),
-            "dependency_start": starts(dependency_start, n, "dependency_start", dependency),
-            "dependency": whole(dependency, "dependency", 0, n - 1),
-            "priority": zeros(n) if priority is None else whole(priority, "priority", -MOST, MOST),
-            "label": zeros(n) if label is None else whole(label, "label", 0, len(labels) - 1),
+            "resource_start": row_starts(resource_start, n, "resource_start", resource),
+            "resource": bounded_integers(resource, "resource", 0, len(resources) - 1),
+            "dependency_start": row_starts(dependency_start, n, "dependency_start", dependency),
+            "dependency": bounded_integers(dependency, "dependency", 0, n - 1),
+            "priority": zeros(n) if priority is None else bounded_integers(priority, "priority", -MOST, MOST),
+            "label": zeros(n) if label is None else bounded_integers(label, "label", 0, len(labels) - 1),
             "resources": tuple(map(str, resources)),
             "labels": tuple(map(str, labels)),
         }
@@ -174,7 +174,7 @@ def durations(given: ArrayLike) -> np.ndarray:
     Raises:
       TaskGraphError: they are no whole numbers, or not positive.
     """
-    times = whole(given, "duration", -LONGEST, LONGEST, np.int64)
+    times = bounded_integers(given, "duration", -LONGEST, LONGEST, np.int64)
     wrong = np.flatnonzero(times < 1)
     if len(wrong):
         raise TaskGraphError(
@@ -221,7 +221,7 @@ def check_once(task: np.ndarray, resource: np.ndarray, resources: int) -> None:
         raise TaskGraphError(f"task {which} names resource {where} twice: a task occupies a resource once")
 
 
-def whole(given: ArrayLike, name: str, least: int, most: int, dtype: Any = np.int32) -> np.ndarray:
+def bounded_integers(given: ArrayLike, name: str, least: int, most: int, dtype: Any = np.int32) -> np.ndarray:
     """A new array of whole numbers within bounds.
 
     Raises:
@@ -236,7 +236,7 @@ def whole(given: ArrayLike, name: str, least: int, most: int, dtype: Any = np.in
     return array.astype(dtype, order="C", copy=True)
 
 
-def numbers(given: ArrayLike, name: str) -> np.ndarray:
+def integers(given: ArrayLike, name: str) -> np.ndarray:
     """Whole numbers of any shape.
 
     Raises:
@@ -248,14 +248,14 @@ def numbers(given: ArrayLike, name: str) -> np.ndarray:
     return array.astype(np.int64, copy=False)
 
 
-def starts(given: ArrayLike, tasks: int, name: str, content: ArrayLike) -> np.ndarray:
+def row_starts(given: ArrayLike, tasks: int, name: str, content: ArrayLike) -> np.ndarray:
     """Where the rows of all tasks begin, and where the last one ends.
 
     Raises:
       TaskGraphError: they do not divide the content into so many rows.
     """
     size = len(np.asarray(content))
-    found = whole(given, name, 0, MOST)
+    found = bounded_integers(given, name, 0, MOST)
     if len(found) != tasks + 1 or found[0] != 0 or found[-1] != size or (np.diff(found) < 0).any():
         raise TaskGraphError(
             f"{name} must rise from 0 to {size} in {several(tasks + 1, 'entry', 'entries')}, "

@@ -16,11 +16,11 @@ from vnode.errors import TaskGraphError, layout_message
 from vnode.partition.simulator.graph import (
     MOST,
     TaskGraph,
+    bounded_integers,
     check_once,
     check_total,
     durations,
-    numbers,
-    whole,
+    integers,
 )
 from vnode.show.units import several
 
@@ -78,7 +78,7 @@ class Draft:
         """
         one = durations(np.reshape(duration, -1))
         names = np.array([self._number(name) for name in ([label] if isinstance(label, str) else label)], np.int32)
-        order = whole(np.reshape(priority, -1), "priority", -MOST, MOST)
+        order = bounded_integers(np.reshape(priority, -1), "priority", -MOST, MOST)
         on_rows, after_rows = rows(on, "on"), rows(after, "after")
         sizes = {len(x) for x in (one, names, order, *on_rows, *after_rows)} - {1}
         if len(sizes) > 1:
@@ -120,7 +120,7 @@ class Draft:
           >>> builder.depend(a, b)
         """
         try:
-            pair = np.broadcast_arrays(numbers(tasks, "tasks"), numbers(on, "on"))
+            pair = np.broadcast_arrays(integers(tasks, "tasks"), integers(on, "on"))
         except ValueError as error:
             raise TaskGraphError(f"tasks and those they wait for do not fit: {error}") from None
         waiting, awaited = (np.reshape(x, -1) for x in pair)
@@ -224,7 +224,7 @@ class Change:
         Raises:
           TaskGraphError: there was no such task.
         """
-        found = numbers(tasks, "tasks")
+        found = integers(tasks, "tasks")
         check_known(found, "task", len(self.renumbered))
         return self.renumbered[found]
 
@@ -266,7 +266,7 @@ class Edit(Draft):
         Raises:
           TaskGraphError: there is no such task.
         """
-        found = np.reshape(numbers(tasks, "tasks"), -1)
+        found = np.reshape(integers(tasks, "tasks"), -1)
         check_known(found, "task", len(self._graph))
         self._gone.append(found)
 
@@ -280,7 +280,7 @@ class Edit(Draft):
         Raises:
           TaskGraphError: there is no such task, or a duration is not positive.
         """
-        found, times = np.reshape(numbers(tasks, "tasks"), -1), durations(np.reshape(duration, -1))
+        found, times = np.reshape(integers(tasks, "tasks"), -1), durations(np.reshape(duration, -1))
         check_known(found, "task", len(self._graph))
         if len(times) not in (1, len(found)):
             raise TaskGraphError(f"{several(len(times), 'duration')} for {several(len(found), 'task')}")
@@ -322,7 +322,7 @@ class Edit(Draft):
 
 def rows(given: Rows, name: str) -> list[np.ndarray]:
     """Arrays of rows, each ``int64[1 or k, m]``."""
-    parts = [numbers(part, name) for part in (given if isinstance(given, tuple) else (given,))]
+    parts = [integers(part, name) for part in (given if isinstance(given, tuple) else (given,))]
     for part in parts:
         if part.ndim > 2:
             raise TaskGraphError(f"{name} has rows, of shape (m,) or (k, m), not {part.shape}")

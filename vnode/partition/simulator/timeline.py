@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from vnode.errors import TaskGraphError
-from vnode.partition.simulator.graph import SECOND, TaskGraph, numbers
+from vnode.partition.simulator.graph import SECOND, TaskGraph, integers
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -131,7 +131,7 @@ class Timeline:
           >>> held.time, held.bytes, held.peak
           (array([ 0, 10, 30]), array([64, 96,  0]), 96)
         """
-        given = numbers(np.reshape(tasks, -1), "tasks"), numbers(at_start, "at_start"), numbers(at_end, "at_end")
+        given = integers(np.reshape(tasks, -1), "tasks"), integers(at_start, "at_start"), integers(at_end, "at_end")
         try:
             found, first, last = np.broadcast_arrays(*given)
         except ValueError as error:

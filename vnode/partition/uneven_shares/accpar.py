@@ -6,7 +6,7 @@ Source: Song, Chen, Zhuo, Qian, Li, Chen, "AccPar: Tensor partitioning for heter
 (HPCA 2020), sections 4 and 5: a group with share x of an operator computes for x of the time of the whole; it receives
 partial sums, whose size does not depend on the share, and between two operators what it lacks, a share 1 - x or
 x (1 - x) of a tensor. The share is the one with which both groups take as long; dimensions are chosen by a dynamic
-programme at the share of before.
+program at the share of before.
 """
 
 from __future__ import annotations

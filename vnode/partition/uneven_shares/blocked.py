@@ -133,7 +133,7 @@ class Blocked:
         Raises:
           PartitionError: there is no such one, or it is another pytree.
         """
-        children = parts_of(whole)
+        children = child_structures(whole)
         if child not in range(len(children)):
             raise PartitionError(f"there is no {what} {child}: they are numbered from 0 to {len(children) - 1}")
         leaves, tree = jax.tree.flatten(value)
@@ -150,7 +150,7 @@ class Blocked:
     @staticmethod
     def _leaves(tree: Any, child: int) -> range:
         """The numbers of the leaves of an argument or a result."""
-        sizes = [each.num_leaves for each in parts_of(tree)]
+        sizes = [each.num_leaves for each in child_structures(tree)]
         return range(sum(sizes[:child]), sum(sizes[: child + 1]))
 
     def __str__(self) -> str:
@@ -238,9 +238,9 @@ def blocked(
     names = tuple(name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tuple(arguments)))
     if len(program.inputs) > len(names):
         raise PartitionError("the function closes over values that jax is tracing: give them as arguments")
-    cut = {i: dim for pattern, dim in dims.items() for i in found(pattern, names)}
+    cut = {i: dim for pattern, dim in dims.items() for i in matching_names(pattern, names)}
     split = in_blocks(program, share, cut, names=dict(enumerate(names)))
-    asked = {i: spec for pattern, spec in (partition or {}).items() for i in found(pattern, names)}
+    asked = {i: spec for pattern, spec in (partition or {}).items() for i in matching_names(pattern, names)}
     check_axes(patterns_of(partition or {}), mesh.axis_names)
     inputs = []
     for number, (var, dim) in enumerate(zip(split.program.inputs, split.inputs, strict=True)):
@@ -250,10 +250,10 @@ def blocked(
     return Blocked(mesh, split, flow, jax.tree.structure(tuple(arguments)), names, results[0], tuple(donate))
 
 
-def parts_of(tree: Any) -> list[Any]:
+def child_structures(tree: Any) -> list[Any]:
     """The structures of what a tuple holds; of anything else, its own.
 
-    >>> parts_of(jax.tree.structure((1, {"a": 2}))), parts_of(jax.tree.structure({"a": 2}))
+    >>> child_structures(jax.tree.structure((1, {"a": 2}))), child_structures(jax.tree.structure({"a": 2}))
     ([PyTreeDef(*), PyTreeDef({'a': *})], [PyTreeDef({'a': *})])
     """
     data = tree.node_data()
@@ -273,7 +273,7 @@ def check_numbers(dims: Any, counts: Any) -> None:
             raise PartitionError(f"{what}: expected integers, not {numbers!r}")
 
 
-def found(pattern: str, names: Sequence[str]) -> list[int]:
+def matching_names(pattern: str, names: Sequence[str]) -> list[int]:
     """The numbers of the names in which a pattern is found."""
     try:
         numbers = [number for number, name in enumerate(names) if re.search(pattern, name)]

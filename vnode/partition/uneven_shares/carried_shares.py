@@ -1,11 +1,11 @@
-"""What of AccPar's unequal shares is carried out, and what is only simulated.
+"""AccPar's unequal shares of two groups -> a program that carries them out in blocks, as far as possible.
 
-Knows programs as problems, the strategies and the share that were found, and programs in blocks. Must not know how
-shares are found, nor how blocks are evaluated.
+Knows programs as problems, strategies and shares, and programs in blocks. Must not know how shares are found, nor how
+blocks are evaluated.
 
-Each operator divides one dimension between two groups: samples, or a dimension of parameters. Those whose equations are
-free in it, or reduce it, are carried out: a loop over blocks of it, with different numbers for the groups. What is in
-the body of a loop, slides a window along the dimension or needs it whole is not: it is left as it was, and labelled.
+Each operator divides one dimension between two groups: samples, or a dimension of parameters. Operators that are free
+in it, or reduce it, are carried out as a loop over blocks, with different trip counts for the groups. Operators in the
+body of a loop, with a window along the dimension, or that need it whole are left unchanged, and labelled as simulated.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from vnode.spmd.sharding_flow import Flow, follow, with_cut
 from vnode.spmd.uneven_blocks import Share
 
 MOST = 32
-"""Blocks of a dimension at most: every block is a turn of a loop, and small ones leave units idle."""
+"""Most blocks of a dimension: every block is a loop iteration, and small ones leave units idle."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Divided:
+class DividedDimension:
     """A dimension that some operators divide between groups.
 
     Attributes:
       kind: ``"samples"`` or ``"parameters"``.
-      size: how many indices it has.
-      operators: how many operators divide it.
-      operations: of these.
-      wanted: the first group's share, as it was found.
-      share: the blocks of each group; None where it is simulated.
-      why: why it is.
+      size: its length.
+      operators: number of operators that divide it.
+      operations: scalar operations of these operators.
+      wanted: the first group's share, as found.
+      share: the blocks of each group; None where it is only simulated.
+      why: the reason why it is only simulated.
     """
 
     kind: str
@@ -61,24 +61,24 @@ class Divided:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CarriedOut:
-    """Operators between two groups.
+    """A program divided between two groups.
 
     Attributes:
-      program: with loops over blocks.
-      dimensions: what is divided, that with most operations first.
-      splits: of each dimension that is carried out, one after the other applied to the program.
-      alone: the part of all operations that no group divides.
-      axis: of the mesh, along which groups are.
+      program: the program, with loops over blocks.
+      dimensions: the divided dimensions, the one with most operations first.
+      splits: the splits of the dimensions that are carried out, in the order in which they apply.
+      alone: the share of all operations that is not divided.
+      axis: the mesh axis of the groups.
     """
 
     program: Program
-    dimensions: tuple[Divided, ...]
+    dimensions: tuple[DividedDimension, ...]
     splits: tuple[InBlocks, ...]
     alone: float
     axis: str
 
     def flow(self, axes: Axes) -> Flow:
-        """How the program's values lie on a mesh, inputs that are in no blocks on every device."""
+        """Layouts through the program; inputs without blocks are replicated."""
         layouts = [replicated(len(var.aval.shape)) for var in self.program.inputs]
         for split in self.splits:
             for number, dim in enumerate(split.inputs):
@@ -88,7 +88,7 @@ class CarriedOut:
         return follow(self.program, layouts, axes)
 
     def put(self, values: Sequence[Any]) -> list[Any]:
-        """Inputs as the program takes them, of inputs in the user's shapes."""
+        """The program's inputs, from inputs in the user's shapes."""
         for split in self.splits:
             values = split.put(values)
         return list(values)
@@ -113,17 +113,17 @@ def carried_out(
     samples: Mapping[int, int] | None = None,
     blocks: int | None = None,
 ) -> CarriedOut:
-    """A program in which two groups have the shares that were found, as far as blocks can give them.
+    """A program in which two groups have the shares that were found, as far as whole blocks allow.
 
     Args:
-      search: of `vnode.partition.searches.between`.
-      shared: strategies and the share.
-      axis: of the mesh, the first index for the first group.
-      samples: for inputs, by number, the dimension that has the samples: for the label.
-      blocks: of every dimension; by default, of each as many of at most 32 as give the share best.
+      search: the result of `vnode.partition.searches.between`.
+      shared: the strategies and the share.
+      axis: the mesh axis of the groups; its first index is the first group.
+      samples: the dimension of the samples of inputs, by number; for labels only.
+      blocks: number of blocks of every dimension; by default the best of at most 32, for each dimension.
 
     Raises:
-      SearchError: strategies are of another program.
+      SearchError: the strategies belong to another program.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -151,14 +151,14 @@ def carried_out(
             alone += operations(search, k)
         else:
             several.setdefault(flat.names.find(name), []).append(k)
-    program, splits, dimensions = given, list[InBlocks](), list[Divided]()
+    program, splits, dimensions = given, list[InBlocks](), list[DividedDimension]()
     work = {name: sum(operations(search, k) for k in clusters) for name, clusters in several.items()}
     for name in sorted(several, key=lambda name: -work[name]):
         factors, sizes, why = factors_of(search, name, several[name])
         share = None
         if not why:
             numbers = {id(eqn): number for number, eqn in enumerate(program.equations)}
-            parts = divisor(sizes, shared.share) if blocks is None else blocks
+            parts = best_divisor(sizes, shared.share) if blocks is None else blocks
             try:
                 wanted = round(shared.share * parts)
                 share = Share((axis,), (wanted, parts - wanted))
@@ -169,7 +169,7 @@ def carried_out(
                 share, why = None, " ".join(line.strip() for line in str(error).splitlines()[:2])
         kind = "samples" if name in batch else "parameters"
         size = max(sizes, default=0)
-        dimensions.append(Divided(kind, size, len(several[name]), work[name], shared.share, share, why))
+        dimensions.append(DividedDimension(kind, size, len(several[name]), work[name], shared.share, share, why))
     whole = alone / (alone + sum(work.values()) or 1.0)
     return CarriedOut(program, tuple(dimensions), tuple(splits), whole, axis)
 
@@ -181,7 +181,7 @@ def operations(search: Search, cluster: int) -> float:
 
 
 def factors_of(search: Search, name: Hashable, clusters: Sequence[int]) -> tuple[dict[int, int], list[int], str]:
-    """For equations of clusters (by identity) the factor that is a named dimension, their sizes, and why not."""
+    """The factor of each equation, by id, that is a named dimension; the factors' sizes; and the reason for failure."""
     flat, found, sizes = search.flat, dict[int, int](), list[int]()
     for number in [n for k in clusters for n in search.clusters[k].nodes]:
         node = flat.nodes[number]
@@ -208,10 +208,10 @@ def factors_of(search: Search, name: Hashable, clusters: Sequence[int]) -> tuple
     return found, sizes, ""
 
 
-def divisor(sizes: Sequence[int], share: float) -> int:
-    """The number of blocks that gives a share best, the smallest one of them.
+def best_divisor(sizes: Sequence[int], share: float) -> int:
+    """The smallest number of blocks that comes nearest to a share.
 
-    >>> divisor([96, 48], 0.3), divisor([7], 0.3)
+    >>> best_divisor([96, 48], 0.3), best_divisor([7], 0.3)
     (24, 7)
     """
     common = math.gcd(*sizes)

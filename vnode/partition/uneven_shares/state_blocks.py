@@ -1,7 +1,7 @@
-"""What of a step's state can be stored in blocks, of which devices have different numbers: which leaves, and how.
+"""A step and a dimension -> the leaves of its state that can be stored in uneven blocks along it, and their specs.
 
-Knows steps, names of leaves, what is cut together, and how leaves lie. Must not know machines, costs, nor how many
-blocks are best.
+Knows steps, names of leaves, tied dimensions, and layouts of leaves. Must not know machines, costs, nor how many blocks
+are best.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from vnode.spmd.sharding_flow import Flow
 from vnode.spmd.uneven_blocks import Share
 
 MOST = 32
-"""Blocks of a dimension at most: every block is a turn of a loop, and small ones leave units idle."""
+"""Most blocks of a dimension: every block is a loop iteration, and small ones leave units idle."""
 
 
-def divided_over(flow: Flow, subject: Subject, axis: str) -> dict[int, int]:
+def divided_state(flow: Flow, subject: Subject, axis: str) -> dict[int, int]:
     """The dimensions of a state that a flow divides over an axis, by the number of the input."""
     found = {}
     for i in subject.state:
@@ -35,17 +35,17 @@ def divided_over(flow: Flow, subject: Subject, axis: str) -> dict[int, int]:
     return found
 
 
-def tied_to(subject: Subject, seeds: Mapping[int, int], blocks: int) -> dict[int, int]:
-    """The inputs of a step that can be stored in blocks, with what is tied to them, and along which dimension.
+def tied_inputs(subject: Subject, seeds: Mapping[int, int], blocks: int) -> dict[int, int]:
+    """The inputs of a step that can be stored in blocks, and the inputs tied to them, with the dimension of each.
 
     Args:
       subject: the step.
-      seeds: for inputs, by number, the dimension.
-      blocks: how many equal blocks.
+      seeds: the dimension in blocks of some inputs, by number.
+      blocks: number of equal blocks.
 
     Returns:
-      For inputs with names the dimension. What cannot be computed block by block is left out: largest leaves come
-      first.
+      The dimension of each such input, by number. Inputs are tried by size, the largest first; an input that prevents
+      computing block by block is left out.
     """
     program, found = subject.schedule.flow.program, dict[int, int]()
 
@@ -67,7 +67,7 @@ def tied_to(subject: Subject, seeds: Mapping[int, int], blocks: int) -> dict[int
 
 
 def specs_in_blocks(subject: Subject, dims: Mapping[int, int], share: Share) -> dict[str, UnevenSpec]:
-    """How leaves lie that are stored in blocks, by name.
+    """The specs of leaves that are stored in blocks, by name.
 
     Raises:
       PartitionError: two leaves of one name have other dimensions in blocks.
@@ -86,13 +86,13 @@ def specs_in_blocks(subject: Subject, dims: Mapping[int, int], share: Share) -> 
     return {name: spec for name, spec in specs.items() if spec is not None}
 
 
-def rooms_of(subject: Subject, dims: Mapping[int, int], share: Share) -> UnevenValues:
-    """Which inputs of a step are given in blocks, and the outputs that take their places.
+def rooms_of_state(subject: Subject, dims: Mapping[int, int], share: Share) -> UnevenValues:
+    """The inputs of a step that are stored in blocks, and the outputs that replace them.
 
     Args:
       subject: the step.
-      dims: for inputs, by number, the dimension that is in blocks.
-      share: whose blocks are how many.
+      dims: the dimension in blocks, by number of the input.
+      share: the number of blocks of each device.
     """
     inputs, outputs = range(len(subject.inputs)), range(len(subject.schedule.flow.program.outputs))
     ends = [dims.get(subject.carried[j]) if j in subject.carried else None for j in outputs]
@@ -100,13 +100,13 @@ def rooms_of(subject: Subject, dims: Mapping[int, int], share: Share) -> UnevenV
 
 
 def dims_of(subject: Subject, specs: Mapping[str, PartitionSpec | UnevenSpec]) -> dict[int, int]:
-    """The dimensions of a step's inputs that specs by name share out unevenly, by the number of the input."""
+    """The unevenly sharded dimension of each input, by number, from specs by name."""
     named = [(i, specs.get(name)) for i, name in enumerate(subject.names) if name is not None]
     return {i: spec.dim for i, spec in named if isinstance(spec, UnevenSpec)}
 
 
 def block_numbers(lengths: Sequence[int]) -> list[int]:
-    """Into how many blocks some dimension can be cut, large ones first.
+    """The numbers of blocks that divide some dimensions, the largest first.
 
     >>> block_numbers([12, 8])
     [2, 3, 4, 6, 8, 12]

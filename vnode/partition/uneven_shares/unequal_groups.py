@@ -1,13 +1,13 @@
-"""A program between two unequal groups of devices, as AccPar's search takes it.
+"""A program and two unequal groups of devices -> the problem that AccPar's search solves.
 
 Knows programs as problems, kinds of devices, and what groups share. Must not know how shares are found.
 
-What each group takes for a share of an equation, and what it receives, AccPar writes as polynomials of the share (Song
-et al., HPCA 2020, sections 4 and 5; `vnode.partition.uneven_shares.accpar`). Here they are read off the same strategies
-and layouts as of equal devices: an equation that is divided takes a group its share of the whole's time, one that is
-not the whole's; of a value of S bytes whose pieces are added up each group receives S, of one that it lacks a part of
-(1 - x) S, and of one that is divided along another dimension x (1 - x) S. Times are predicted, and shares simulated;
-`vnode.partition.uneven_shares.carried_shares` carries out what it can.
+AccPar writes each group's time for a share x of an equation, and the bytes that it receives, as polynomials of x (Song
+et al., HPCA 2020, sections 4 and 5; `vnode.partition.uneven_shares.accpar`). Here they follow from the same strategies
+and layouts as for equal devices. A divided equation takes a group its share of the whole time; an undivided one takes
+the whole time. For a value of S bytes, a group receives S if it is reduced, (1 - x) S if the group lacks a part, and
+x (1 - x) S if the value is divided along another dimension. Times are predicted and shares simulated;
+`vnode.partition.uneven_shares.carried_shares` carries them out as far as possible.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vnode.errors import SearchError
 from vnode.operators.cost import described_cost
 from vnode.partition.cost import Roofline
 from vnode.partition.machine import Kind
-from vnode.partition.searches.flattened_program import decides
+from vnode.partition.searches.flattened_program import has_own_strategy
 from vnode.partition.searches.ilp_formulation import Search, as_problem
 from vnode.partition.searches.problem import Array
 from vnode.partition.uneven_shares.accpar import Cut, SharedEdge
@@ -36,7 +36,7 @@ from vnode.spmd.resharding import plan_resharding
 AXES = {"groups": 2}
 
 RECEIVED = {"all-reduce": 0, "reduce-scatter": 0, "all-gather": 1, "all-to-all": 2}
-"""Which part of a value a group receives in a move: all of it, what it lacks, what crosses."""
+"""The part of a value that a group receives in a move: all, the missing part, or the crossing part."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Group:
     """Devices of a kind that work as one.
 
     Attributes:
-      kind: of the devices.
-      count: how many.
-      bandwidth: bytes a second that they together receive from the other group.
+      kind: the kind of the devices.
+      count: number of devices.
+      bandwidth: bytes a second that the group receives from the other group.
     """
 
     kind: Kind
@@ -57,15 +57,15 @@ class Group:
 def between(
     program: Program, groups: Sequence[Group], *, carried: Mapping[int, int] | None = None
 ) -> tuple[Search, Cut]:
-    """What two groups of devices share of a program.
+    """The problem of sharing a program between two groups of devices.
 
     Args:
-      program: with calls inlined.
-      groups: two.
+      program: the program, with calls inlined.
+      groups: the two groups.
       carried: for outputs, by number, the input that they become in the next step.
 
     Returns:
-      The program as a problem over one axis of two halves, whose strategies `Cut` has as well, and what groups share.
+      The program as a problem over an axis of size two; and the `Cut` of the two groups, with the same strategies.
 
     Raises:
       SearchError: there are not two groups, or a group has no devices.
@@ -84,15 +84,15 @@ def between(
     if len(groups) != 2 or any(each.count < 1 or not each.bandwidth > 0 for each in groups):
         raise SearchError("groups: expected two, each with devices and a bandwidth")
 
-    def built(compute: Timer, parts: tuple[float, float, float]) -> Search:
+    def build_problem(compute: Timer, parts: tuple[float, float, float]) -> Search:
         return as_problem(program, AXES, _Counted(compute, parts), carried=carried)
 
-    moved = [built(_nothing, (float(k == 0), float(k == 1), float(k == 2))) for k in range(3)]
-    divided = [built(_timed(each, 1.0, 0.0), (0.0, 0.0, 0.0)) for each in groups]
-    whole = [built(_timed(each, 0.0, 1.0), (0.0, 0.0, 0.0)) for each in groups]
+    moved = [build_problem(_nothing, (float(k == 0), float(k == 1), float(k == 2))) for k in range(3)]
+    divided = [build_problem(_timed(each, 1.0, 0.0), (0.0, 0.0, 0.0)) for each in groups]
+    whole = [build_problem(_timed(each, 0.0, 1.0), (0.0, 0.0, 0.0)) for each in groups]
     rate = max(1 / each.bandwidth for each in groups)
     halves = [_timed(each, 0.5, 1.0) for each in groups]
-    search = built(lambda eqn, choice: max(half(eqn, choice) for half in halves), (rate, rate / 2, rate / 4))
+    search = build_problem(lambda eqn, choice: max(half(eqn, choice) for half in halves), (rate, rate / 2, rate / 4))
     rates = np.array([1 / each.bandwidth for each in groups])
     compute, fixed = [], []
     for i in range(search.problem.operators):
@@ -110,7 +110,7 @@ Timer = Callable[[JaxprEqn, OpSharding], float]
 
 
 class _Counted:
-    """A cost model that times equations in some way, and each part of the bytes that are received at some price."""
+    """A cost model with a given time of equations, and a given price of each part of the received bytes."""
 
     def __init__(self, compute: Timer, parts: tuple[float, float, float]) -> None:
         self.compute, self.parts = compute, parts
@@ -131,14 +131,14 @@ def _nothing(eqn: JaxprEqn, choice: OpSharding) -> float:
 
 
 def _timed(group: Group, divided: float, whole: float) -> Timer:
-    """Seconds that a group takes for shares of an equation, one if it is divided between groups, another if not."""
+    """A group's seconds of an equation: with share `divided` if the groups divide it, else with share `whole`."""
 
     def seconds(eqn: JaxprEqn, choice: OpSharding) -> float:
         share = divided if choice.ways else whole
         if not share:
             return 0.0
         cost = described_cost(eqn, choice.description)
-        if not decides(choice.description):
+        if not has_own_strategy(choice.description):
             cost = dataclasses.replace(cost, read=0)  # fused with what it reads
         return share * Roofline(launch=0).seconds(cost, group.kind) / group.count
 
@@ -146,5 +146,5 @@ def _timed(group: Group, divided: float, whole: float) -> Timer:
 
 
 def _finite(times: Array) -> Array:
-    """What cannot be, as a time that nobody takes."""
+    """Replaces infinite times by a finite time that no solution takes."""
     return np.where(np.isfinite(times), times, 1e9)

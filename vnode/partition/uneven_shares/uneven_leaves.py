@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vnode.partition.plan.search_subject import on_nodes, subject_of
-from vnode.partition.uneven_shares.blocked import check_numbers, found
+from vnode.partition.uneven_shares.blocked import check_numbers, matching_names
 from vnode.partition.uneven_shares.state_blocks import specs_in_blocks
 from vnode.placement.uneven_dimension import UnevenSpec
 from vnode.spmd.factor_blocks import in_blocks
@@ -55,7 +55,7 @@ def uneven(
     program, share = subject.schedule.flow.program, Share((axis,), tuple(counts))
     named = {number: name for number, name in enumerate(subject.names) if name is not None}
     numbers = list(named)
-    asked = {numbers[i]: dim for pattern, dim in dims.items() for i in found(pattern, list(named.values()))}
+    asked = {numbers[i]: dim for pattern, dim in dims.items() for i in matching_names(pattern, list(named.values()))}
     several = in_blocks(program, share, asked, names=named).inputs
     cut = {number: dim for number in named if (dim := several[number]) is not None}
     return {f"^{re.escape(name)}$": spec for name, spec in specs_in_blocks(subject, cut, share).items()}

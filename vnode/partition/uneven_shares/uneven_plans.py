@@ -1,16 +1,15 @@
-"""Unequal shares of a dimension: plans whose state lies in blocks, of which faster devices have more.
+"""A mesh of unequal devices -> plans that give faster devices more blocks of a dimension of the state.
 
-Knows steps, the program of a row in blocks, machines and predictions. Must not know which candidates there are, nor
+Knows steps, the program of a replica in blocks, machines and predictions. Must not know which candidates there are, nor
 files.
 
-Where devices along an axis of a mesh differ in speed, an even split of hidden units, heads or words lets the fast ones
-wait. The dimensions that an even plan divides over the axis are cut into equal blocks here, together with all that is
-tied to them, and each device is given so many that all take as long, as far as whole blocks allow (AccPar, Song et al.,
-HPCA 2020, section 5). What that takes is predicted as everything else is: of the program in which each device has a
-loop over its own blocks, on each kind of device with its number of them. The last one counts. Memory is that of the
-device that has most blocks.
+Where devices along an axis of a mesh differ in speed, an even split of hidden units, heads or words makes the fast ones
+wait. The dimensions that an even plan divides over the axis, and all dimensions tied to them, are cut into equal
+blocks. Each device gets a number of blocks that makes all take equally long, as far as whole blocks allow (AccPar, Song
+et al., HPCA 2020, section 5). The cost is predicted from the program in which each device loops over its own blocks, on
+each kind of device. The slowest device counts for time, the one with most blocks for memory.
 
-Nodes are shared out evenly: where rows of the mesh differ, too, the slowest device at an index stands for all there.
+Nodes are spread evenly. Where replicas differ too, the slowest device at an index stands for all replicas there.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from collections.abc import Mapping, Sequence
 from vnode.errors import PartitionError, UnsupportedPrimitiveError
 from vnode.partition.cost.time_sources import Times
 from vnode.partition.machine import Kind, Machine, MachineMesh
-from vnode.partition.plan.carry_sharding import in_pieces
+from vnode.partition.plan.carry_sharding import shard_carries
 from vnode.partition.plan.node_spread import Spread
-from vnode.partition.plan.predict import NODES, Prediction, dividing, predicted
-from vnode.partition.plan.replica import RowProgram, row_program
-from vnode.partition.plan.replica_reduction import Across
+from vnode.partition.plan.predict import NODES, Prediction, dividing_axes, predict
+from vnode.partition.plan.replica import ReplicaProgram, replica_program
+from vnode.partition.plan.replica_reduction import ReplicaReduction
 from vnode.partition.plan.replica_shares import of_one_kind
 from vnode.partition.plan.search_subject import Subject
-from vnode.partition.uneven_shares.state_blocks import rooms_of, specs_in_blocks
+from vnode.partition.uneven_shares.state_blocks import rooms_of_state, specs_in_blocks
 from vnode.placement.placement import even_counts
 from vnode.runtime.mesh_function import follow_layouts
 from vnode.spmd.layout import replicated
@@ -37,23 +36,23 @@ from vnode.spmd.sharding_flow import Flow, with_cut
 from vnode.spmd.uneven_blocks import Share
 
 TURNS = 4
-"""How often counts and the times that are predicted with them follow each other at most."""
+"""Most rounds of predicting times for counts, and choosing counts by these times."""
 
 
-def in_lowest_terms(counts: Sequence[int]) -> tuple[int, ...]:
+def reduce_counts(counts: Sequence[int]) -> tuple[int, ...]:
     """The same proportions with the largest blocks."""
     common = math.gcd(*counts)
     return tuple(n // common for n in counts)
 
 
-def done_first(times: Sequence[tuple[float, float]], blocks: int) -> tuple[int, ...]:
-    """Blocks of each device, so that the last one is done as early as it can be.
+def fastest_blocks(times: Sequence[tuple[float, float]], blocks: int) -> tuple[int, ...]:
+    """The blocks of each device that let the slowest device end as early as possible.
 
     Args:
-      times: of each device: seconds that it takes in any case, and for each block.
-      blocks: how many there are.
+      times: for each device, its fixed seconds and its seconds per block.
+      blocks: total number of blocks.
 
-    >>> done_first([(0.0, 1.0), (0.0, 3.0)], 8), done_first([(4.0, 1.0), (0.0, 1.0)], 8)
+    >>> fastest_blocks([(0.0, 1.0), (0.0, 3.0)], 8), fastest_blocks([(4.0, 1.0), (0.0, 1.0)], 8)
     ((6, 2), (2, 6))
     """
     counts = [0] * len(times)
@@ -64,34 +63,34 @@ def done_first(times: Sequence[tuple[float, float]], blocks: int) -> tuple[int, 
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Shared:
-    """A step whose state is shared out unevenly, on one mesh.
+class UnevenCandidate:
+    """A step with an unevenly sharded state, on one mesh.
 
     Attributes:
       share: blocks of each index along the axis.
-      dims: for inputs, by number, the dimension that is in blocks.
-      row: the program of a row.
-      flow: through it.
-      prediction: of the index that is done last.
+      dims: the dimension in blocks, by number of the input.
+      replica: the program of a replica.
+      flow: layouts through that program.
+      prediction: the prediction for the slowest index.
     """
 
     share: Share
     dims: Mapping[int, int]
-    row: RowProgram
+    replica: ReplicaProgram
     flow: Flow
     prediction: Prediction
 
 
-class Unequal:
-    """Shares of what devices along an axis of a mesh compute, by their speed.
+class UnevenSearch:
+    """A search for the blocks of devices along an axis of a mesh, by their speed.
 
     Args:
       subject: the step.
-      machine: on which.
-      sizes: of the mesh's axes, that of the nodes first, and one other.
-      platform: what is compiled for.
-      times: of kernels.
-      pace: seconds that a node takes on a device of each kind.
+      machine: the machine.
+      sizes: sizes of the mesh axes: the nodes' axis first, and one other.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+      times: source of the times of fused ops.
+      pace: seconds of a node on a device of each kind.
     """
 
     def __init__(
@@ -104,23 +103,23 @@ class Unequal:
         pace: Mapping[str, float],
     ) -> None:
         self.subject, self.machine, self.platform, self.times = subject, machine, platform, times
-        self.axes = dividing(sizes)
+        self.axes = dividing_axes(sizes)
         (self.axis,) = self.axes
         self.mesh: MachineMesh = machine.mesh(sizes)
-        rows = self.mesh.devices.reshape(sizes[NODES], -1).tolist()
-        of = [[machine.devices[i].kind for i in column] for column in zip(*rows, strict=True)]
+        replicas = self.mesh.devices.reshape(sizes[NODES], -1).tolist()
+        of = [[machine.devices[i].kind for i in column] for column in zip(*replicas, strict=True)]
         self.kinds: list[Kind] = [max(column, key=lambda kind: pace[kind.name]) for column in of]
         self.rates = [1 / pace[kind.name] for kind in self.kinds]
         options = subject.step.options
         counts = tuple(even_counts(options.virtual_nodes, sizes[NODES], options.lane))
-        self.across = Across(counts, options.lane, options.reduction == "invariant", NODES)
-        self.known: dict[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], Shared | None] = {}
+        self.across = ReplicaReduction(counts, options.lane, options.reduction == "invariant", NODES)
+        self.known: dict[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], UnevenCandidate | None] = {}
 
     def predicted(self, flow: Flow, kind: Kind, blocks: int, first: int = 0) -> Prediction:
-        """What a device takes that has so many blocks."""
+        """The prediction for a device with this many blocks."""
         subject = self.subject
-        return predicted(
-            seen_with(flow, (blocks, first)),
+        return predict(
+            flow_of_device(flow, (blocks, first)),
             of_one_kind(self.machine, kind),
             self.mesh,
             self.across,
@@ -128,44 +127,44 @@ class Unequal:
             state=subject.carried,
             donated=subject.donated,
             sharded=None,
-            turns=max(self.across.counts),
+            iterations=max(self.across.counts),
             times=self.times,
         )
 
-    def shared(self, dims: Mapping[int, int], counts: Sequence[int]) -> Shared | None:
-        """What it is to have so many blocks; None if it cannot be carried out."""
-        key = in_lowest_terms(counts), tuple(sorted(dims.items()))
+    def with_counts(self, dims: Mapping[int, int], counts: Sequence[int]) -> UnevenCandidate | None:
+        """The candidate with these numbers of blocks; None if it cannot be carried out."""
+        key = reduce_counts(counts), tuple(sorted(dims.items()))
         if key not in self.known:
-            self.known[key] = self.made(dims, Share((self.axis,), key[0]))
+            self.known[key] = self.with_share(dims, Share((self.axis,), key[0]))
         return self.known[key]
 
-    def made(self, dims: Mapping[int, int], share: Share) -> Shared | None:
-        """What it is to have shares; see `shared`."""
+    def with_share(self, dims: Mapping[int, int], share: Share) -> UnevenCandidate | None:
+        """The candidate with a share; see `with_counts`."""
         subject = self.subject
         try:
             specs_in_blocks(subject, dims, share)
-            row = row_program(
+            replica = replica_program(
                 subject.schedule,
-                Spread.of(self.across.counts),
+                Spread.from_counts(self.across.counts),
                 self.axes,
                 self.platform,
                 self.across.invariant,
-                rooms=rooms_of(subject, dims, share),
+                rooms=rooms_of_state(subject, dims, share),
             )
-            given = [replicated(len(getattr(var.aval, "shape", ()))) for var in row.program.inputs]
+            given = [replicated(len(getattr(var.aval, "shape", ()))) for var in replica.program.inputs]
             for i, dim in dims.items():
-                room = row.program.inputs[i].aval.shape[dim]
+                room = replica.program.inputs[i].aval.shape[dim]
                 given[i] = with_cut(dim, share.cut(room, self.axes), given[i])
-            flow = in_pieces(follow_layouts(row.program, given, self.axes), self.axes)
+            flow = shard_carries(follow_layouts(replica.program, given, self.axes), self.axes)
         except (PartitionError, UnsupportedPrimitiveError):
             return None
         alike = dict.fromkeys(zip((kind.name for kind in self.kinds), share.counts, strict=True))
         kinds = {kind.name: kind for kind in self.kinds}
         found = [self.predicted(flow, kinds[name], blocks) for name, blocks in alike]
-        return Shared(share, dims, row, flow, max(found, key=lambda each: each.figures.seconds))
+        return UnevenCandidate(share, dims, replica, flow, max(found, key=lambda each: each.figures.seconds))
 
-    def lines(self, shared: Shared, blocks: int) -> list[tuple[float, float]]:
-        """Seconds that each index takes in any case, and for each of so many blocks of all."""
+    def lines(self, shared: UnevenCandidate, blocks: int) -> list[tuple[float, float]]:
+        """The fixed seconds of each index, and its seconds per block."""
         found: dict[str, tuple[float, float]] = {}
         for kind in self.kinds:
             if kind.name not in found:
@@ -177,60 +176,60 @@ class Unequal:
 
     def best(
         self, dims: Mapping[int, int], blocks: int, memory: float = math.inf, hopeless: float = math.inf
-    ) -> Shared | None:
-        """The shares with which the last device is done first, of those that fit.
+    ) -> UnevenCandidate | None:
+        """The fastest candidate that fits.
 
         Args:
-          dims: for inputs, by number, the dimension that is cut into blocks.
-          blocks: how many blocks there are.
+          dims: the dimension in blocks, by number of the input.
+          blocks: total number of blocks.
           memory: bytes that one device may hold.
-          hopeless: seconds beyond which nothing is tried after the first shares, those by speed.
+          hopeless: seconds above which only the first shares, those by speed, are tried.
 
         Returns:
-          The best; None if the program cannot be carried out in blocks, or no shares are unequal.
+          The candidate; None if the program cannot be carried out in blocks, or no unequal shares were found.
         """
-        found: dict[tuple[int, ...], Shared] = {}
+        found: dict[tuple[int, ...], UnevenCandidate] = {}
 
-        def tried(counts: tuple[int, ...]) -> float:
-            one = self.shared(dims, counts) if is_unequal(counts) else None
+        def try_counts(counts: tuple[int, ...]) -> float:
+            one = self.with_counts(dims, counts) if is_unequal(counts) else None
             if one is not None:
                 found[counts] = one
             return math.inf if one is None else one.prediction.figures.seconds
 
-        def nearest() -> tuple[int, ...]:
+        def nearest_counts() -> tuple[int, ...]:
             return min(found, key=lambda counts: found[counts].prediction.figures.seconds)
 
-        counts = done_first([(0.0, 1 / rate) for rate in self.rates], blocks)
+        counts = fastest_blocks([(0.0, 1 / rate) for rate in self.rates], blocks)
         if max(counts) == blocks:  # one for the next fastest, and not all for one
             first, second, *_ = sorted(range(len(counts)), key=lambda d: (-counts[d], -self.rates[d]))
             counts = tuple(n - (d == first) + (d == second) for d, n in enumerate(counts))
         for _ in range(TURNS):  # shares and times follow each other
-            if counts in found or tried(counts) > hopeless or counts not in found:
+            if counts in found or try_counts(counts) > hopeless or counts not in found:
                 break
-            counts = done_first(self.lines(found[counts], blocks), blocks)
-        better = bool(found) and found[nearest()].prediction.figures.seconds <= hopeless
+            counts = fastest_blocks(self.lines(found[counts], blocks), blocks)
+        better = bool(found) and found[nearest_counts()].prediction.figures.seconds <= hopeless
         while better:  # a block less for the last one
-            start = nearest()
+            start = nearest_counts()
             lines = self.lines(found[start], blocks)
             late = max(range(len(start)), key=lambda d: lines[d][0] + start[d] * lines[d][1])
             others = {(self.kinds[d].name, start[d]): d for d in range(len(start)) if d != late and start[late]}
             moved = [tuple(n + (d == to) - (d == late) for d, n in enumerate(start)) for to in others.values()]
-            better = min(map(tried, moved), default=math.inf) < found[start].prediction.figures.seconds
+            better = min(map(try_counts, moved), default=math.inf) < found[start].prediction.figures.seconds
         fits = [each for each in found.values() if each.prediction.figures.memory <= memory]
         return min(fits or found.values(), key=lambda each: each.prediction.figures.seconds, default=None)
 
 
 def is_unequal(counts: Sequence[int]) -> bool:
-    """Whether devices have different numbers, and no one has all."""
+    """Whether devices have different numbers of blocks, and no device has all."""
     return len({*counts}) > 1 and sum(n > 0 for n in counts) > 1
 
 
-def seen_with(flow: Flow, at: tuple[int, int]) -> Flow:
-    """A flow with loops over as many blocks as a device has that stands for all, and from which one on."""
+def flow_of_device(flow: Flow, at: tuple[int, int]) -> Flow:
+    """A flow whose loops run over one device's blocks, from its first block on."""
     steps = tuple(
         dataclasses.replace(
             step,
-            bodies=tuple(seen_with(body, at) for body in step.bodies),
+            bodies=tuple(flow_of_device(body, at) for body in step.bodies),
             loop=None if step.loop is None else dataclasses.replace(step.loop, at=at),
         )
         for step in flow.steps
