@@ -45,22 +45,22 @@ __all__ = [
 ]
 
 _LAZY = {  # the command line is imported without numpy
-    "FREE": "costs",
-    "VIRTUALFLOW": "costs",
-    "VNODE": "costs",
-    "Costs": "costs",
-    "Decision": "simulator",
-    "Job": "jobs",
-    "Jobs": "jobs",
-    "Result": "result",
-    "Run": "live.run",
-    "Speeds": "speeds",
-    "Submission": "live.submission",
-    "Trace": "traces.trace",
-    "read": "traces",
-    "run": "live.run",
-    "simulate": "simulation",
-    "submit": "live.run",
+    "FREE": "vnode.cluster.resize_costs",
+    "VIRTUALFLOW": "vnode.cluster.resize_costs",
+    "VNODE": "vnode.cluster.resize_costs",
+    "Costs": "vnode.cluster.resize_costs",
+    "Decision": "vnode.cluster.simulator",
+    "Job": "vnode.cluster.jobs",
+    "Jobs": "vnode.cluster.jobs",
+    "Result": "vnode.cluster.job_figures",
+    "Run": "vnode.cluster.live.run_jobs",
+    "Speeds": "vnode.cluster.speeds",
+    "Submission": "vnode.cluster.live.submission",
+    "Trace": "vnode.cluster.traces.job_trace",
+    "read": "vnode.cluster.traces",
+    "run": "vnode.cluster.live.run_jobs",
+    "simulate": "vnode.cluster.simulation",
+    "submit": "vnode.cluster.live.run_jobs",
 }
 
 
@@ -71,7 +71,7 @@ if not _typing.TYPE_CHECKING:  # or type checkers would believe that any name is
             return _importlib.import_module("vnode.cluster.policies")
         if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(_importlib.import_module(f"vnode.cluster.{_LAZY[name]}"), name)
+        return getattr(_importlib.import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:
