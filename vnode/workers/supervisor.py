@@ -251,7 +251,7 @@ class Supervisor:
             self.poll(now)
 
     def awake(self) -> float:
-        """The time; tells the decisions if this process was stopped, as messages of workers are still in the sockets."""
+        """The time; tells the decisions if this process was stopped: messages are still in the sockets then."""
         now = time.monotonic()
         if self.seen and now > self.seen + LATE:
             self.decisions.slept(now - self.seen)
