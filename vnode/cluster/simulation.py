@@ -1,4 +1,4 @@
-"""Turns jobs, a number of devices and a policy into figures of what would happen.
+"""Turns jobs, a number of devices and a policy into simulated events and figures.
 
 Knows the simulator, and policies by name. Must not know formats, nor pictures.
 """

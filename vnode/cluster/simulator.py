@@ -1,4 +1,4 @@
-"""Turns jobs, devices and a policy into what happens: when each job has how many devices, and when it ends.
+"""Turns jobs, devices and a policy into events: when each job has how many devices, and when it ends.
 
 Knows events and time. Must not know how a policy decides. The same input gives the same output, bit by bit.
 
@@ -229,7 +229,7 @@ class Simulator:
     # Decisions
 
     def decide(self) -> None:
-        """Asks the policy, and does what it says.
+        """Asks the policy, and carries out its shares.
 
         Raises:
           ClusterError: it gives devices that are not there, or more than a job may have.

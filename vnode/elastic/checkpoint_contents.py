@@ -79,9 +79,9 @@ def arrays_by_path(state: Any) -> dict[Path, Leaf]:
     """The arrays of a state by path.
 
     Example:
-      >>> list(named({"params": [1.0, 2.0], "name": "mlp"}))
+      >>> list(arrays_by_path({"params": [1.0, 2.0], "name": "mlp"}))
       [('params', '0'), ('params', '1')]
-      >>> list(named({"a": {"b": 1}, "a.b": 2}))  # one name where these are put together
+      >>> list(arrays_by_path({"a": {"b": 1}, "a.b": 2}))  # one name where these are put together
       [("['a']['b']",), ("['a.b']",)]
     """
     arrays = array_leaves(state)
@@ -119,7 +119,7 @@ def nested_dictionaries(arrays: Mapping[Path, Any]) -> dict[str, Any]:
     """Arrays as nested dictionaries.
 
     Example:
-      >>> nested({("params", "w"): 1, ("params", "b"): 2, ("count",): 3})
+      >>> nested_dictionaries({("params", "w"): 1, ("params", "b"): 2, ("count",): 3})
       {'params': {'w': 1, 'b': 2}, 'count': 3}
     """
     tree: dict[str, Any] = {}

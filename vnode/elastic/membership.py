@@ -1,4 +1,4 @@
-"""This process's place among the workers of a job: what the supervisor asks for, and what it is told.
+"""Turns messages of the supervisor into this worker's orders, and this worker's state into messages.
 
 Knows the channel to the supervisor, and worlds that end. Must not know steps, states, nor what is done about a message.
 
@@ -185,7 +185,7 @@ class Membership:
             self.changed.notify_all()
 
     def handle_message(self, message: dict[str, Any]) -> None:
-        """Takes note of a message."""
+        """Handles one message of the supervisor."""
         kind, generation = message["kind"], message.get("generation", 0)
         if kind == "prepare":
             self.prepare = message

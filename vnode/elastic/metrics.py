@@ -39,7 +39,7 @@ def by_name(metrics: Any, prefix: str = "") -> dict[str, Any]:
 def scalar_metrics(metrics: Any) -> dict[str, float]:
     """The metrics that are single numbers, by name.
 
-    >>> numbers({"loss": 0.5, "by class": np.zeros(3)})
+    >>> scalar_metrics({"loss": 0.5, "by class": np.zeros(3)})
     {'loss': 0.5}
     """
     return {name: float(value) for name, value in by_name(metrics).items() if isinstance(value, bool | int | float)}
@@ -48,7 +48,7 @@ def scalar_metrics(metrics: Any) -> dict[str, float]:
 def pack_metrics(metrics: Any) -> list[list[Any]]:
     """Metrics on the host as plain data: type, shape and bytes of each leaf.
 
-    >>> packed({"loss": np.float32(0.5)})
+    >>> pack_metrics({"loss": np.float32(0.5)})
     [['float32', [], 'AAAAPw==']]
     """
     arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(metrics)]

@@ -1,4 +1,4 @@
-"""Going back after a failure: which devices are left, and which copy of the state is good.
+"""Finds the remaining devices and the last good copy of the state after a failure.
 
 Knows steps as callables with placements, devices, copies of a state in the host's memory and in checkpoints. Must not
 know batches, metrics, or the loop.

@@ -1,4 +1,4 @@
-"""Compiles what a worker will need after a loss, before there is one: the programs of a generation with a worker less.
+"""Compiles the programs of a generation with one worker less, before a worker is lost.
 
 Knows clients of JAX, and how a step is compiled. Must not know the supervisor, nor whether a loss comes.
 

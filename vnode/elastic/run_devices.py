@@ -1,4 +1,4 @@
-"""The devices that a run is to use: asked for, taken away, lost.
+"""Turns requests for devices, and lost devices, into the placement that a run uses.
 
 Knows devices, meshes and placements. Must not know steps, states, or when devices are changed.
 """

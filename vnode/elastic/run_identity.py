@@ -217,7 +217,7 @@ def compare(before: dict[str, Any], run: Identity, where: str) -> list[str]:
 def tree_branches(before: dict[str, Any]) -> list[int] | None:
     """The branches of the tree, in checkpoints of versions that had no other and did not say; None if that is unknown.
 
-    >>> twos({"step": {"virtual_nodes": 16, "reduction": "invariant", "nodes in a lane": 4}})
+    >>> tree_branches({"step": {"virtual_nodes": 16, "reduction": "invariant", "nodes in a lane": 4}})
     [4, 2, 2]
     """
     said = before.get("step") or {}

@@ -51,7 +51,7 @@ class Stop:
 
     @contextlib.contextmanager
     def deferred_interrupts(self) -> Iterator[None]:
-        """Holds back the second Ctrl-C until the context ends: for what must not be torn, such as writing a file."""
+        """Holds back the second Ctrl-C until the context ends, so that a file is written completely."""
         self._sheltered += 1
         try:
             yield

@@ -144,7 +144,7 @@ def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
 def intersection(one: Box, other: Box) -> Box | None:
     """The box that two boxes have in common; None if there is none.
 
-    >>> common(((0, 4), (0, 8)), ((2, 6), (0, 4))), common(((0, 2),), ((2, 4),)), common((), ())
+    >>> intersection(((0, 4), (0, 8)), ((2, 6), (0, 4))), intersection(((0, 2),), ((2, 4),)), intersection((), ())
     (((2, 4), (0, 4)), None, ())
     """
     found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
@@ -154,7 +154,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 def relative_slices(box: Box, of: Box) -> tuple[slice, ...]:
     """The slices that take a box out of the array that another box holds.
 
-    >>> within(((2, 4),), ((2, 6),))
+    >>> relative_slices(((2, 4),), ((2, 6),))
     (slice(0, 2, None),)
     """
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, of, strict=True))

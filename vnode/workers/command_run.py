@@ -128,7 +128,7 @@ def execute(chosen: argparse.Namespace) -> int:
 
 
 def print_event(status: dict[str, Any], event: dict[str, Any] | None) -> None:
-    """Prints an event that users want to know of."""
+    """Prints an event of interest to users."""
     if event is not None and event["event"] in SAID:
         print(f"vnode: {line(event)}", file=sys.stderr, flush=True)
 
@@ -148,7 +148,7 @@ def line(event: dict[str, Any]) -> str:
 
 
 def handle_signals(supervisor: Supervisor) -> None:
-    """Has signals ask the supervisor for what they mean."""
+    """Installs signal handlers that ask the supervisor to stop, or for one worker more or fewer."""
 
     def stop(number: int, frame: Any) -> None:
         supervisor.stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name, 128 + number)

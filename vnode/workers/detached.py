@@ -1,6 +1,6 @@
 """`python -m vnode.workers.detached FOLDER`: a supervisor that outlives the process which has started it.
 
-Knows the file that says what it shall run. Must not know who has written it.
+Knows the file that describes the job. Must not know who has written it.
 
     FOLDER/spec.json   ->   a supervisor, whose own folder is FOLDER/job
 

@@ -73,7 +73,7 @@ class Generations(Decisions):
     Attributes:
       current: the generation that trains.
       next: the one that is prepared, or switched to.
-      leave: what is left of a broken one, from the loss until the survivors train again.
+      leave: the survivors of a broken one, from the loss until they train again.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Generations(Decisions):
             raise WorkerError(RUN_ENDED)
 
     def resized(self, changed: bool, now: float) -> None:
-        """Gives up what is prepared for another number of workers; refused workers may try again."""
+        """Cancels a prepared generation of another size; refused workers may try again."""
         self.refused.clear()
         if changed:
             self.failures = 0
@@ -150,7 +150,7 @@ class Generations(Decisions):
             self.cancel("another number of workers was asked for")
 
     def begin_stop(self, why: str, code: int, now: float) -> None:
-        """Has the run end with a checkpoint, unless it ends already; as `stop`."""
+        """Makes the run end with a checkpoint, unless it ends already; as `stop`."""
         if not self.stopping and not self.over:
             self.record("stop", None, why)
             self.stopping = why, code
@@ -163,7 +163,7 @@ class Generations(Decisions):
     # Messages of workers
 
     def handle_message(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
-        """Takes in one message."""
+        """Handles one message of a worker."""
         if kind == "progress":
             self.take_progress(worker, message)
         elif kind == "arrived":
@@ -214,7 +214,7 @@ class Generations(Decisions):
             raise ValueError(f"kind {kind!r}")
 
     def arrive(self, worker: Worker, message: dict[str, Any], now: float) -> None:
-        """A worker has come to `run`, and may differ from the others."""
+        """Handles a worker that has called `run`; refuses it if it differs from the others."""
         worker.call, worker.handover = int(message["call"]), str(message["handover"])
         worker.facts, worker.virtual_nodes = dict(message["facts"]), int(message["virtual_nodes"])
         worker.steps = message.get("steps")
@@ -285,7 +285,7 @@ class Generations(Decisions):
         return self.take_actions()
 
     def expired(self, now: float) -> bool:
-        """Looks at the deadlines. Returns whether one has passed."""
+        """Handles passed deadlines. Returns whether there was one."""
         limits = self.limits
         for worker in list(self.workers.values()):
             if worker.kill_at is not None and now >= worker.kill_at:
@@ -348,7 +348,7 @@ class Generations(Decisions):
         return bool(late)
 
     def advance(self, now: float) -> bool:
-        """Takes one step towards what is wanted. Returns whether there was one to take."""
+        """Takes one decision towards the wanted workers. Returns whether there was one to take."""
         following = self.next
         if following is not None and following.go is None and not all(w.is_usable for w in following.members):
             gone = next(w for w in following.members if not w.is_usable)
@@ -399,7 +399,7 @@ class Generations(Decisions):
         return True
 
     def finish_stalls(self, current: Generation, now: float) -> bool:
-        """Whether some have finished, and the others come no further: their next step may need those."""
+        """Whether some workers have finished, and the others stall: their next step may need those."""
         others = [w for w in current.members if w.state != FINISHED]
         if len(others) in (0, len(current.members)):
             return False
@@ -430,7 +430,7 @@ class Generations(Decisions):
         return found
 
     def broken(self, active: list[Worker], lost: list[Worker], now: float) -> bool:
-        """Workers that train are lost: the others shall leave that generation."""
+        """Handles lost workers of a generation: tells the others to leave it."""
         errors = [w.errored for w in active if w.error is not None]
         survivors = [w for w in active if w.is_usable]
         if errors and survivors and now < min(errors) + self.limits.errors:
@@ -455,7 +455,7 @@ class Generations(Decisions):
         return True
 
     def nobody_left(self, active: list[Worker], now: float) -> None:
-        """No worker can go on: the run is over, well if one came to its end; or new ones begin from its checkpoint."""
+        """Handles the loss of all workers: the run is over, or new workers begin from its checkpoint."""
         self.leave = None
         self.cancel("nobody is left")
         if any(w.state == FINISHED for w in active):
@@ -494,7 +494,7 @@ class Generations(Decisions):
         return True
 
     def start(self, following: Generation, step: int | None, holders: list[Worker], now: float) -> None:
-        """Tells all workers concerned to go on in the next generation."""
+        """Tells the workers of both generations to switch to the next one."""
         following.go = now
         told = list(following.members) + [w for w in holders if w not in following.members]
         said = [holder(worker) for worker in holders]
@@ -504,7 +504,7 @@ class Generations(Decisions):
         self.record("go", None, f"generation {following.number} {where}", step)
 
     def adopt(self, following: Generation, now: float) -> None:
-        """All have switched: the next generation is the current one."""
+        """Makes the next generation the current one, once all have switched."""
         old = list(self.current.members) if self.current else self.leave.asked if self.leave else []
         self.current, self.next, self.leave, self.trained, self.failures = following, None, None, True, 0
         self.last, self.no_room = list(following.members), False
@@ -584,7 +584,7 @@ class Generations(Decisions):
         self.do(StartService(self.generation))
 
     def cancel(self, why: str) -> None:
-        """Gives the next generation up, unless workers were told to switch to it."""
+        """Cancels the next generation, unless workers were told to switch to it."""
         following = self.next
         if following is None or following.go is not None:
             return
@@ -647,7 +647,7 @@ class Generations(Decisions):
     # Small things
 
     def lose(self, worker: Worker, why: str, now: float) -> None:
-        """Counts a worker as lost, and has its process ended."""
+        """Marks a worker as lost, and ends its process."""
         alive = self.workers.get(worker.number) is worker
         failed = worker.error is not None and alive  # it ends by itself, with a traceback
         worker.state, worker.why = LOST, f"failed: {one_line(worker.error)}" if worker.error else why

@@ -1,4 +1,4 @@
-"""Turns the devices that a job was granted into a device for each of its workers, and into what it gives back.
+"""Turns the devices that a job was granted into a device for each of its workers, and returns those it does not need.
 
 Knows names of devices and numbers of workers. Must not know what a device is, nor who grants it.
 

@@ -1,4 +1,4 @@
-"""Turns what a supervisor says of a job into a live table in a terminal.
+"""Turns the status of a job into a live table in a terminal.
 
 Knows `rich`. Must not know how jobs run.
 """
@@ -62,7 +62,7 @@ class Table:
         self.live.__exit__(*error)
 
     def observe(self, status: dict[str, Any], event: dict[str, Any] | None) -> None:
-        """Shows what is new."""
+        """Shows a new status or event."""
         if event is not None:
             self.counts[event["event"]] += 1
             if event["event"] in SAID and event["event"] != "trains":

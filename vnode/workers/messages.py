@@ -1,4 +1,4 @@
-"""Turns what happened to a job's workers into the messages that people read.
+"""Turns events of a job's workers into messages for people.
 
 Knows which facts help, and what to do. Must not know what is decided because of them.
 """

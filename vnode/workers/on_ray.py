@@ -132,7 +132,7 @@ class Actor:
         self.pid, self.place, self.code, self.killed = 0, Resident("", 0), None, False
 
     def poll(self) -> int | None:
-        """Writes down what the process has printed; its exit code, or None. -9 if the actor is gone."""
+        """Writes the output of the process to files. Returns its exit code, or None; -9 if the actor is gone."""
         errors = self.ray.exceptions
         while self.code is None and self.ray.wait([self.said], timeout=0)[0]:
             try:
@@ -148,7 +148,7 @@ class Actor:
         return self.code
 
     def handle_message(self, kind: str, value: Any) -> None:
-        """Takes in what the actor says."""
+        """Handles one message of the actor."""
         if kind == "place":
             self.place = Resident(*value)
             self.pid = self.place.pid if self.place.host == Resident.this_process().host else 0

@@ -59,7 +59,7 @@ class Restarts(Decisions):
         self.begin_set()
 
     def begin_set(self) -> None:
-        """Forgets the workers that were."""
+        """Resets the facts about the set of workers."""
         self.repeats = self.broken is not None
         self.anew, self.told, self.coordinator, self.lost = "", False, "", False
         self.size, self.broken = self.wanted, None
@@ -109,12 +109,12 @@ class Restarts(Decisions):
             )
 
     def resized(self, changed: bool, now: float) -> None:
-        """Has the workers be replaced."""
+        """Replaces the workers."""
         if changed:
             self.replace(f"{self.wanted} workers are wanted", now)
 
     def begin_stop(self, why: str, code: int, now: float) -> None:
-        """Has the run end with a checkpoint, unless it ends already; as `stop`."""
+        """Makes the run end with a checkpoint, unless it ends already; as `stop`."""
         if self.stopping or self.over:
             return
         self.record("stop", None, why)
@@ -212,7 +212,7 @@ class Restarts(Decisions):
                     self.put_down(worker)
 
     def expire_asked(self, now: float) -> None:
-        """Workers that leave have been listened to for long enough; or those that were asked to end have not."""
+        """Handles a deadline: replaces workers that leave, or loses workers that did not save and end in time."""
         self.asked = None
         if self.anew or self.stopping:
             for worker in list(self.workers.values()):
@@ -227,7 +227,7 @@ class Restarts(Decisions):
             self.begin_stop(f"workers leave: {leaving[0].leaving}", 143, now)
 
     def follow(self, now: float) -> None:
-        """Goes on, once all workers of this set are gone, or are there."""
+        """Begins the next phase, once all workers of this set have arrived, or have ended."""
         if self.over:
             return
         if not self.workers:
@@ -299,7 +299,7 @@ class Restarts(Decisions):
         self.do(Kill(worker.number))
 
     def lose(self, worker: Worker, why: str, now: float) -> None:
-        """Counts a worker as lost; the others of its set follow a little later: they may have more to say."""
+        """Marks a worker as lost; the others of its set are ended a little later, as they may report more errors."""
         alive = self.workers.get(worker.number) is worker
         worker.state, worker.why = LOST, f"failed: {one_line(worker.error)}" if worker.error else why
         if worker.error:

@@ -1,4 +1,4 @@
-"""Turns what a user asks for (a script or a function, workers, a folder) into a supervisor that is ready to run.
+"""Turns a user's request (a script or a function, workers, a folder) into a supervisor that is ready to run.
 
 Knows command lines of workers, and which backends there are. Must not know terminals.
 """
@@ -77,7 +77,7 @@ class Spec:
     devices: tuple[str, ...] | None = None
 
     def check(self) -> None:
-        """Looks at what can be seen before anything is started.
+        """Checks the request before anything is started.
 
         Raises:
           WorkerError: the job cannot be started so.

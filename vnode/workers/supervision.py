@@ -153,7 +153,7 @@ class Decisions(abc.ABC):
 
     @abc.abstractmethod
     def lose(self, worker: Worker, why: str, now: float) -> None:
-        """Counts a worker as lost, and has its process ended."""
+        """Marks a worker as lost, and ends its process."""
 
     @abc.abstractmethod
     def check_resize(self, workers: int) -> None:
@@ -165,11 +165,11 @@ class Decisions(abc.ABC):
 
     @abc.abstractmethod
     def resized(self, changed: bool, now: float) -> None:
-        """A number of workers is asked for, which is another one if it has `changed`."""
+        """Handles a request for a number of workers; `changed` says whether it is a new number."""
 
     @abc.abstractmethod
     def begin_stop(self, why: str, code: int, now: float) -> None:
-        """Has the run end with a checkpoint, unless it ends already; as `stop`."""
+        """Makes the run end with a checkpoint, unless it ends already; as `stop`."""
 
     @abc.abstractmethod
     def members(self) -> list[Worker]:
@@ -202,7 +202,7 @@ class Decisions(abc.ABC):
             self.resized(True, now)
 
     def take_progress(self, worker: Worker, message: dict[str, Any]) -> None:
-        """Takes note of where a worker is; of one whose run has ended, the last step is known."""
+        """Records the progress of a worker; the step of a finished one stays its last."""
         worker.step = worker.step if worker.state == FINISHED else message["step"]
         worker.doing = str(message["doing"])
         worker.nodes, worker.metrics = int(message["nodes"]), dict(message["metrics"] or {})

@@ -82,7 +82,7 @@ class Tail:
         self.position, self.rest = 0, b""
 
     def read_lines(self, whole: bool = False) -> None:
-        """Passes on what is new; with `whole`, a last line without an end, too."""
+        """Passes on new lines; with `whole`, also a last line without an end."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.position)
@@ -102,7 +102,7 @@ class Supervisor:
 
     Args:
       backend: starts them.
-      decisions: what is done about what happens.
+      decisions: turn events into actions.
       entry: the folder of the job.
       interface: the address at which it and the services listen.
       port: of the supervisor; 0 for any that is free.
@@ -238,7 +238,7 @@ class Supervisor:
         return self.over.code
 
     def turn(self) -> None:
-        """Waits for an event, or for the next look at processes and deadlines."""
+        """Waits for an event, or for the next poll of processes and deadlines."""
         now = time.monotonic()
         with contextlib.suppress(queue.Empty):
             event = self.events.get(timeout=max(self.looked + TICK - now, 0))
@@ -251,7 +251,7 @@ class Supervisor:
             self.poll(now)
 
     def awake(self) -> float:
-        """The time, after a look whether this process was stopped: what workers have said is still in the sockets."""
+        """The time; tells the decisions if this process was stopped: messages are still in the sockets then."""
         now = time.monotonic()
         if self.seen and now > self.seen + LATE:
             self.decisions.slept(now - self.seen)
@@ -259,7 +259,7 @@ class Supervisor:
         return now
 
     def poll(self, now: float) -> None:
-        """Looks at processes, output and deadlines."""
+        """Polls processes, output and deadlines."""
         for number, worker in list(self.running.items()):
             self.look_at(number, worker, now)
         waiting, self.waiting = self.waiting, []
@@ -303,7 +303,7 @@ class Supervisor:
             worker.stopped_since = None
 
     def leaves_processes(self, number: int) -> bool:
-        """Ends what a worker that had a device has started and left; whether there was any."""
+        """Ends processes that a worker with a device has left; returns whether there were any."""
         left = [] if self.devices is None else marked(f"{self.entry.folder}/{number}")
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,4 +1,4 @@
-"""Turns a scheduler that runs, or the file of one that does not, into what is shown of a cluster.
+"""Turns a running scheduler, or the file of one that does not run, into a snapshot of a cluster.
 
 Knows where to ask. Must not know terminals.
 """
@@ -16,7 +16,7 @@ from vnode.errors import ClusterError
 
 
 def read_cluster(state: str | None, last: int | None = None) -> tuple[dict[str, Any], bool]:
-    """A cluster as it is.
+    """Reads the snapshot of a cluster.
 
     Args:
       state: the scheduler's file; None for that of the variable, or of the only scheduler that runs.

@@ -135,7 +135,7 @@ def cells(job: Mapping[str, Any], now: float) -> tuple[str, ...]:
 def printable(text: str) -> str:
     """A text that moves no cursor: what a user calls a job, or a job prints, may hold anything.
 
-    >>> plain("a\\x1b[2Jb\\n")
+    >>> printable("a\\x1b[2Jb\\n")
     'a?[2Jb?'
     """
     return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,4 +1,4 @@
-"""Turns what was measured of a job into its speed on any number of devices, and into the work that is left.
+"""Turns measured times of a job into its speed on any number of devices, and into the remaining work.
 
 Knows times and steps. Must not know policies.
 

@@ -125,7 +125,7 @@ class State:
         self.write_holder(pid=os.getpid())
 
     def write_holder(self, **facts: Any) -> None:
-        """Says in the lock's file who has it, and where that can be reached."""
+        """Writes this scheduler's process and address into the lock's file."""
         assert self.lock is not None
         os.ftruncate(self.lock, 0)
         os.pwrite(self.lock, json.dumps(facts).encode(), 0)
@@ -282,7 +282,7 @@ def rows_of(database: sqlite3.Connection, path: Path) -> Iterator[Record]:
 
 @contextlib.contextmanager
 def transaction(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """All of it or nothing."""
+    """A transaction of the database, which is rolled back on an exception."""
     database.execute("BEGIN IMMEDIATE")
     try:
         yield database

@@ -1,4 +1,4 @@
-"""Turns what a supervisor has left into what becomes of its job: it has ended, or is to go on later.
+"""Turns the records of an ended supervisor into the outcome of its job: ended, or pending again.
 
 Knows exit codes, events of workers, tracebacks. Must not know schedulers.
 """

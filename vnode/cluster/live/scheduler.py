@@ -171,7 +171,7 @@ class Scheduler:
     # The loop
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Runs until it is closed, or until something is so.
+        """Runs until it is closed, or until a condition holds.
 
         Args:
           until: asked after each turn.
@@ -180,7 +180,7 @@ class Scheduler:
             self.turn()
 
     def turn(self) -> None:
-        """Takes in what has happened, and does what follows from it."""
+        """Handles all new events."""
         with contextlib.suppress(queue.Empty):
             event = self.queue.get(timeout=TICK)
             while True:
@@ -456,7 +456,7 @@ class Scheduler:
             self.say(f"{self.book.jobs[name].called}: {line}")
 
     def carry_out(self, job: LiveJob) -> None:
-        """Does for a job what was decided, as far as there are devices."""
+        """Carries out the decision about a job, as far as there are devices."""
         supervised = self.supervised.get(job.id)
         silent = self.silent.get(job.id)
         given_up = silent is not None and time.monotonic() > silent + SILENCE and not job.submission.rigid

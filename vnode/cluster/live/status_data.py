@@ -1,4 +1,4 @@
-"""Turns a book, and what supervisors say, into plain data for commands and for the page.
+"""Turns a book, and statuses of supervisors, into plain data for commands and for the page.
 
 Knows what people look at. Must not know terminals, nor HTML.
 """

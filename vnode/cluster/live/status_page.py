@@ -1,4 +1,4 @@
-"""Turns what a scheduler says of itself into a web page on this machine, which follows it.
+"""Turns snapshots of a scheduler into a live web page on this machine.
 
 Knows HTTP, server-sent events and the files of the page. Must not know how the scheduler decides, or keeps its state.
 

@@ -1,4 +1,4 @@
-"""Turns what a job says of its steps, a few times a second, into seconds a step by number of workers.
+"""Turns step numbers that a job reports a few times a second into seconds a step by number of workers.
 
 Knows clocks. Must not know who reads it.
 """
@@ -37,7 +37,7 @@ class Pace:
         self.window: list[tuple[float, int]] = []
 
     def observe(self, time: float, workers: int, step: int | None) -> None:
-        """Takes note.
+        """Records the step of a job at a time.
 
         Args:
           time: by a clock that does not jump.

@@ -1,4 +1,4 @@
-"""Turns what a scheduler wants of one job into words to its supervisor, and what becomes of that into reports.
+"""Turns a scheduler's wishes for one job into requests to its supervisor, and the answers into reports.
 
 Knows supervisors, and how they are found. Must not know other jobs, nor why something is wanted.
 
@@ -177,7 +177,7 @@ class Supervised:
         self.request({"kind": "kill"})
 
     def request(self, request: dict[str, Any]) -> None:
-        """Asks for something; again does nothing."""
+        """Makes a request; the same request again does nothing."""
         with self.changed:
             if request not in self.asks:
                 self.asks.append(request)

@@ -4,10 +4,9 @@
 
 Knows flows, how they are run, and tracing. Must not know machines, or what anything costs.
 
-The program is traced from the function that `vnode.spmd.sharded_program.flow_over_mesh` runs on each device. So costs count the compiled
-equations: local copies, masks, halos and every collective. Unread results are dropped, and
-equal equations, collectives
-too, are evaluated once, as every compiler does.
+The program is traced from the function that `vnode.spmd.sharded_program.flow_over_mesh` runs on each device. So costs
+count the compiled equations: local copies, masks, halos and every collective. Unread results are dropped, and equal
+equations, collectives too, are evaluated once, as every compiler does.
 """
 
 from __future__ import annotations
