@@ -6,6 +6,7 @@ Knows the text of the package only; nothing of it is run. docs/how-it-works.md s
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,19 @@ ROOMS = {
     "integrations": "errors placement step tracebacks transform",
 }
 """What each room may import, from the ground up: each knows rooms above its own line only."""
+
+def modules_of(file: Path, modules: set[str]) -> set[str]:
+    """Modules of the package that a file imports, anywhere in it and also for types alone."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vnode":
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.add(name if name in modules else str(node.module))
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names if alias.name.split(".")[0] == "vnode")
+    return found & modules
+
 
 DOORS = {"__init__", "__main__", "cli"}
 """What strangers enter by; it may import all rooms, and none of them imports it."""
@@ -96,6 +110,14 @@ def test_imports_point_one_way(file: Path) -> None:
 def test_a_file_says_what_it_knows(file: Path) -> None:
     text = ast.get_docstring(ast.parse(file.read_text())) or ""
     assert "Knows" in text and re.search(r"[Mm]ust\s+not\s+know", text), "say what it knows and what it must not know"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Not within a room either, nor inside functions or for types alone."""
+    files = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in FILES}
+    graph = {name: modules_of(file, {*files}) - {name} for name, file in files.items()}
+    sorter = graphlib.TopologicalSorter(graph)
+    sorter.prepare()  # CycleError names the modules
 
 
 def test_the_docs_show_the_same_table() -> None:

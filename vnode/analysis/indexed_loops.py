@@ -15,18 +15,35 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from vnode.operators.constant_folding import tabulated
 from vnode.operators.control_flow import Loop, region_of, scan_like
 
-if TYPE_CHECKING:
-    from vnode.analysis.program import Atom, Program
+Atom = Var | Literal
+
+
+class FlatBody(Protocol):
+    """A loop's body with calls inlined: the part of `vnode.analysis.program.Program` that is needed here."""
+
+    inputs: list[Var]
+    equations: list[JaxprEqn]
+    outputs: list[Atom]
+
+    @property
+    def definitions(self) -> dict[Var, JaxprEqn]: ...
+
+    @property
+    def readers(self) -> dict[Var, list[JaxprEqn]]: ...
+
+    def derive(self, inputs: list[Var], equations: list[JaxprEqn], outputs: list[Atom]) -> Self: ...
+
+    def to_closed_jaxpr(self, like: Jaxpr) -> ClosedJaxpr: ...
 
 
 def counted_loop(eqn: JaxprEqn) -> tuple[Loop, int] | None:
@@ -53,7 +70,7 @@ def is_literal_number(atom: Any, number: int) -> bool:
     return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and atom.aval.dtype.kind in "iu" and atom.val == number
 
 
-def scan_over_rows(eqn: JaxprEqn, loop: Loop, counter: int, body: Program) -> list[JaxprEqn] | None:
+def scan_over_rows(eqn: JaxprEqn, loop: Loop, counter: int, body: FlatBody) -> list[JaxprEqn] | None:
     """Rewrites a loop as a scan over the rows that it reads and writes by index.
 
     Args:

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import numpy as np
@@ -61,10 +61,10 @@ class Program:
         """A program with the same inputs and outputs, and other equations."""
         return self.derive(self.inputs, equations, self.outputs)
 
-    def derive(self, inputs: list[Var], equations: list[JaxprEqn], outputs: list[Atom]) -> Program:
+    def derive(self, inputs: list[Var], equations: list[JaxprEqn], outputs: list[Atom]) -> Self:
         """A program with other equations, which shares this one's caches of descriptions and bodies."""
         known = self.custom_derivatives, self.reverse_only, self._descriptions, self._bodies
-        return Program(inputs, self.constants, equations, outputs, *known)
+        return type(self)(inputs, self.constants, equations, outputs, *known)
 
     def describe(self, eqn: JaxprEqn) -> OperatorDescription | None:
         """The description of one of the program's equations; cached."""

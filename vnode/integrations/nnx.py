@@ -14,7 +14,8 @@ from vnode.errors import VnodeError, layout_message
 from vnode.placement.placement import Placement
 from vnode.step.compile_ahead import Preparation, warm_up_tasks
 from vnode.step.executor import Executor
-from vnode.step.protocol import P, R, Resolved, Step
+from vnode.step.protocol import P, R, Step
+from vnode.step.resolved import Resolved
 from vnode.step.virtual import VirtualStep, prepare_steps
 from vnode.tracebacks import remove_frames
 from vnode.transform import virtualize as virtualize_pure

@@ -25,7 +25,8 @@ from vnode.show.grid import Grid
 from vnode.show.page import Cell, Column, Fact, Facts, Page, Picture, Table
 from vnode.show.units import number, several, size, spread
 from vnode.step.explain import even_layout, reports, temporary_bytes
-from vnode.step.protocol import Resolved, step_and_arguments
+from vnode.step.protocol import step_and_arguments
+from vnode.step.resolved import Resolved
 from vnode.tracebacks import api_boundary
 
 MOST_DEVICES = 1 << 16

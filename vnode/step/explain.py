@@ -25,7 +25,7 @@ from vnode.report.reduction import Reduction
 from vnode.report.step_report import Report
 from vnode.step.call import OutputTree, positional_name
 from vnode.step.pipeline import Analysis, analyse, emitted_schedule
-from vnode.step.protocol import Resolved
+from vnode.step.resolved import Resolved
 
 Local = Mapping[Var, tuple[int, ...]]
 """The shapes of one device's parts of sums over nodes, by the variables that are summed."""

@@ -13,42 +13,16 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 
 from vnode.errors import Bound, VnodeError, layout_message
 from vnode.placement.placement import Placement
+from vnode.step.resolved import Resolved
 from vnode.tracebacks import api_boundary
 
 if TYPE_CHECKING:
     from vnode.report.step_report import Report
     from vnode.step.compile_ahead import Preparation
-    from vnode.step.virtual import VirtualStep
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
-
-
-class Resolved:
-    """A step on a known number of nodes, and the arguments of a call as pytrees of arrays.
-
-    Attributes:
-      step: the step.
-      args: positional arguments.
-      kwargs: keyword arguments.
-      search_lines: how the number of nodes was found, in lines; empty if it was given.
-      chosen: whether the number of nodes is the step's own; otherwise it is the smallest there may be.
-    """
-
-    def __init__(
-        self,
-        step: VirtualStep,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        found: tuple[str, ...] = (),
-        chosen: bool = True,
-    ) -> None:
-        self.step = step  # not in a dataclass: to type checkers a step in a class is a method
-        self.args = args
-        self.kwargs = kwargs
-        self.search_lines = found
-        self.chosen = chosen
 
 
 class Step(Bound, abc.ABC, Generic[P, R]):

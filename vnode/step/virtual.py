@@ -29,7 +29,8 @@ from vnode.step.compile_ahead import Preparation, warm_up_tasks
 from vnode.step.executor import Executor
 from vnode.step.likely_mistakes import explain_failure, warn_of_waste
 from vnode.step.pipeline import Options, outer_devices
-from vnode.step.protocol import P, R, Resolved, Step
+from vnode.step.protocol import P, R, Step
+from vnode.step.resolved import Resolved
 from vnode.step.spec import StepSpec
 from vnode.step.uneven_state import put_by_name, restore_for_placement, restore_shapes
 from vnode.tracebacks import api_boundary, remove_frames

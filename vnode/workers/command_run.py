@@ -12,13 +12,9 @@ import sys
 from typing import Any
 
 from vnode.errors import WorkerError
-from vnode.workers.messages import one_line
+from vnode.workers.messages import SHOWN_EVENTS, event_line
 from vnode.workers.start_job import BACKENDS, Spec, script_command
 from vnode.workers.supervisor import Supervisor
-
-SAID = ("trains", "resize", "lost", "error", "refused", "stop", "left", "leaving", "gave up", "unprepared")
-SAID += ("all replaced", "no checkpoints")
-"""Events that are told while a job runs; all of them are in `vnode runs --events`."""
 
 
 def add_parser(commands: Any) -> None:
@@ -129,22 +125,8 @@ def execute(chosen: argparse.Namespace) -> int:
 
 def print_event(status: dict[str, Any], event: dict[str, Any] | None) -> None:
     """Prints an event of interest to users."""
-    if event is not None and event["event"] in SAID:
-        print(f"vnode: {line(event)}", file=sys.stderr, flush=True)
-
-
-def line(event: dict[str, Any]) -> str:
-    """An event in a line; of a worker that is refused in several: what differs, and what to do.
-
-    Example:
-      >>> line({"event": "lost", "worker": 2, "step": 40, "why": "was killed by SIGKILL"})
-      'worker 2: lost at step 40: was killed by SIGKILL'
-    """
-    text = event["event"] if event["worker"] is None else f"worker {event['worker']}: {event['event']}"
-    if event["step"] is not None and event["step"] >= 0:
-        text += f" at step {event['step']}"
-    why = str(event["why"]) if event["event"] == "refused" else one_line(str(event["why"]))
-    return f"{text}: {why}" if why else text
+    if event is not None and event["event"] in SHOWN_EVENTS:
+        print(f"vnode: {event_line(event)}", file=sys.stderr, flush=True)
 
 
 def handle_signals(supervisor: Supervisor) -> None:

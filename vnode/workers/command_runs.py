@@ -15,8 +15,8 @@ import sys
 from typing import Any
 
 from vnode.errors import WorkerError
-from vnode.workers.command_run import line
 from vnode.workers.job_registry import Found, jobs
+from vnode.workers.messages import event_line
 from vnode.workers.supervisor_client import request
 
 HEADS = ("PID", "WORKERS", "STEP", "SINCE", "FOLDER")
@@ -81,4 +81,4 @@ def show_events(job: Found, as_json: bool) -> None:
             print(json.dumps({"folder": job.name, "pid": job.facts.get("pid"), **event}))
         else:
             clock = datetime.datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S.%f")[:-3]
-            print(f"  {clock}  {line(event)}")
+            print(f"  {clock}  {event_line(event)}")

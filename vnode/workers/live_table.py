@@ -16,7 +16,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from vnode.workers.command_run import SAID, line
+from vnode.workers.messages import SHOWN_EVENTS, event_line
 
 INTERVAL = 0.25
 
@@ -65,8 +65,8 @@ class Table:
         """Shows a new status or event."""
         if event is not None:
             self.counts[event["event"]] += 1
-            if event["event"] in SAID and event["event"] != "trains":
-                self.console.print(Text(f"vnode: {line(event)}", style="dim"))
+            if event["event"] in SHOWN_EVENTS and event["event"] != "trains":
+                self.console.print(Text(f"vnode: {event_line(event)}", style="dim"))
         now = time.monotonic()
         if now >= self.drawn + INTERVAL:
             self.drawn = now

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vnode.errors import WorkerError, layout_message
 
@@ -25,6 +25,10 @@ RUN_ENDED = layout_message(
     remedies=["call vnode.elastic.run once in a script"],
 )
 """The message of who asks for workers after the run."""
+
+SHOWN_EVENTS = ("trains", "resize", "lost", "error", "refused", "stop", "left", "leaving", "gave up", "unprepared")
+SHOWN_EVENTS += ("all replaced", "no checkpoints")
+"""Events that are told while a job runs; all of them are in `vnode runs --events`."""
 
 SHOWN = 8
 """Facts that differ, of which a message tells."""
@@ -163,3 +167,17 @@ def check_number(workers: int, most: int | None, nodes: int | None) -> None:
         )
     if nodes is not None and workers > nodes:
         raise WorkerError(too_few_nodes(nodes, workers))
+
+
+def event_line(event: dict[str, Any]) -> str:
+    """An event in a line; of a worker that is refused in several: what differs, and what to do.
+
+    Example:
+      >>> event_line({"event": "lost", "worker": 2, "step": 40, "why": "was killed by SIGKILL"})
+      'worker 2: lost at step 40: was killed by SIGKILL'
+    """
+    text = event["event"] if event["worker"] is None else f"worker {event['worker']}: {event['event']}"
+    if event["step"] is not None and event["step"] >= 0:
+        text += f" at step {event['step']}"
+    why = str(event["why"]) if event["event"] == "refused" else one_line(str(event["why"]))
+    return f"{text}: {why}" if why else text

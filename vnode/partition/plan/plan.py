@@ -340,7 +340,7 @@ class Plan(Drawn, Bound):
         """
         from vnode.partition.plan.plan_file import read_plan
 
-        return read_plan(path, step, args, options)
+        return read_plan(Plan, path, step, args, options)
 
     @with_jit
     def explain(self) -> Explanation:

@@ -14,8 +14,8 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
@@ -28,7 +28,6 @@ from vnode.partition.machine import Machine
 from vnode.partition.machine.machine_file import machine_from_json as read_machine
 from vnode.partition.machine.machine_file import machine_to_json
 from vnode.partition.plan.divisions import DividedOperation
-from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures, Prediction
 from vnode.partition.plan.search_subject import Subject, check_args, on_nodes, subject_of, with_recomputation
 from vnode.partition.plan.step_layouts import patterns
@@ -40,6 +39,8 @@ from vnode.step.pipeline import Options
 from vnode.step.uneven_state import share_of
 from vnode.step.virtual import VirtualStep
 from vnode.transform import lane_count
+
+T = TypeVar("T")
 
 FORMAT = "vnode plan"
 VERSION = 6
@@ -56,7 +57,7 @@ PREDICTED = 2
 WRITTEN = "plans are written by plan.save(path)"
 
 
-def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+def write_plan(plan: Any, path: str | os.PathLike[str]) -> None:
     """Writes a plan; what was there before stays until the whole is written.
 
     Args:
@@ -186,8 +187,10 @@ def prediction_from_json(content: Mapping[str, Any]) -> Prediction:
 
 
 @with_jit
-def read_plan(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Plan:
-    """See `Plan.load`."""
+def read_plan(
+    make: Callable[..., T], path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: Mapping[str, Any]
+) -> T:
+    """Reads a plan; `make` is `Plan`, and the other arguments are those of `Plan.load`."""
     check_args(args)
     text = files.read_text(path, PartitionError, [WRITTEN])
     with damaged_plan_error(path):
@@ -268,7 +271,7 @@ def read_plan(path: str | os.PathLike[str], step: Any, args: Sequence[Any], opti
         except PartitionError as error:
             what = " and ".join(name for name, several in (("again", again), ("away", away)) if several)
             raise PartitionError(f"the plan in {os.fspath(path)} is damaged: {what}: {error}") from error
-    plan = Plan(
+    plan: Any = make(
         step,
         subject.args,
         fingerprint,

@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from vnode import files
 from vnode.errors import TaskGraphError
 
-if TYPE_CHECKING:
-    from vnode.partition.simulator.timeline import Timeline
+Timeline = Any
+"""A `vnode.partition.simulator.timeline.Timeline`, which knows this module and not the other way round."""
 
 MICROSECOND = 10**6
 """Picoseconds in the format's unit of time."""

@@ -7,7 +7,7 @@ surroundings, bars are translucent over them, so that light and dark pages look 
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,8 +16,8 @@ from vnode.errors import TaskGraphError
 from vnode.partition.simulator.graph import SECOND
 from vnode.show.units import seconds, several
 
-if TYPE_CHECKING:
-    from vnode.partition.simulator.timeline import Timeline
+Timeline = Any
+"""A `vnode.partition.simulator.timeline.Timeline`, which knows this module and not the other way round."""
 
 ROW, BAR, TOP, CHARACTER = 24, 18, 34, 7.0
 """Pixels: of a row, of the bar in it, above the first row, of a character."""

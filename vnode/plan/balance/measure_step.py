@@ -31,7 +31,8 @@ from vnode.plan.balance.profiles import Measurement, Profile, Profiles, Signatur
 from vnode.plan.nodes.device_memory import byte_count, program_memory, reported_bytes
 from vnode.step.argument_checks import check_values
 from vnode.step.explain import analyse_step
-from vnode.step.protocol import Resolved, Step
+from vnode.step.protocol import Step
+from vnode.step.resolved import Resolved
 from vnode.step.virtual import VirtualStep, first_nodes
 from vnode.tracebacks import api_boundary
 

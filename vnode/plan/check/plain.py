@@ -24,7 +24,7 @@ from vnode.plan.nodes.device_memory import compiler_planned_bytes, memory_refusa
 from vnode.runtime.rounding_noise import with_rounding_noise
 from vnode.show.units import size
 from vnode.step.call import OutputTree
-from vnode.step.protocol import Resolved
+from vnode.step.resolved import Resolved
 
 SAMPLES = 4
 """Runs of the plain step with other roundings."""

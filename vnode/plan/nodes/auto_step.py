@@ -22,7 +22,8 @@ from vnode.placement.world import in_world, is_local, is_shared, world, world_of
 from vnode.plan.nodes.device_memory import compiler_planned_bytes, device_memory, reported_bytes
 from vnode.plan.nodes.node_search import Need, NodeSearch, search, with_lanes
 from vnode.step.compile_ahead import Preparation
-from vnode.step.protocol import P, R, Resolved, Step
+from vnode.step.protocol import P, R, Step
+from vnode.step.resolved import Resolved
 from vnode.step.virtual import VirtualStep, with_nodes
 from vnode.tracebacks import remove_frames
 
