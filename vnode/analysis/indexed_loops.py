@@ -15,35 +15,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.operators.constant_folding import tabulated
 from vnode.operators.control_flow import Loop, region_of, scan_like
 
 Atom = Var | Literal
 
-
-class FlatBody(Protocol):
-    """A loop's body with calls inlined: the part of `vnode.analysis.program.Program` that is needed here."""
-
-    inputs: list[Var]
-    equations: list[JaxprEqn]
-    outputs: list[Atom]
-
-    @property
-    def definitions(self) -> dict[Var, JaxprEqn]: ...
-
-    @property
-    def readers(self) -> dict[Var, list[JaxprEqn]]: ...
-
-    def derive(self, inputs: list[Var], equations: list[JaxprEqn], outputs: list[Atom]) -> Self: ...
-
-    def to_closed_jaxpr(self, like: Jaxpr) -> ClosedJaxpr: ...
+FlatBody = Any
+"""A `vnode.analysis.program.Program`, which knows this module and not the other way round."""
 
 
 def counted_loop(eqn: JaxprEqn) -> tuple[Loop, int] | None:
