@@ -332,7 +332,7 @@ class Emission(PassEmission):
             values = bounded([flow.state(var).form for var in flow.program.inputs], inputs)
             in_slots = [k for k, i in enumerate(given) if i in apart] if slotted else None
             layouts = [None if i in cut else self.layout_in_body(eqn.invars[i], region, i) for i in given]
-            division = dataclasses.replace(self.division, layouts=layouts, rooms=None, ends=())
+            division = dataclasses.replace(self.division, layouts=layouts, uneven=None, ends=())
             outputs = self.emit_body(made, values, arguments, in_slots, division)
             return bounded(flow.output_forms, outputs)  # not per slot: another body may have them in parts
 

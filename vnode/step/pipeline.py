@@ -277,7 +277,7 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
     if flat.uneven_state is not None:
         flat.uneven_state.share.check(inner_axes(placement))
         rooms = UnevenValues(flat.uneven_state.share, flat.uneven_state.inputs, flat.uneven_state.outputs(types))
-        division = dataclasses.replace(division, rooms=rooms)
+        division = dataclasses.replace(division, uneven=rooms)
 
     def step(*values: Any) -> list[Any]:
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step

@@ -214,7 +214,7 @@ def shard_around_passes(
         elif kind == "around":
             steps = [shard_bodies(step, axes, across, wait) for step in steps]
         elif wait and any(gathers(step, layout_of, axes) for step in steps):
-            steps = [dataclasses.replace(step, after=tuple(unawaited)) for step in steps]
+            steps = [dataclasses.replace(step, gather_after=tuple(unawaited)) for step in steps]
             unawaited = []
         if kind == "totals":
             unawaited += [var for step in steps for var in step.eqn.outvars if can_be_awaited(var.aval)]

@@ -185,7 +185,7 @@ def lower_step(step: Step, across: ReplicaReduction) -> Step:
     """Lowers a step that is no total, and the steps in its bodies."""
     eqn = step.eqn
     if eqn.primitive in CARRIED_OUT:
-        return dataclasses.replace(step, eqn=CARRIED_OUT[eqn.primitive](eqn, across), choice=None, anyhow=False)
+        return dataclasses.replace(step, eqn=CARRIED_OUT[eqn.primitive](eqn, across), choice=None, materializable=False)
     return dataclasses.replace(step, bodies=tuple(reduce_over_replicas(body, across) for body in step.bodies))
 
 
