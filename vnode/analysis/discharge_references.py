@@ -105,7 +105,7 @@ def evaluate_equation(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     if access is not None:
         reference, *others = operands
         try:
-            reference.held, results = access(eqn, reference.held, others)
+            reference.value, results = access(eqn, reference.value, others)
         except NotImplementedError as error:
             raise reference_error(eqn, str(error)) from error
         return results
@@ -156,7 +156,7 @@ def evaluate_loop(loop: Loop, operands: list[Any], passed: list[Reference]) -> l
     def turn(carry: Any, xs: Any) -> Any:
         inside = substitute_references(operands[:first], passed, carry[0])
         out = evaluate(loop.bodies[0], [*inside[count:], *carry[1], *xs])
-        return ([r.held for r in inside[:count]], out[: loop.carries]), out[loop.carries :]
+        return ([r.value for r in inside[:count]], out[: loop.carries]), out[loop.carries :]
 
     init = [r.value for r in passed], [jnp.asarray(value) for value in operands[first:split]]
     (held, carries), ys = lax.scan(turn, init, operands[split:], loop.length, loop.reverse, loop.unroll)
@@ -176,7 +176,7 @@ def evaluate_while(loop: While, operands: list[Any], passed: list[Reference]) ->
     def turn(carry: Any) -> Any:
         inside = substitute_references(operands[split:first], passed, carry[0])
         out = evaluate(loop.bodies[1], [*inside[count:], *carry[1]])
-        return [r.held for r in inside[:count]], out
+        return [r.value for r in inside[:count]], out
 
     init = [r.value for r in passed], [jnp.asarray(value) for value in operands[first:]]
     held, carries = lax.while_loop(test, turn, init)
@@ -195,7 +195,7 @@ def evaluate_branches(branches: Branches, operands: list[Any], passed: list[Refe
                 all_operands[i] = value
             inside = substitute_references(all_operands, passed, held)
             out = evaluate(body, inside[count:])
-            return [r.held for r in inside[:count]], out
+            return [r.value for r in inside[:count]], out
 
         return run
 
