@@ -352,7 +352,7 @@ def body_trip_counts(region: Region, bodies: int) -> list[int] | None:
     """How often each body runs; None if the trip count is unknown."""
     if region.chooser is not None:
         return [1] * bodies
-    if region.tests and getattr(region, "turns", None) is None:
+    if region.tests and getattr(region, "trip_count", None) is None:
         return None
     return [region.run_count + 1] * region.tests + [region.run_count] * (bodies - region.tests)
 
