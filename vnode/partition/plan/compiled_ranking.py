@@ -154,9 +154,10 @@ class CompiledRanking:
         near.sort(key=lambda each: (self.seconds(each), self.memory(each)))
         if len(self.tried) >= MOST or not near:
             return []
-        if not self.tried:  # what fits by the model, beside what would be faster if it did
-            fits = [each for each in near if self.memory(each) <= self.limit]
-            return list(dict.fromkeys([*fits[:1], *near[:1], *near[1:2]]))[:TOGETHER]
+        if not self.tried:  # the fastest that fits by the model, beside one that would be faster if it did, or one of
+            fits = [each for each in near if self.memory(each) <= self.limit]  # another kind: the model may be wrong
+            others = [each for each in near if fits and each.kind != fits[0].kind and each.kind in EXPERTS]
+            return list(dict.fromkeys([*fits[:1], *near[:1], *others[:1], *near[1:2]]))[:TOGETHER]
         if best is None or best.figures is None:
             return near[:TOGETHER]
         enough = HOPELESS * best.candidate.figures.seconds
