@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from vnode.compat import compile_request, compile_requested
+from vnode.compat import (
+    client_constructors,
+    compile_request,
+    compile_requested,
+    coordination_service,
+    distributed_state,
+)
 
 
 def instructions(text: str | None) -> list[str]:
@@ -35,3 +42,32 @@ def test_a_request_is_compiled_to_the_same_program(donated: tuple[int, ...]) -> 
     assert instructions(text) == instructions(compiled.as_text())
     again = jax.jit(lambda a, b: (a @ b.T @ a, jnp.sum(b)), donate_argnums=donated).lower(shape, shape)
     assert compile_request(again).text == request.text
+
+
+@pytest.mark.newest
+def test_the_state_of_processes_has_what_is_asked_of_it() -> None:
+    state = distributed_state()
+    assert not jax.distributed.is_initialized()
+    assert state.client is None and state.service is None and hasattr(state, "preemption_sync_manager")
+
+
+@pytest.mark.newest
+def test_a_client_meets_its_service() -> None:
+    """The service and the client of one process: a key that is written is read, and both end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    service = coordination_service(address, 1, heartbeat_timeout=100, shutdown_timeout=1)
+    made = client_constructors()
+    assert sorted(made) == [
+        "get_distributed_runtime_client",
+        "get_distributed_runtime_service",
+        "make_cpu_client",
+        "make_gloo_tcp_collectives",
+    ]
+    client = made["get_distributed_runtime_client"](address, 0, init_timeout=10)
+    client.connect()
+    client.key_value_set("key", "value")
+    assert client.blocking_key_value_get("key", 1000) == "value"
+    client.shutdown()
+    service.shutdown()

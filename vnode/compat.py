@@ -8,11 +8,11 @@ Knows jax's internals. Must not know what they are used for.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-import jax
-import numpy as np
+if TYPE_CHECKING:  # a process that only keeps the coordination service starts without jax
+    import jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,7 @@ def compile_request(lowered: jax.stages.Lowered) -> CompileRequest:
     """
     import io
 
+    import numpy as np
     from jax._src.interpreters import pxla
 
     computation: Any = lowered._lowering  # type: ignore[attr-defined]
@@ -80,3 +81,53 @@ def compile_requested(module: bytes, options: bytes, devices: Sequence[Any]) -> 
         build = xla_client.CompileOptions.ParseFromString(options)
         executable_devices = xla_client.DeviceList(tuple(devices))
         return compiler.backend_compile_and_load(devices[0].client, parsed, executable_devices, build, [])
+
+
+def distributed_state() -> Any:
+    """The client and the service by which the processes of `jax.distributed.initialize` find each other.
+
+    There is no public way to the service: ``jax.experimental.multihost_utils`` offers collectives only.
+
+    Returns:
+      jax's own object, with ``client``, ``service`` and ``preemption_sync_manager``, each None if it is not there.
+    """
+    from jax._src import distributed
+
+    return distributed.global_state
+
+
+def client_constructors() -> Mapping[str, Any]:
+    """The constructors of a second client of CPU devices, by name.
+
+    ``jax.distributed.initialize`` makes one client for the life of a process; there is no public way to another one.
+
+    Raises:
+      ImportError: this version of jaxlib has no such module.
+      AttributeError: it lacks one of the constructors.
+    """
+    from jaxlib import _jax, xla_client
+
+    return {
+        "get_distributed_runtime_client": _jax.get_distributed_runtime_client,
+        "get_distributed_runtime_service": _jax.get_distributed_runtime_service,
+        "make_gloo_tcp_collectives": _jax.make_gloo_tcp_collectives,
+        "make_cpu_client": xla_client.make_cpu_client,
+    }
+
+
+def coordination_service(address: str, processes: int, **options: Any) -> Any:
+    """Starts a coordination service, at which the processes of a job meet; jax itself is not imported.
+
+    ``jax.distributed.initialize`` starts one in process 0 only, and it ends with that process.
+
+    Args:
+      address: host and port at which it listens.
+      processes: how many will connect.
+      **options: of the service: ``heartbeat_timeout`` and ``shutdown_timeout`` in seconds, ``recoverable``.
+
+    Returns:
+      The service; its ``shutdown`` ends it.
+    """
+    from jaxlib import _jax
+
+    return _jax.get_distributed_runtime_service(address, processes, **options)

@@ -25,7 +25,7 @@ ROOMS = {
     "tracebacks": "errors",
     "show": "",
     "operators": "",
-    "placement": "errors show stopped threads",
+    "placement": "compat errors show stopped threads",
     "analysis": "errors operators",
     "remat": "analysis errors operators",
     "spmd": "analysis errors operators",
@@ -39,7 +39,7 @@ ROOMS = {
         "transform"
     ),
     "data": "errors placement threads",
-    "workers": "errors files stopped",
+    "workers": "compat errors files stopped",
     "cluster": "errors files plan stopped workers",
     "elastic": "analysis data errors partition placement plan show step threads tracebacks workers",
     "integrations": "errors placement step tracebacks transform",

@@ -15,10 +15,12 @@ import concurrent.futures
 import ctypes
 import socket
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from vnode.compat import client_constructors
 from vnode.errors import ProcessError, layout_message
 from vnode.placement.failure_board import Board
 from vnode.placement.rendezvous import Rendezvous
@@ -194,7 +196,7 @@ def check_reachable(address: str) -> None:
         ) from error
 
 
-def constructors() -> dict[str, Any]:
+def constructors() -> Mapping[str, Any]:
     """The constructors of JAX's clients, by name.
 
     Raises:
@@ -211,14 +213,7 @@ def constructors() -> dict[str, Any]:
             )
         )
     try:
-        from jaxlib import _jax, xla_client
-
-        return {
-            "get_distributed_runtime_client": _jax.get_distributed_runtime_client,
-            "get_distributed_runtime_service": _jax.get_distributed_runtime_service,
-            "make_gloo_tcp_collectives": _jax.make_gloo_tcp_collectives,
-            "make_cpu_client": xla_client.make_cpu_client,
-        }
+        return client_constructors()
     except (ImportError, AttributeError) as error:
         raise ProcessError(
             layout_message(

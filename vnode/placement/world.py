@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from vnode.compat import distributed_state
 from vnode.errors import ProcessError, layout_message
 from vnode.placement.failure_board import Board, Notice
 
@@ -154,9 +155,7 @@ LINGER = 5.0
 
 def abandon() -> None:
     """Keeps jax from waiting at exit for a process that will never come: it would abort after minutes."""
-    from jax._src import distributed
-
-    state = distributed.global_state
+    state = distributed_state()
     for name in ("preemption_sync_manager", "client", "service"):
         held = getattr(state, name, None)
         if held is not None:
@@ -249,14 +248,12 @@ def world_of_jax() -> World:
     """The processes that JAX knows.
 
     jax has no public way to the service by which processes find one another: its waiting functions
-    (`jax.experimental.multihost_utils`) are collectives. So a private module of jax is used, in this file alone (here
-    and in `abandon`), and only with several processes.
+    (`jax.experimental.multihost_utils`) are collectives. So its private state is read (`vnode.compat`), here and in
+    `abandon` alone, and only with several processes.
     """
     if not jax.distributed.is_initialized():
         return ALONE
-    from jax._src import distributed
-
-    state = distributed.global_state
+    state = distributed_state()
     if CURRENT.world.client is state.client:
         return CURRENT.world
     with CURRENT.lock:

@@ -18,6 +18,8 @@ import sys
 import time
 from typing import Any
 
+from vnode.compat import coordination_service
+
 LEAVE_SECONDS = 60
 """How long services go on after the supervisor: long enough for workers to save."""
 
@@ -36,8 +38,6 @@ def start(host: str) -> tuple[str, Any]:
     Raises:
       OSError: there is no free port.
     """
-    from jaxlib import _jax
-
     why: Exception | None = None
     for _ in range(TRIES):  # another process may take the port in between
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -45,9 +45,7 @@ def start(host: str) -> tuple[str, Any]:
             port = probe.getsockname()[1]
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            service = _jax.get_distributed_runtime_service(
-                address, 1, heartbeat_timeout=10**6, shutdown_timeout=1, recoverable=True
-            )
+            service = coordination_service(address, 1, heartbeat_timeout=10**6, shutdown_timeout=1, recoverable=True)
         except Exception as error:
             why = error
             continue
