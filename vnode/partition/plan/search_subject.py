@@ -99,7 +99,7 @@ class Subject:
 
     @functools.cached_property
     def late_reads(self) -> Late:
-        """What its program reads late, if nothing of it is computed again."""
+        """The late reads of its program without recomputation."""
         return Late.of(self.schedule.flow.program, self.batch)
 
     @property
