@@ -91,11 +91,11 @@ class Candidate:
       gap: by which share the search's cost may be above the best on this mesh; None if nothing was searched.
       unequal: whether devices of a replica have unequal shares.
       host: names of leaves that lie in the host's memory.
-      far: how many of the sums that wait are in the host's memory.
-      farther: the same with others, and how many there may be.
+      host_sums: number of waiting partial sums in the host's memory.
+      with_host_sums: makes the same candidate with another such number; and the largest number.
       estimate: seconds by the search's own cost; infinite if it was not asked for them.
       account: bytes by the search's own account; likewise.
-      took: seconds that it took to predict it.
+      prediction_seconds: seconds that predicting it took.
     """
 
     name: str

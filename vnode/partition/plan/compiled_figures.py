@@ -29,11 +29,11 @@ NAMES = {
     "collective-permute": "permute",
     "collective-broadcast": "all_gather",
 }
-"""What `Machine.collective` calls the opcodes of HLO."""
+"""`Machine.collective`'s names of the opcodes of HLO."""
 
 
 def figures_as_compiled(figures: Figures, stats: CompiledStats, machine: Machine, order: np.ndarray) -> Figures:
-    """What a step takes by its compiler's word.
+    """The figures of a step as compiled.
 
     Args:
       figures: by a model.

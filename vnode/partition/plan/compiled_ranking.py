@@ -1,12 +1,12 @@
-"""Candidates of a search -> the best by the compiler's word: the few that look best are compiled.
+"""Candidates of a search -> the best one as compiled; only the most promising ones are compiled.
 
     ranking = CompiledRanking(machine, limit, target, until)
     best = ranking.best(pool)         # None if nothing that was compiled fits
 
-A model of what programs take is wrong by some tens of per cent, by about as much for plans of one kind. So a few
-candidates are compiled, the most promising first, two at a time; after each pair the model's figures of the others are
-corrected by what it was wrong by. What does not fit by the model is compiled too, if it is near and would be faster.
-The order depends on figures alone, so that time only decides where it stops.
+The cost model is wrong by some tens of per cent, by a similar factor for plans of one kind. So a few candidates are
+compiled, the most promising first, two at a time. After each pair, the model's figures of the other candidates are
+corrected by the errors found. Candidates that nearly fit by the model, and would be faster, are compiled too. The order
+depends on figures alone; time decides only where it stops.
 
 Knows candidates, figures and compilers. Must not know how candidates are found.
 """
@@ -31,20 +31,20 @@ from vnode.partition.plan.remedies import plan_title
 from vnode.show.units import size
 
 TOGETHER = 2
-"""How many candidates are compiled before the next ones are chosen, however many at a time."""
+"""Number of candidates that are compiled before the next ones are chosen."""
 
 LEAST, MOST = 3, 6
-"""How many candidates are compiled at least, where the compiler says how long they take, and at most."""
+"""The fewest candidates that are compiled, if the compiler estimates times, and the most."""
 
 NEAR = 1.5
-"""So many times the limit a candidate may take by the model that is compiled, before anything is."""
+"""The factor on the limit up to which a candidate's modelled memory lets it be compiled, before any correction."""
 
 CLOSE = 1.1
 """The same once the model's figures are corrected."""
 
 HOPELESS = 2.0
-"""So many times the time of what is best as compiled an expert's candidate may take, both by the model, to be compiled
-in any case: the model may be wrong by another factor for it."""
+"""An expert's candidate is compiled in any case up to this factor on the best candidate's time, both by the model: the
+model's error may differ for it."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,10 +52,10 @@ class Entry:
     """A candidate that may be compiled.
 
     Attributes:
-      candidate: a way to carry out the step.
-      plan: makes the plan that it is.
-      job: its compilation, if that was begun.
-      figures: by the compiler's word, once that is known.
+      candidate: the candidate.
+      plan: makes its plan.
+      job: its compilation, if begun.
+      figures: its figures as compiled, once known.
     """
 
     candidate: Candidate
@@ -65,7 +65,7 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """What the candidate is, without how its state is sharded over replicas."""
+        """The candidate's kind: its name, without the sharding of the state over replicas."""
         return kind_of(self.candidate.name)
 
     @property
@@ -76,16 +76,16 @@ class Entry:
 
 @dataclasses.dataclass
 class CompiledRanking:
-    """Compiles candidates and compares them by what the compiler says.
+    """Compiles candidates and compares them by the compiler's figures.
 
     Attributes:
-      machine: what they run on.
+      machine: the machine.
       limit: bytes that one device may hold.
-      pool: compiles.
-      until: when time is over, by `time.monotonic`.
-      tried: what was compiled, or was to be, in order.
-      said: of what was not compiled, or does not fit, a line each.
-      early: what is compiled while others are searched.
+      pool: the pool of compilations.
+      until: the deadline, by `time.monotonic`.
+      tried: the entries whose compilation was begun, in order.
+      said: a line for each entry that was not compiled, or does not fit.
+      early: the entries that are compiled during the search.
       interrupted: whether Ctrl-C ended it.
     """
 
@@ -102,7 +102,7 @@ class CompiledRanking:
         """The fastest that fits as compiled; None if none does.
 
         Args:
-          entries: what may be compiled.
+          entries: the entries that may be compiled.
         """
         waiting = [each for each in entries if each not in self.early]
         first, self.early = self.early, []
@@ -125,13 +125,13 @@ class CompiledRanking:
         return time.monotonic() >= self.until or len(self.tried) >= MOST
 
     def memory_allowed(self) -> int:
-        """Bytes by the model with which what was compiled would fit: the most of all."""
+        """The modelled bytes up to which candidates fit as compiled."""
         known = [each for each in self.tried if each.figures is not None]
         shares = [each.candidate.figures.memory / each.figures.memory for each in known if each.figures]
         return int(self.limit * max(shares, default=1.0))
 
     def begin(self, each: Entry) -> None:
-        """Begins to compile an expert's candidate while others are still searched, where there are cores for both."""
+        """Begins to compile an expert's candidate during the search, if there are cores for both."""
         if each.candidate.figures.memory <= NEAR * self.limit and (os.cpu_count() or 1) > CORES:
             self.early.append(each)
             self.submit(each)
@@ -142,10 +142,10 @@ class CompiledRanking:
         return min(fits, key=lambda each: each.figures.seconds if each.figures else math.inf, default=None)
 
     def batch(self, waiting: Sequence[Entry]) -> list[Entry]:
-        """What is compiled next; nothing where that would change nothing.
+        """The next entries to compile; empty if none can be better than the best so far.
 
         Args:
-          waiting: what was not compiled.
+          waiting: the entries that were not compiled.
         """
         compiled = [each for each in self.tried if each.figures is not None]
         best = self.fastest()
@@ -154,7 +154,7 @@ class CompiledRanking:
         near.sort(key=lambda each: (self.seconds(each), self.memory(each)))
         if len(self.tried) >= MOST or not near:
             return []
-        if not self.tried:  # the fastest that fits by the model, beside one that would be faster if it did, or one of
+        if not self.tried:  # <<<OURS the fastest that<<<BASE what<<<THEIRS one that<<<END fits by the model, and one that would be faster if it <<<OURS did, or one of<<<BASE did<<<THEIRS fitted<<<END
             fits = [each for each in near if self.memory(each) <= self.limit]  # another kind: the model may be wrong
             others = [each for each in near if fits and each.kind != fits[0].kind and each.kind in EXPERTS]
             return list(dict.fromkeys([*fits[:1], *near[:1], *others[:1], *near[1:2]]))[:TOGETHER]
@@ -168,13 +168,13 @@ class CompiledRanking:
                 of_kind.setdefault(each.kind, each)
         experts = [*of_kind.values()]
         better = [each for each in near if self.seconds(each) < best.figures.seconds]
-        if not best.figures.timed:  # time is the model's: only what it has as faster can be better
+        if not best.figures.timed:  # times are the model's: only candidates that it has as faster can be better
             return better[:TOGETHER]
         wanted = [*experts, *better, *near[: max(LEAST - len(self.tried), 0)]]
         return list(dict.fromkeys(wanted))[:TOGETHER]
 
     def compile(self, batch: Collection[Entry]) -> None:
-        """Compiles candidates, as far as there is time."""
+        """Compiles candidates while there is time."""
         for each in batch:
             self.tried.append(each)
             if each.job is None:
@@ -209,23 +209,23 @@ class CompiledRanking:
         each.job = self.pool.submit(lowered, each.candidate.prediction.iterations)
 
     def ratio(self, each: Entry, what: Callable[[Figures], float]) -> float:
-        """What compiled figures were of the model's: of candidates of one name, or of all, the median; 1 so far."""
+        """The median ratio of compiled to modelled figures of candidates of one name, else of all; 1 without any."""
         known = [entry for entry in self.tried if entry.figures is not None]
         alike = [entry for entry in known if entry.candidate.name == each.candidate.name] or known
         pairs = [(what(entry.figures), what(entry.candidate.figures)) for entry in alike if entry.figures]
         return statistics.median([a / b for a, b in pairs if b > 0] or [1.0])
 
     def memory(self, each: Entry) -> float:
-        """Bytes that a candidate takes by the corrected model."""
+        """Bytes of a candidate by the corrected model."""
         return each.candidate.figures.memory * self.ratio(each, lambda figures: figures.memory)
 
     def seconds(self, each: Entry) -> float:
-        """Seconds that it takes, likewise."""
+        """Seconds of a candidate by the corrected model."""
         return each.candidate.figures.seconds * self.ratio(each, lambda figures: figures.seconds)
 
 
 def kind_of(name: str) -> str:
-    """What a candidate is, without how its state is sharded over replicas.
+    """A candidate's kind: its name, without the sharding of the state over replicas.
 
     >>> kind_of("Megatron-style + ZeRO")
     'Megatron-style'

@@ -1,4 +1,4 @@
-"""How the dear operations of a step are divided, in words.
+"""Flows through nodes' programs -> the sharding of their expensive operations, in words.
 
 Knows flows through the program of a replica. Must not know machines, costs, nor who shows it.
 """
@@ -18,15 +18,16 @@ from vnode.spmd.sharding_flow import Flow, Step
 
 @dataclasses.dataclass(frozen=True)
 class DividedOperation:
-    """How an operation of the step is divided.
+    """The sharding of an operation of the step.
 
     Attributes:
-      where: its line.
+      where: its source line.
       operation: its name.
-      count: how many equations of all passes are alike in this.
-      cut: how operands and results lie while it is computed.
-      axes: what each axis of the mesh divides, of those that divide anything: one of `PARTS`, or which branch the
-        operation is part of, by its index along the axis: ``"branch 0"``.
+      count: number of equations of all passes that are equal in this.
+      cut: layouts of its operands and results.
+      axes: the part that each mesh axis divides, of the axes that divide it: one of `PARTS`; or the branch that
+      contains
+        it, by its index along the axis: ``"branch 0"``.
     """
 
     where: str
@@ -46,11 +47,11 @@ PARTS = {
     "branch": "nothing: the operation is in a branch that is evaluated at one index only",
     "other": "indices that are looked up, shifted, or run along",
 }
-"""What an axis of a mesh can divide of an operation."""
+"""The parts of an operation that a mesh axis can divide."""
 
 
 def divisions_of(flows: Iterable[NodeFlow]) -> tuple[DividedOperation, ...]:
-    """Products and windows in what nodes compute, the dearest first; those of one line that are alike are one."""
+    """The products and windows of nodes' programs, the most expensive first; equal ones of one line count as one."""
     found: dict[Alike, list[float]] = collections.defaultdict(list)
     for each in flows:
         _collect(dataclasses.replace(each.body, steps=each.steps), 1, found, {})
@@ -59,7 +60,7 @@ def divisions_of(flows: Iterable[NodeFlow]) -> tuple[DividedOperation, ...]:
 
 
 Alike = tuple[str, str, str, tuple[tuple[str, str], ...]]
-"""What operations have in common that are shown as one: line, name, layouts, and what axes divide."""
+"""The key of operations that are shown as one: line, name, layouts, and divided parts."""
 
 
 def _collect(flow: Flow, times: int, found: dict[Alike, list[float]], at: Mapping[str, str]) -> None:
@@ -77,7 +78,7 @@ def _collect(flow: Flow, times: int, found: dict[Alike, list[float]], at: Mappin
 
 
 def parts_of(step: Step) -> dict[str, str]:
-    """What each axis divides of an equation."""
+    """The part of an equation that each axis divides."""
     found: dict[str, str] = {}
     for way in step.choice.ways if step.choice is not None else ():
         found.update(dict.fromkeys(way.axes, part_of(step.choice, way)))
@@ -85,7 +86,7 @@ def parts_of(step: Step) -> dict[str, str]:
 
 
 def part_of(choice: OpSharding | None, way: FactorSharding) -> str:
-    """What the axes of a way divide."""
+    """The part that the axes of a factor sharding divide."""
     if isinstance(way.split, Reduced):
         return "sum"
     if isinstance(way.split, Windowed):
@@ -97,7 +98,7 @@ def part_of(choice: OpSharding | None, way: FactorSharding) -> str:
 
 
 def in_words(step: Step) -> str:
-    """How an equation's operands and results lie."""
+    """The layouts of an equation's operands and results, in words."""
     choice = step.choice
     operands, results = (step.operands, step.results) if choice is None else (choice.operands, choice.results)
     return f"{' x '.join(map(str, operands))} -> {', '.join(map(str, results))}"

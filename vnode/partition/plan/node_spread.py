@@ -1,4 +1,4 @@
-"""How nodes are spread over the replicas of a mesh, and so what a replica has of batched values.
+"""Numbers of nodes per replica -> the part of batched values that a replica has.
 
 Knows the flow of the batch. Must not know machines, nor how a replica's program is emitted.
 """
@@ -16,12 +16,12 @@ from vnode.analysis.states import Flow
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Nodes of one replica, of all replicas.
+    """The spread of nodes over replicas.
 
     Attributes:
-      nodes: of all replicas, V.
-      turns: of the replica that stands for all.
-      even: whether every replica has as many.
+      nodes: nodes of all replicas, V.
+      iterations: nodes of the replica that stands for all.
+      even: whether all replicas have equally many.
     """
 
     nodes: int
@@ -30,16 +30,16 @@ class Spread:
 
     @staticmethod
     def from_counts(counts: Sequence[int], replica: int | None = None) -> Spread:
-        """The spread of so many nodes on each replica.
+        """The spread with these numbers of nodes.
 
         Args:
-          counts: of the replicas.
-          replica: which one stands for all; by default the fullest.
+          counts: nodes of each replica.
+          replica: the one that stands for all; by default the fullest.
         """
         return Spread(sum(counts), max(counts) if replica is None else counts[replica], len({*counts}) == 1)
 
     def fits(self, flow: Flow) -> bool:
-        """Whether replicas have equal parts of a batch, without padding: they are shards of an array then."""
+        """Whether replicas have equal parts of a batch, without padding, so that they are shards of an array."""
         return self.even and flow.needs_no_padding(self.nodes)
 
     def part(self, flow: Flow, var: Var) -> tuple[int, ...]:
@@ -50,6 +50,6 @@ class Spread:
         return tuple(shape)
 
     def is_sharded_argument(self, flow: Flow, var: Var) -> bool:
-        """Whether replicas are given parts of an argument of the step, which is then sharded over them."""
+        """Whether an argument of the step is sharded over replicas."""
         form = flow.states[var].form
         return isinstance(form, Slice) and form.outer == 1 and self.fits(flow)

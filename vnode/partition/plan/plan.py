@@ -118,7 +118,7 @@ class Plan(Drawn, Bound):
 
     @property
     def figures(self) -> Figures:
-        """What it takes, in numbers: by its compiler's word, or else by the model.
+        """The figures: the compiler's, or else the model's.
 
         Raises:
           PartitionError: nothing is known: an earlier version wrote the plan's file.
@@ -150,12 +150,12 @@ class Plan(Drawn, Bound):
         return Figure(figures.seconds, "estimated", seconds, self._calibration().time)
 
     def _calibration(self) -> Calibration:
-        """What is known of estimates for the first kind of device."""
+        """The calibration of the first kind of device."""
         return Calibration.for_platform(platform_of(self.machine), self.machine.kinds[0].name)
 
     @property
     def timeline(self) -> Timeline:
-        """What a device does when, as predicted.
+        """A device's predicted timeline.
 
         Raises:
           PartitionError: the plan is from a file, which does not hold that.
@@ -173,12 +173,12 @@ class Plan(Drawn, Bound):
 
     @property
     def away(self) -> tuple[ResultIndex, ...]:
-        """What loops keep on the host for later ones: results of equations; for those that they carry, beginnings."""
+        """The offloaded residuals of loops: results of equations; a final carry stands for all iterations' carries."""
         return self.pattern.options.offloaded
 
     @property
     def again(self) -> tuple[ResultIndex, ...]:
-        """What the step does not keep for its backward pass, which computes it again: results of equations."""
+        """The residuals that the backward pass recomputes: results of equations."""
         return self.pattern.options.recomputed
 
     def step(self, devices: Sequence[Any] | None = None) -> VirtualStep[..., Any]:
@@ -284,11 +284,11 @@ class Plan(Drawn, Bound):
         )
 
     def pickle_remedy(self) -> str:
-        """What to do in place of pickling it."""
+        """The remedy for pickling it."""
         return "save it, plan.save(path), and read it where it is needed: vnode.partition.Plan.load(path, step, args)"
 
     def _predicted(self) -> Prediction:
-        """What is predicted."""
+        """The prediction."""
         if self.prediction is None:
             raise PartitionError(
                 layout_message(
@@ -375,7 +375,7 @@ class Plan(Drawn, Bound):
         )
 
     def _replica_program(self, schedule: Schedule) -> ReplicaProgram:
-        """What a replica of the mesh computes."""
+        """The program of a replica."""
         axes = dividing_axes(self.mesh)
         exact = self.pattern.options.reduction == "invariant"
         platform = platform_of(self.machine) if self.prediction is None else self.prediction.platform
@@ -401,7 +401,7 @@ class Plan(Drawn, Bound):
         return super()._repr_html_() + self.pictures()
 
     def page(self) -> Page:
-        """What there is to see."""
+        """The report."""
         axes = " x ".join(f"{name} {n}" for name, n in self.mesh.items())
         found = "" if self.gap is None else f", at most {self.gap:.1%} above the best on this mesh"
         facts = (
@@ -556,7 +556,7 @@ class Plan(Drawn, Bound):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Explanation(Drawn):
-    """What becomes of a step by a plan; made by `Plan.explain`.
+    """A step's report under a plan; made by `Plan.explain`.
 
     Attributes:
       plan: the plan.
@@ -567,7 +567,7 @@ class Explanation(Drawn):
     report: Report
 
     def page(self) -> Page:
-        """What there is to see."""
+        """The report."""
         page = self.plan.page()
         return dataclasses.replace(page, blocks=(*page.blocks, self.report.page()))
 
@@ -613,14 +613,14 @@ def shortened(notes: Sequence[str]) -> list[str]:
 
 
 def figures_source(figures: Figures) -> str:
-    """Who says what a plan takes."""
+    """The source of a plan's figures."""
     if figures.source != "compiled":
         return "estimated"
     return "compiled" if figures.timed else "memory compiled"
 
 
 def kind_of(device: Any) -> str:
-    """What a device is to a compiler."""
+    """The platform and kind of a device, which decide about its compiler."""
     return f"{device.platform} {getattr(device, 'device_kind', '')}"
 
 
@@ -634,7 +634,7 @@ def without_numbers(name: str) -> str:
 
 
 def rest_of(rows: Sequence[Any], shown: int) -> str:
-    """What a table leaves out."""
+    """The number of rows that a table leaves out."""
     return f"and {len(rows) - shown} more" if len(rows) > shown else ""
 
 

@@ -1,11 +1,10 @@
-"""What a plan would take on a machine: seconds of a step, bytes between devices, memory of one device.
+"""A flow through a replica's program -> the step's seconds, bytes between devices, and memory of one device.
 
 Knows the program of a replica, machines and what programs cost on them. Must not know how layouts were found.
 
-A replica's devices run a node's program divided among them, for each of its nodes; then what passes sum is added up
-over the replicas, and each device updates its part of the state. Where the state is sharded over the replicas as well
-(ZeRO), what passes read of it is gathered first, on TPUs when what earlier ones sum is there, and the update is divided
-once more.
+A replica's devices divide the program of each of its nodes. Then accumulators are reduced across replicas, and each
+device updates its part of the state. If the state is sharded over the replicas as well (ZeRO), passes gather the parts
+that they read first (on TPUs, after the totals of earlier passes), and the update is divided further.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ NODES = "vnode"
 """The mesh axis that nodes are spread over."""
 
 EXCHANGES = {SUM_OVER_REPLICAS: "all-reduce", GATHER_FROM_REPLICAS: "all-gather"}
-"""What replicas exchange, by the equation that asks for it."""
+"""Collectives across replicas, by the primitive that needs them."""
 
 
 def dividing_axes(axes: Mapping[str, int]) -> dict[str, int]:
-    """The axes that divide what a node computes: those longer than one that nodes are not spread over.
+    """The axes that divide a node's computation: all longer than one, but the nodes' axis.
 
     >>> dividing_axes({"vnode": 2, "model": 4, "model2": 1})
     {'model': 4}
@@ -59,25 +58,25 @@ def dividing_axes(axes: Mapping[str, int]) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What a step takes on each device, in numbers that can be written down.
+    """The cost of a step on each device, as numbers that can be saved.
 
     Attributes:
-      seconds: of a step; exchange that runs beside computation counts once.
+      seconds: time of a step, with overlap.
       compute: seconds of all fused ops.
-      exchange: seconds of all collectives; what runs beside computation is in both.
+      exchange: seconds of all collectives, overlapped ones included.
       sent: bytes that each device sends.
-      arguments: bytes of what the step is given.
-      results: bytes of what it returns, as far as that does not take the place of what it is given.
-      temporary: bytes of everything else, when that is most.
-      state: bytes of the part of the arguments that is handed on from step to step.
-      pending: bytes of sums that wait for others, for the sake of the same bits on any devices; they are temporary.
+      arguments: bytes of the step's arguments.
+      results: bytes of its results, without those in donated buffers.
+      temporary: bytes of all other arrays at the peak.
+      state: bytes of the arguments that are carried from step to step.
+      pending: bytes of waiting partial sums, which same bits on any devices need; part of `temporary`.
       collectives: bytes of one device's arrays in collectives, by kind.
-      host: bytes of one device's part of the state that lie in the host's memory, in none of the others.
-      transfer: seconds of their way to the device and back, and of that of what is `aside` or `far`, part of `seconds`.
-      aside: bytes of what loops keep for later ones that lie in the host's memory, likewise.
-      back: bytes of what comes from there in a step, loops counted by their turns; as many go there before.
-      far: bytes of sums that wait for others in the host's memory.
-      source: who says so: ``"model"``, or ``"compiled"``, where memory and collectives are the compiler's.
+      host: bytes of one device's part of the state in the host's memory, in none of the other figures.
+      transfer: seconds of host transfers of the state, and of `aside` and `far`; part of `seconds`.
+      aside: bytes of offloaded residuals of loops in the host's memory.
+      back: bytes fetched from the host in a step, trip counts of loops included; as many go there before.
+      far: bytes of waiting partial sums in the host's memory.
+      source: ``"model"``; or ``"compiled"``, where memory and collectives are the compiler's.
       timed: whether `compute` is the compiler's, too.
     """
 
@@ -101,12 +100,12 @@ class Figures:
 
     @property
     def memory(self) -> int:
-        """Bytes of one device, the peak."""
+        """Peak bytes of one device."""
         return self.arguments + self.results + self.temporary
 
     @property
     def on_host(self) -> str:
-        """What of it could be on the devices, and is on the host, in words; nothing if nothing is."""
+        """The offloaded bytes, in words; empty without any."""
         parts = ((self.host, "the state"), (self.far, "sums that wait"))
         return " and ".join(f"{size(n)} of {what}" for n, what in parts if n) + " on the host" * any(
             n for n, _ in parts
@@ -115,16 +114,16 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prediction(Bound):
-    """What a step takes on each device.
+    """The predicted cost of a step on each device.
 
     Attributes:
-      figures: in numbers.
-      exchanges: its collectives, those that are alike together.
-      platform: what it would be compiled for.
-      turns: nodes of a replica; where replicas differ, of the one that is done last.
-      timeline: what a device does when; None if that was not written down.
-      device: what a device runs; likewise.
-      calibration: of the kind of device; likewise.
+      figures: the figures.
+      exchanges: its collectives, equal ones as one.
+      platform: the platform that it is predicted for.
+      iterations: nodes of a replica; of the slowest, where replicas differ.
+      timeline: a device's timeline; None if it was read from a file.
+      device: a device's program; likewise.
+      calibration: the kind of device's calibration; likewise.
     """
 
     figures: Figures
@@ -137,7 +136,7 @@ class Prediction(Bound):
 
     @functools.cached_property
     def levels(self) -> tuple[Level, ...]:
-        """Bytes that are held, one fused op after another; nothing where the program was not written down."""
+        """The live bytes, fused op by fused op; empty without `device`."""
         if self.device is None or self.calibration is None:
             return ()
         f = self.figures
@@ -149,7 +148,7 @@ class Prediction(Bound):
 
 
 class ReplicaCost(Estimate):
-    """A cost model for the program of a replica, which knows of other replicas; its mesh has the axis of the nodes."""
+    """A cost model for a replica's program, collectives across replicas included; its mesh has the nodes' axis."""
 
     def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
         """See `vnode.partition.searches.CostModel`; sums and gathers across replicas take an exchange."""
@@ -175,21 +174,20 @@ def predict(
     iterations: int,
     times: Times | None = None,
 ) -> Prediction:
-    """Predicts what a replica's program takes, carried out as a flow says.
+    """Predicts the cost of a replica's program in given layouts.
 
     Args:
-      flow: layouts through that program, over the axes besides that of the nodes.
-      machine: on which.
+      flow: layouts through that program, over all axes but the nodes'.
+      machine: the machine.
       mesh: its devices.
-      across: how replicas add.
-      platform: what is compiled for.
+      across: the reduction across replicas.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
       state: for outputs, by number, the inputs that they become in the next step.
-      donated: of inputs that are given away.
-      sharded: how inputs lie that are sharded over the replicas as well, by number; what is computed once is then
-      divided
-        as their layouts lead, whatever the flow says. None: that is carried out as the flow says.
-      turns: nodes of the replica that stands for all.
-      times: of fused ops; by default as `Times` has them.
+      donated: numbers of the donated inputs.
+      sharded: layouts of the inputs that are sharded over the replicas as well, by number; these and the totals then
+        decide the sharding of the replicated region. None: the flow decides it.
+      iterations: nodes of the replica that stands for all.
+      times: source of the times of fused ops; by default `Times()`.
     """
     axes = {name: n for name, n in mesh.shape.items() if n > 1}
     inner = dividing_axes(axes)
@@ -239,14 +237,14 @@ def nbytes(layout: Layout, var: Any, axes: Axes) -> int:
 
 
 def local_sums(flow: Flow, axes: Axes) -> int:
-    """Bytes of one device's part of what passes sum."""
+    """Bytes of one device's part of the accumulators."""
     flows = [flow, *(body for _, body in loop_bodies(flow))]
     sums = (step for each in flows for step in each.steps if step.eqn.primitive is SUM_OVER_REPLICAS)
     return sum(nbytes(step.made[0], step.eqn.outvars[0], axes) for step in sums)
 
 
 def far_sums(flow: Flow, axes: Axes) -> int:
-    """The same of those that may wait on the host: not of passes in loops, nor small ones."""
+    """Likewise, of the accumulators that may wait on the host: neither small ones, nor those of passes in loops."""
     found = 0
     for step in flow.steps:
         if step.eqn.primitive is SUM_OVER_REPLICAS:
@@ -257,7 +255,7 @@ def far_sums(flow: Flow, axes: Axes) -> int:
 
 
 def platform_of(machine: Machine) -> str:
-    """What is compiled for, by the kinds of a machine.
+    """The platform of a machine, by its kinds of devices.
 
     >>> platform_of(Machine.tpu("v5e:2x2")), platform_of(Machine.gpus("P100", hosts=1, per_host=2))
     ('tpu', 'gpu')

@@ -101,7 +101,7 @@ class Subject:
 
     @functools.cached_property
     def late_reads(self) -> TurningPoint:
-        """What its program reads late, if nothing of it is computed again."""
+        """The late reads of its program without recomputation."""
         return TurningPoint.from_program(self.schedule.flow.program, self.batch)
 
     @property

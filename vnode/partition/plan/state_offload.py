@@ -1,12 +1,12 @@
-"""What of a state lies in the host's memory between updates, so that the rest fits into a device's.
+"""A memory limit -> the leaves of the state that are offloaded to the host between updates, and the step's cost.
 
 Knows flows through the program of a replica, and links to hosts. Must not know how layouts were found, nor files.
 
-A leaf of the state that nothing reads before the last pass is over (an optimizer's slots) is wanted for a moment only.
-It comes when the update that reads it begins, and goes back when that is done (`vnode.runtime.host_prefetch`): a device
-holds what one parameter's update reads, and what the one before has written, and each byte crosses the link twice. The
-transfers of a step follow one another, and nothing is computed beside them. Every such byte costs the same, so that the
-largest leaves go first, until what is left fits.
+A leaf of the state that nothing reads before the end of the last pass (an optimizer's slots) is needed only briefly. It
+is fetched for the update that reads it, and written back after it (`vnode.runtime.host_prefetch`). A device holds the
+leaves of one parameter's update, and the results of the update before; each byte crosses the link twice. The transfers
+of a step run in sequence, without overlap. All bytes cost the same, so the largest leaves are offloaded first, until
+the rest fits.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from vnode.spmd.sharding_flow import Flow
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StateOffload:
-    """The leaves of a state that may lie on the host.
+    """The leaves of a state that may be offloaded.
 
     Attributes:
-      flow: through the program of a replica.
-      held: for each name the inputs that are called so, with their bytes on one device, largest first.
-      sums: bytes of one device's part of what passes sum.
-      donated: inputs that are given away.
+      flow: layouts through the program of a replica.
+      inputs_by_name: for each name its inputs, with their bytes on one device; the largest name first.
+      sums: bytes of one device's part of the accumulators.
+      donated: numbers of the donated inputs.
     """
 
     flow: Flow
@@ -52,15 +52,15 @@ class StateOffload:
         axes: Axes,
         sharded: Mapping[int, int],
     ) -> StateOffload:
-        """Those of a replica.
+        """The leaves of a replica.
 
         Args:
-          flow: through its program.
-          names: of its inputs.
-          state: inputs that are handed on.
-          donated: inputs that are given away.
-          axes: of the mesh, those that nodes are not spread over and that are longer than one.
-          sharded: for inputs that are sharded over the replicas as well, into how many parts.
+          flow: layouts through its program.
+          names: names of its inputs.
+          state: numbers of the inputs that are carried from step to step.
+          donated: numbers of the donated inputs.
+          axes: sizes of the mesh axes other than the nodes', those longer than one.
+          sharded: number of parts of inputs that are sharded over the replicas as well.
         """
         inputs, works = flow.program.inputs, program_work(flow)
         bits = {inputs[i]: 1 << n for n, i in enumerate(state)}
@@ -82,7 +82,7 @@ class StateOffload:
 
     @functools.cached_property
     def works(self) -> list[Task]:
-        """What the program computes."""
+        """The program's operations."""
         return program_work(self.flow)
 
     def offloaded(self, count: int) -> dict[int, int]:
@@ -90,7 +90,7 @@ class StateOffload:
         return {i: n for name in [*self.inputs_by_name][:count] for i, n in self.inputs_by_name[name].items()}
 
     def room(self, away: Mapping[int, int]) -> int:
-        """The most bytes of leaves that a device has fetched at a time, and of the leaves it had before these."""
+        """The most bytes of two consecutive updates' leaves, which a device holds at a time."""
         inputs = self.flow.program.inputs
         sizes = {inputs[i]: n for i, n in away.items()}
         order = order_by_output(self.works, self.flow.program.outputs, [*sizes])
@@ -107,16 +107,18 @@ class StateOffload:
         return 2 * most
 
     def figures(self, without: Figures, machine: Machine, count: int) -> Figures:
-        """What a step takes with the leaves of the first names on the host.
+        """The figures of a step with the leaves of the first names on the host.
 
         Args:
-          without: what it takes with all in the devices' memory.
-          machine: on which.
-          count: of names.
+          without: its figures with all leaves on the devices.
+          machine: the machine.
+          count: number of names.
         """
         away = self.offloaded(count)
         total = sum(away.values())
-        beside = sum(n for i, n in away.items() if i not in self.donated)  # what is not given away is written apart
+        beside = sum(
+            n for i, n in away.items() if i not in self.donated
+        )  # without donation, the new leaf is a second buffer
         room = max(self.sums + self.room(away) - (without.temporary - without.pending), 0)
         link = min(kind.host_bandwidth for kind in machine.kinds)
         seconds = 2 * (total / link + len(away) * max(kind.host_latency for kind in machine.kinds))
@@ -132,15 +134,15 @@ class StateOffload:
         )
 
     def fewest(self, without: Figures, machine: Machine, limit: float) -> tuple[tuple[str, ...], Figures] | None:
-        """The names of leaves to put on the host so that memory suffices, and what the step then takes.
+        """The fewest names of leaves to offload so that the step fits, and its figures.
 
         Args:
-          without: what it takes with all in the devices' memory.
-          machine: on which.
-          limit: bytes.
+          without: its figures with all leaves on the devices.
+          machine: the machine.
+          limit: bytes that a device may hold.
 
         Returns:
-          None if all of them do not suffice.
+          The names and the figures; None if offloading all leaves does not suffice.
         """
         counts = range(1, len(self.inputs_by_name) + 1)
         at = bisect.bisect_left(counts, True, key=lambda n: self.figures(without, machine, n).memory <= limit)
@@ -150,5 +152,5 @@ class StateOffload:
 
 
 def program_work(flow: Flow) -> list[Task]:
-    """What a program computes."""
+    """The operations of a program."""
     return [Task([atom for atom in step.eqn.invars if isinstance(atom, Var)], step.eqn.outvars) for step in flow.steps]

@@ -1,4 +1,4 @@
-"""What of a flow through the program of a replica a step is told: layouts of its state, and how its passes are divided.
+"""A flow through a replica's program -> the specs of the state and the records of the passes that a step gets.
 
 Knows replicas, flows and records. Must not know machines, costs, nor how flows were found.
 """
@@ -26,18 +26,18 @@ from vnode.spmd.uneven_blocks import Share
 
 
 def records_of(flows: Iterable[NodeFlow], axes: Axes) -> dict[str, RecordedFlow]:
-    """How every pass is divided, by the digest of what a node computes in it.
+    """The sharding of every pass, by the digest of its node program.
 
     Args:
-      flows: through what nodes compute, of each pass.
-      axes: of the mesh, those that nodes are not spread over and that are longer than one.
+      flows: layouts through a node's program, for each pass.
+      axes: sizes of the mesh axes other than the nodes', those longer than one.
     """
     records = [record_of(each, axes) for each in flows]
     return {record.digest: record for record in records}
 
 
 def record_of(flow: NodeFlow, axes: Axes) -> RecordedFlow:
-    """The part of a loop body's flow that is one node's, as a flow through the node's own program."""
+    """A node's part of a loop body's flow, as a flow through the node's own program."""
     node, program, body, steps = flow.node, flow.node.program, flow.body, flow.steps
     lies: dict[Any, Layout] = dict(zip(body.program.inputs, body.inputs, strict=True))
     for step in body.steps[: flow.start]:
@@ -71,12 +71,12 @@ def record_of(flow: NodeFlow, axes: Axes) -> RecordedFlow:
 def parts_of_sums(
     replica: ReplicaProgram, records: Mapping[str, RecordedFlow], axes: Axes
 ) -> dict[Var, tuple[int, ...]]:
-    """The shapes of one device's parts of what passes sum, by what it is a sum of.
+    """The shapes of one device's parts of accumulators, by the accumulated variable.
 
     Args:
-      replica: what a replica computes.
-      records: how its passes are divided.
-      axes: of the mesh, those that nodes are not spread over and that are longer than one.
+      replica: the program of a replica.
+      records: the sharding of its passes.
+      axes: sizes of the mesh axes other than the nodes', those longer than one.
     """
     found: dict[Var, tuple[int, ...]] = {}
     for node in replica.nodes:
@@ -87,16 +87,16 @@ def parts_of_sums(
 
 
 def unknown(replica: ReplicaProgram, records: Mapping[str, RecordedFlow]) -> int:
-    """Of how many passes of a replica nobody has said how they are divided."""
+    """The number of passes of a replica without a record."""
     return sum(digest_of(node.written) not in records for node in replica.nodes)
 
 
 def parts_in_blocks(replica: ReplicaProgram, share: Share) -> dict[Var, tuple[int, ...]]:
-    """The shapes of one device's parts of what passes sum in blocks, with room for as many as any device has.
+    """The shapes of one device's parts of accumulators in blocks, with room for the most blocks of any device.
 
     Args:
-      replica: what a replica computes, in blocks.
-      share: whose blocks are how many.
+      replica: the program of a replica, in blocks.
+      share: the number of blocks of each device.
     """
     found: dict[Var, tuple[int, ...]] = {}
     for node in replica.nodes:
@@ -111,13 +111,13 @@ def parts_in_blocks(replica: ReplicaProgram, share: Share) -> dict[Var, tuple[in
 def specs_of(
     subject: Subject, flow: Flow, axes: Axes, sharded: Mapping[int, PartitionSpec]
 ) -> dict[str, PartitionSpec]:
-    """How the leaves of a step's arguments lie that are not split among nodes, by name.
+    """The specs of the leaves of a step's arguments that are not split among nodes, by name.
 
     Args:
       subject: the step.
-      flow: through the program of a replica.
-      axes: of the mesh, those that nodes are not spread over and that are longer than one.
-      sharded: how inputs lie that are sharded over the replicas as well, by number.
+      flow: layouts through the program of a replica.
+      axes: sizes of the mesh axes other than the nodes', those longer than one.
+      sharded: layouts of the inputs that are sharded over the replicas as well, by number.
 
     Returns:
       A spec for each of the subject's `leaves`.
@@ -144,5 +144,5 @@ def shard_over_replicas(
 
 
 def patterns(specs: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
-    """Specs by name as patterns, each of which means that name only."""
+    """Specs by name as specs by pattern, each of which matches one name only."""
     return tuple((Exactly(name), spec) for name, spec in specs.items())

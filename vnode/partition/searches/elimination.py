@@ -22,7 +22,7 @@ from vnode.partition.searches.problem import Array, Edge
 Scope = tuple[int, ...]
 
 ENTRIES = 2_000_000
-"""Of a table at most, 16 MB."""
+"""Most entries of a table: 16 MB."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ Wishes = Sequence[Sequence[Hashable]]
 
 
 def experts(search: Search, batch: Sequence[int], examples: Collection[Hashable] = ()) -> dict[str, Array]:
-    """What experts would choose.
+    """The splits that experts would choose.
 
     Args:
       search: a program as a problem.

@@ -31,9 +31,9 @@ class Node:
     Attributes:
       path: where it is in the program.
       eqn: the equation.
-      description: of it; None for what cannot be cut.
+      description: its description; None if it cannot be divided.
       times: how often it is evaluated in a step.
-      apart: axes along which devices evaluate other branches, so that none of them divides it.
+      unsplit_axes: axes along which devices evaluate other branches, so that none of them divides it.
     """
 
     path: Path
@@ -72,12 +72,12 @@ class LoopOrBranches:
 
     Attributes:
       first: its first node.
-      last: its last node; that before the first if it has none.
-      reads: for each variable of the bodies that is an operand what is handed in; nothing for what is made of nothing.
-      scanned: those of which each turn reads a slice.
-      carried: those that turns hand on.
+      last: its last node; the one before `first` if it has none.
+      reads: for each operand variable of the bodies, the outer value; None for constants.
+      scanned: operands of which each iteration reads a slice.
+      carried: operands that iterations carry.
       makes: its results.
-      stacked: those of which each turn makes a slice.
+      stacked: results of which each iteration computes a slice.
     """
 
     first: int
@@ -96,7 +96,7 @@ class UnionFind:
         self._parent: dict[Hashable, Hashable] = {}
 
     def find(self, key: Hashable) -> Hashable:
-        """Who stands for a key's class."""
+        """The representative of a key's class."""
         root = key
         while (parent := self._parent.get(root, root)) != root:
             root = parent
@@ -111,21 +111,21 @@ class UnionFind:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FlatProgram:
-    """A program as one list.
+    """A program, its loops and branches included, as one list of equations.
 
     Attributes:
-      program: what it was.
-      nodes: its equations, without those whose results are made of nothing wherever they are needed.
+      program: the program.
+      nodes: its equations, without those that are computed from constants alone wherever needed.
       links: between its parts.
       names: the named dimensions: of (variable, dimension), and of (number of a node, factor).
-      free: variables that are made of nothing wherever they are needed.
-      sums: what loops carry that begins as zero: it may be carried in pieces of a sum.
-      same: variables of several bodies that are one operand of their loop or branch, and lie alike.
-      whole: what every device needs whole, and how often: which branch is taken, whether a loop goes on.
-      ends: of what a loop has carried, what its last turn hands on.
-      uncut: how many of a variable's first dimensions are not cut: turns of a loop, loops that stop for themselves.
-      apart: for variables in branches that are side by side the axes that divide nothing there.
-      beside: for what such branches compute the axis along which devices of one index have it.
+      free: variables computed from constants alone, wherever they are needed.
+      sums: carries that begin as zero, which may be carried as partial sums.
+      unified: variables of several bodies that are one operand of their loop or branch, and have one layout.
+      read_whole: values that every device needs whole, and how often: branch indices and conditions of loops.
+      ends: for a loop's final carry, the value that its last iteration hands on.
+      uncut: number of a variable's leading dimensions that are not divided, such as iterations of a loop.
+      unsplit_axes: for variables in branches that run side by side, the axes that divide nothing there.
+      branch_axis: for results of such branches, the axis along which the devices of one index hold them.
       parts: loops, and branches of which one is taken, inner ones first.
     """
 
@@ -365,7 +365,7 @@ def size_of(atom: Atom) -> int:
 
 
 def variables(atoms: Sequence[Atom]) -> Iterator[tuple[int, Var]]:
-    """Those that are no literals, with their places."""
+    """The atoms that are variables, with their positions."""
     return ((i, atom) for i, atom in enumerate(atoms) if not isinstance(atom, Literal))
 
 

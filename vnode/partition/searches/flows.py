@@ -1,4 +1,4 @@
-"""What a program takes whose layouts are known: the sum of its equations and moves, one after another.
+"""A program with layouts -> its seconds: the sum over its equations and moves, without overlap.
 
 Knows flows and a cost model. Must not know problems, nor how layouts were found.
 """

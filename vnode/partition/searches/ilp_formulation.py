@@ -48,7 +48,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Handover:
-    """What is brought from one cluster or value to another.
+    """A move of a value from one cluster or value to another.
 
     Attributes:
       start: the cluster or value, values after clusters.
@@ -99,7 +99,7 @@ class Search:
         return each[: len(self.clusters)], each[len(self.clusters) :]
 
     def steps(self) -> list[Array]:
-        """What each operator's strategies do with each axis, int ``[strategies, axes]``; 0 for nothing."""
+        """The division of each strategy by each axis, per operator, int ``[strategies, axes]``; 0 for none."""
         found: list[Array] = []
         places: dict[int, int] = {}
         for place, operator in enumerate(self.groups):
@@ -527,7 +527,7 @@ class _Builder:
         return [labels[operator] for operator in joined]
 
     def product(self, cluster: int) -> Hashable:
-        """What products that belong together have in common; None for what stands alone."""
+        """The key of products that share a strategy; None for single ones."""
         c = self.clusters[cluster]
         node = self.flat.nodes[c.nodes[0]]
         if not self.backward or len(c.nodes) > 1 or node.description is None:

@@ -23,7 +23,7 @@ from vnode.partition.searches.problem import Array, Problem
 from vnode.threads import background
 
 SCALE = 1e4
-"""What the greatest sum of each row is about: HiGHS has absolute tolerances of 1e-6."""
+"""The approximate largest sum of each row after scaling: HiGHS has absolute tolerances of 1e-6."""
 
 POLL = 0.1
 """Seconds between two looks at whether it is solved."""
@@ -31,7 +31,7 @@ POLL = 0.1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Solved:
-    """What a program found.
+    """The solution of an integer program.
 
     Attributes:
       strategies: int64 ``[operators]``; None if none was found.
@@ -158,7 +158,7 @@ def milp(
     options: dict[str, Any],
     pause: Callable[[], None],
 ) -> Any:
-    """What `scipy.optimize.milp` finds, in a thread, so that this one hears Ctrl-C.
+    """Runs `scipy.optimize.milp` in a thread, so that this one receives Ctrl-C.
 
     Args:
       cost: what is minimised, float ``[variables]``.

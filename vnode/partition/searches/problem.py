@@ -1,4 +1,4 @@
-"""What is searched: one strategy for each operator, so that the whole takes least time and fits in memory.
+"""Times, moves and memory of strategies -> the problem of choosing one strategy per operator.
 
 Knows arrays of times and bytes. Must not know equations, layouts, machines, nor how it is searched.
 
@@ -25,7 +25,7 @@ SLACK = 1e-9
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Edge:
-    """What it takes to hand something on.
+    """The cost of a value that one operator hands to another.
 
     Attributes:
       start: the operator that makes it.
@@ -164,7 +164,7 @@ class Problem:
         return self.footprint(strategies) <= self.limit * (1 + SLACK)
 
     def marginal(self, operator: int, strategies: Array) -> Array:
-        """What each strategy of one operator would cost with its edges, float64 ``[strategies]``; the others stay."""
+        """The cost of each strategy of one operator with its edges, float64 ``[strategies]``; the others stay."""
         total = self.seconds[operator].copy()
         for other, seconds in self.neighbours[operator]:
             total += seconds[:, strategies[other]]
@@ -213,7 +213,7 @@ class Problem:
         )
 
     def name(self, operator: int) -> str:
-        """What an operator is called."""
+        """The name of an operator."""
         return self.names[operator] if self.names else f"operator {operator}"
 
     def checked(self, strategies: Sequence[int] | Array) -> Array:

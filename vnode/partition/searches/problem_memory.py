@@ -1,4 +1,4 @@
-"""What is in memory when, of a program as one list: values that cross between clusters, and what loops read and make.
+"""A program as one list -> the live values at each point: values between clusters, operands and results of loops.
 
 Knows lists of equations, and where values are made. Must not know layouts, costs, nor strategies.
 
@@ -20,7 +20,7 @@ from vnode.partition.searches.flattened_program import FlatProgram, LoopOrBranch
 from vnode.partition.searches.problem import Array
 
 POINTS = 16
-"""Of time at which memory is counted."""
+"""Number of points of time at which memory is counted."""
 
 
 class DecidedBy(enum.Enum):
@@ -55,7 +55,7 @@ class Span:
 
 
 def spans_of(flat: FlatProgram, made: Mapping[Var, int], replaced: Collection[Var] = ()) -> list[Span]:
-    """What is in memory when, besides arguments.
+    """The times at which values other than arguments are live.
 
     Args:
       flat: the program.

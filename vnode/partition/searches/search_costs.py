@@ -1,4 +1,4 @@
-"""What a search asks of whoever knows what things take.
+"""An equation or a move between layouts -> its seconds and bytes on one device, for searches.
 
 Knows equations, layouts and machines by their figures. Must not know which strategies there are.
 """
@@ -27,7 +27,7 @@ from vnode.spmd.resharding_collectives import needed_neighbours
 
 
 class CostModel(Protocol):
-    """What equations and moves take on one device of a mesh."""
+    """The cost of equations and moves on one device of a mesh."""
 
     def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
         """Seconds of a device's copy of an equation, with what it fetches of its neighbours' operands."""
@@ -38,7 +38,7 @@ class CostModel(Protocol):
         ...
 
     def bytes(self, layout: Layout, shape: Sequence[int], dtype: Any) -> float:
-        """What one device holds of a value."""
+        """Bytes of one device's part of a value."""
         ...
 
 
@@ -135,7 +135,7 @@ def of_machine(
 
 
 def copy_cost(eqn: JaxprEqn, choice: OpSharding) -> Cost:
-    """What one device's copy of an equation costs: its share of the operations, padding included, and its bytes.
+    """The cost of one device's copy of an equation: its share of the operations, padding included, and its bytes.
 
     Args:
       eqn: the whole equation.
@@ -159,7 +159,7 @@ def copy_cost(eqn: JaxprEqn, choice: OpSharding) -> Cost:
 
 
 def fetched(eqn: JaxprEqn, choice: OpSharding, axes: Axes) -> list[Transfer]:
-    """What a device's copy of an equation gets of its neighbours: rows at the borders of windows, running sums.
+    """The data that a device's copy of an equation gets from neighbours: halos of windows, running sums.
 
     Args:
       eqn: the whole equation.

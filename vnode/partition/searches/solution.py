@@ -1,4 +1,4 @@
-"""What a search gives, and what all searches share: the best so far, a budget, progress, and being interrupted.
+"""A search's function -> its solution; with the best so far, a budget, progress and interruption, as all searches have.
 
 Knows problems. Must not know how any search goes about it.
 """

@@ -29,7 +29,7 @@ MOST = 130
 """Strategies of one cluster at most: beyond it fewer dimensions are looked at."""
 
 Pick = int | None
-"""What an axis divides: the number of a way of an equation, or of a named dimension; None for nothing."""
+"""The division by an axis: the number of a factor sharding, or of a named dimension; None for none."""
 
 PIECES = "pieces of a sum"
 """In place of a named dimension: devices along an axis have pieces of a sum, and add pieces to them."""
@@ -77,7 +77,7 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class EqnChoice:
-    """What an equation takes, cut in some ways.
+    """The cost of an equation in one sharding.
 
     Attributes:
       operands: how each has to lie.
@@ -94,7 +94,7 @@ class EqnChoice:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PreparedNode:
-    """What is the same of a cluster's node for all strategies.
+    """The facts about a cluster's node that hold for all strategies.
 
     Attributes:
       node: the node.
@@ -165,7 +165,7 @@ class Strategies:
         return linear and not read.isdisjoint(self.program.sums)
 
     def shape_of(self, nodes: Sequence[Node]) -> Hashable:
-        """What is the same for clusters that differ only in the values that they read."""
+        """The key of clusters that differ only in the values that they read."""
         number: dict[Var, int] = {}
         parts = []
         for node in nodes:
@@ -248,7 +248,7 @@ class Strategies:
         return found
 
     def strategy(self, nodes: Sequence[PreparedNode], named: Sequence[Hashable], picks: tuple[Pick, ...]) -> Strategy:
-        """What a cluster takes if each axis divides something."""
+        """The cost of a cluster for given divisions by the axes."""
         states: list[int] = []
         times: list[float] = []
         inner: dict[tuple[int, int], float] = {}
@@ -333,7 +333,7 @@ class Strategies:
         states: Sequence[int],
         pieces: tuple[tuple[str, Monoid], ...],
     ) -> EqnChoice | None:
-        """What an equation takes, cut in some ways, what others make being in pieces; None if it cannot be cut so."""
+        """The cost of an equation in some shardings, with partial operands; None if it cannot be sharded so."""
         number, ways = numbered
         key = prepared.kind, number, tuple([p if p < 0 else states[p] for p in prepared.operands]), pieces
         if key not in self._choices:
@@ -396,7 +396,7 @@ class Strategies:
 
 @functools.cache
 def axis_picks(things: int, axes: int) -> tuple[tuple[Pick, ...], ...]:
-    """What axes may divide at once: up to two axes anything; of more, leading ones one thing and the others another.
+    """The combinations of divisions: any for up to two axes; of more, leading axes divide one thing, the rest another.
 
     So three axes of 2 are searched as meshes of 2 x 4, 4 x 2 and 8, each equation in the one that suits it.
 
@@ -419,6 +419,6 @@ def group_ways(several: Sequence[tuple[str, tuple[Lead, Split]]]) -> tuple[Facto
 
 
 def asked_by_path(program: FlatProgram, cluster: Cluster, strategy: int) -> dict[Path, RequestedSharding]:
-    """What `vnode.spmd.sharding_flow.follow` is asked for of a cluster."""
+    """The shardings of a cluster's equations that `vnode.spmd.sharding_flow.follow` gets, by path."""
     asked = cluster.strategies[strategy].asked
     return {program.nodes[n].path: each for n, each in zip(cluster.nodes, asked, strict=True) if each is not None}

@@ -1,4 +1,4 @@
-"""How long a plan would take: task graphs, their timelines, and those of changed graphs in less time."""
+"""Task graphs -> their timelines; and timelines of changed graphs in less time."""
 
 from vnode.partition.simulator.delta import resimulate
 from vnode.partition.simulator.graph import SECOND, TaskGraph, picoseconds

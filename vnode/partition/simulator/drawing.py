@@ -167,7 +167,7 @@ def axis(makespan: int, left: int, bottom: int, scale: float) -> str:
 
 
 def key(timeline: Timeline, ranks: np.ndarray, left: int, y: int, inner: int) -> tuple[str, int]:
-    """What the colours are, and where that ends."""
+    """The legend of the colours, and its lower end."""
     graph = timeline.graph
     used = np.unique(graph.label)
     used = used[np.argsort(ranks[used], kind="stable")]

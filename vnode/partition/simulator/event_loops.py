@@ -89,7 +89,7 @@ def readiness(t, end, dependency_start, dependency):
 
 @compiled
 def followers(dependency_start, dependency):
-    """Who waits for each task: where its row begins, and the rows."""
+    """The tasks that wait for each task: the start of each row, and the rows."""
     n = len(dependency_start) - 1
     follower_start = np.zeros(n + 1, np.int32)
     for e in range(len(dependency)):
@@ -214,10 +214,9 @@ def resource_position(t, r, resource_start, resource):
 
 @compiled
 def undo_served(t, time, graph, ready, end, last, earlier, follower_start, follower, undone):
-    """Takes back those that were served before a task that comes before them, and all that came of it.
+    """Undoes the tasks that were served too early, before a task that precedes them, and their successors.
 
-    That is everybody who waits for one of them, or was on a resource after one of them. Fills `undone`; returns how
-    many they are.
+    Successors wait for an undone task, or used a resource after one. Fills `undone`; returns the number of tasks in it.
     """
     priority, resource_start, resource, _, _ = graph
     count = 0
@@ -254,11 +253,11 @@ def undo_served(t, time, graph, ready, end, last, earlier, follower_start, follo
 
 @compiled
 def drop_uncertain(graph, ready, end, order, served):
-    """Of tasks in the order in which they were served, some several times, leaves those whose times are final.
+    """Keeps the tasks whose times are final, of tasks in the order of service, some of which were served repeatedly.
 
-    Of each the last time counts. If there are tasks that were not served, final is what comes before all of them.
+    The last service of a task counts. If some tasks were not served, only tasks before all of these are final.
 
-    Returns how many they are.
+    Returns the number of tasks kept.
     """
     priority, _, _, dependency_start, dependency = graph
     time, first = np.int64(0), -1

@@ -1,4 +1,4 @@
-"""What is to be simulated: tasks, how long each takes, what it occupies, and what it waits for; as arrays.
+"""Tasks with durations, resources and dependencies -> a task graph as arrays, for the simulator.
 
 Knows numbers and names. Must not know jaxprs, plans, machines, how a graph is made or how it is simulated.
 
@@ -129,7 +129,7 @@ class TaskGraph:
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """What a simulation reads."""
+        """The arrays that a simulation reads."""
         return (
             self.duration,
             self.priority,

@@ -29,7 +29,7 @@ Rows = ArrayLike | tuple[ArrayLike, ...]
 
 
 class Draft:
-    """What is added: new tasks, and new dependencies. See `Builder` and `Edit`."""
+    """New tasks and new dependencies. See `Builder` and `Edit`."""
 
     def __init__(self, resources: tuple[str, ...], labels: tuple[str, ...], first: int) -> None:
         self.resources = resources

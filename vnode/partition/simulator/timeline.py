@@ -107,7 +107,7 @@ class Timeline:
         return np.array(path[::-1])
 
     def memory(self, tasks: ArrayLike, at_start: ArrayLike = 0, at_end: ArrayLike = 0) -> Memory:
-        """What a memory holds over time, if these tasks take and give back so much of it.
+        """The bytes in a memory over time, if tasks allocate and free some.
 
         Of what happens at the same time, what is given back comes first: who begins when another ends may have its
         memory.
@@ -179,7 +179,7 @@ class Timeline:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Memory:
-    """What a memory holds over time.
+    """The bytes in a memory over time.
 
     Attributes:
       time: picoseconds, increasing, ``int64[m]``.
