@@ -39,21 +39,21 @@ def cheapest_cut(
       cost: the price of evaluating a step again.
 
     Returns:
-      The values to keep. Of several cuts of equal price, the one nearest to the wanted values.
+      The values to keep: among cuts of equal price, the one nearest to the wanted values.
     """
     number: dict[Var | Step, int] = {}
     edges: dict[tuple[int, int], float] = {}
     source, sink = 0, 1
     stack: list[Var] = []
 
-    def place(one: Var | Step) -> int:
+    def node_number(one: Var | Step) -> int:
         return number.setdefault(one, len(number) + 2)
 
     def meet(origin: int, atom: object) -> None:
         if isinstance(atom, Var) and atom in flow.position and not is_leaf(atom):
             if atom not in number:
                 stack.append(atom)
-            edges[origin, place(atom)] = np.inf
+            edges[origin, node_number(atom)] = np.inf
 
     for var in wanted:
         meet(source, var)
@@ -65,13 +65,13 @@ def cheapest_cut(
         price = memory(var)
         if price is not None:
             prices[var] = price
-        edges[place(var), place(step)] = np.inf if price is None else price
+        edges[node_number(var), node_number(step)] = np.inf if price is None else price
         if not known:
-            edges[place(step), sink] = cost(step)
+            edges[node_number(step), sink] = cost(step)
             if price is not None and price <= cost(step) and len(step.eqn.outvars) == 1:
                 continue  # cheaper to keep than to evaluate again, whatever its operands cost
             for atom in step.eqn.invars:
-                meet(place(step), atom)
+                meet(node_number(step), atom)
     if not prices:
         return set()
     # The search above ends at values that are free to keep, so the total may be 0.

@@ -8,7 +8,7 @@ evaluates what.
 
 Only heavy nodes define branches. A node that depends on all heavy nodes, or that all depend on, ends a stage: a fork, a
 join, or the loss between a forward and a backward pass. Dangling heavy nodes, whose results join no other node's
-(gradients of weights), are ignored there. Otherwise a backward pass would be a single stage. Of the definitions of
+(gradients of weights), are ignored there. Otherwise a backward pass would be a single stage. Among definitions of
 "dangling", the one that saves most weight is taken. The heavy nodes of a stage form branches by their connected
 components. A light node belongs to a branch if it is related to heavy nodes of that branch only.
 

@@ -161,7 +161,7 @@ class SplitLoop:
           CannotMoveProduct: batch flow cannot follow one of these steps.
         """
 
-        def one(*values: Any) -> Any:
+        def chain_result(*values: Any) -> Any:
             held = dict(zip(leaves, values, strict=True))
             for eqn in (step.eqn for step in chain):
                 given = [
@@ -175,7 +175,7 @@ class SplitLoop:
 
         with jax.sharding.use_abstract_mesh(NO_MESH):
             shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
-            traced = jax.make_jaxpr(jax.vmap(one))(*shapes)
+            traced = jax.make_jaxpr(jax.vmap(chain_result))(*shapes)
         program = inline(traced.jaxpr, traced.consts, chain[-1].eqn)
         if program.constants:
             raise CannotMoveProduct

@@ -28,7 +28,7 @@ class Rewriter:
         raise NotImplementedError
 
     def rewrite_params(self, params: dict[str, Any]) -> dict[str, Any]:
-        """An equation's parameters with rewritten jaxprs; `params` itself if none changes."""
+        """An equation's parameters with rewritten jaxprs; the same dictionary if none changes."""
         made = {name: self._rewrite_param(value) for name, value in params.items()}
         return params if all(map(operator.is_, made.values(), params.values())) else made
 

@@ -211,11 +211,11 @@ def join_steps(flow: Flow, source: JaxprEqn, parts: Sequence[Var], dim: int, sta
     (var,) = source.outvars
     rank, rest = len(var.aval.shape), var.aval.shape[dim] - parts[0].aval.shape[dim]
 
-    def first(part: Any) -> Any:
+    def pad_first(part: Any) -> Any:
         ends = [(0, rest if d == dim else 0, 0) for d in range(rank)]
         return lax.pad(part, jnp.zeros((), part.dtype), ends)
 
-    equations = [single_equation(first, [parts[0]], source)]
+    equations = [single_equation(pad_first, [parts[0]], source)]
     for part, start in zip(parts[1:], starts[1:], strict=True):
         at = [start if d == dim else 0 for d in range(rank)]
         held = equations[-1].outvars[0]

@@ -169,7 +169,7 @@ def recompute_late(late: TurningPoint, chosen: Collection[ResultIndex]) -> Progr
 
     Args:
       late: a program.
-      chosen: of what is `repeatable`; what copies need of the others they read.
+      chosen: of what is `recomputable`; what copies need of the others they read.
 
     Returns:
       Another program of the same inputs and outputs.

@@ -189,13 +189,13 @@ class ForwardLoop:
         names.update({old: behind[new] for old, new in names.items()})
         barred = list(barriers)
 
-        def said(atom: Atom) -> Atom:
+        def renamed(atom: Atom) -> Atom:
             return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
         for each in self.needed:
             outvars = [fresh(var) for var in each.outvars]
-            barred.append(each.replace(invars=[said(atom) for atom in each.invars], outvars=outvars))
-        values = {body.inputs[i]: said(self.body.outputs[j]) for i, j in replaced.items()}
+            barred.append(each.replace(invars=[renamed(atom) for atom in each.invars], outvars=outvars))
+        values = {body.inputs[i]: renamed(self.body.outputs[j]) for i, j in replaced.items()}
         own = [
             each.replace(invars=[values.get(a, a) if isinstance(a, Var) else a for a in each.invars])
             for each in body.equations

@@ -374,7 +374,7 @@ class Executor:
           args: arguments of the step.
 
         Returns:
-          The compiled program, and what to call it with. What the step donates is a copy.
+          The compiled program, and its arguments. Donated arguments are copies.
         """
         mesh = current_mesh()
         with without_mesh():

@@ -91,12 +91,12 @@ def constrain_results(results: Any, args: Sequence[Any], specs: Specs, mesh: Mes
     said = specs or (None,) * len(given)
     before = successors(results, args, [spec is not None or there for spec, there in zip(said, away, strict=True)])
 
-    def place(leaf: Any, i: int) -> Any:
+    def constrain_leaf(leaf: Any, i: int) -> Any:
         if said[i] is not None:
             leaf = lay(leaf, NamedSharding(mesh, cast(PartitionSpec, said[i])))
         return jax.device_put(leaf, jax.memory.Space.Host) if away[i] else leaf
 
-    placed = [leaf if i is None else place(leaf, i) for leaf, i in zip(leaves, before, strict=True)]
+    placed = [leaf if i is None else constrain_leaf(leaf, i) for leaf, i in zip(leaves, before, strict=True)]
     return jax.tree.unflatten(treedef, placed)
 
 
@@ -195,7 +195,7 @@ def successors(results: Any, args: Sequence[Any], counting: Sequence[bool]) -> l
         if counts:
             given.setdefault((path[1:], leaf.shape, leaf.dtype), []).append(i)
 
-    def before(path: Any, leaf: Any) -> int | None:
+    def predecessor(path: Any, leaf: Any) -> int | None:
         for start in range(len(path) + 1):
             several = given.get((path[start:], leaf.shape, leaf.dtype)) if path[start:] or start < 2 else None
             if several is not None:
@@ -203,7 +203,7 @@ def successors(results: Any, args: Sequence[Any], counting: Sequence[bool]) -> l
         return None
 
     return [
-        (found[k] if counting[found[k]] else None) if k in found else before(path, leaf)
+        (found[k] if counting[found[k]] else None) if k in found else predecessor(path, leaf)
         for k, (path, leaf) in enumerate(after)
     ]
 

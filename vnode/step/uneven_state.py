@@ -99,7 +99,7 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
     if placement.axis in share.axes:
         raise PlacementError(f"the nodes' axis, {placement.axis!r}, shares out nodes: share a state out along another")
 
-    def place(path: tuple[Any, ...], leaf: Any) -> Any:
+    def place_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
         spec = spec_of(path, leaf, patterns)
         if spec is None or not hasattr(leaf, "dtype") or spec.dim >= len(np.shape(leaf)):
             return leaf
@@ -115,7 +115,7 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
             )
         return leaf if is_stored else jax.device_put(store(leaf, spec.dim, share), sharding)
 
-    placed = jax.tree_util.tree_map_with_path(place, tree, is_leaf=is_sharded_batch)
+    placed = jax.tree_util.tree_map_with_path(place_leaf, tree, is_leaf=is_sharded_batch)
     return by_name(placed, patterns, placement, host)
 
 

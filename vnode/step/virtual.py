@@ -158,7 +158,7 @@ class VirtualStep(Step[P, R]):
         """As `prepare`, and runs each program once in the background, with a copy of the arguments.
 
         XLA leaves some work to a program's first run (kernels for matrix products on CPUs, loading on GPUs), which may
-        take as long as a few steps. What the run returns is thrown away. It takes the memory of another state on the
+        take as long as a few steps. The results of the run are dropped. It takes the memory of another state on the
         devices in question, and their time; prints and callbacks of the step happen once more.
 
         Args:
@@ -457,13 +457,13 @@ def first_nodes(
     spec = step.spec
     call = spec.call(whole_batches(tuple(args)), {})
 
-    def first(leaf: Any, axis: int | None, parts: int | None) -> Any:
+    def first_examples(leaf: Any, axis: int | None, parts: int | None) -> Any:
         if axis is None or parts is None:
             return leaf
         stop = min(nodes * -(-parts // spec.options.virtual_nodes), parts)
         return leading_examples(leaf, axis, stop * leaf.shape[axis] // parts)
 
-    leaves = list(map(first, call.leaves, call.axes, call.parts))
+    leaves = list(map(first_examples, call.leaves, call.axes, call.parts))
     options = dataclasses.replace(spec.options, virtual_nodes=nodes)
     return VirtualStep(dataclasses.replace(spec, options=options), placement), call.arguments(leaves)[0]
 

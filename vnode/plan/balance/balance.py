@@ -309,7 +309,7 @@ class CountSearch:
         kinds = [i for i, n in enumerate(use) if n]
         floor = max(self.node[i] for i in kinds)
 
-        def held(i: int, seconds: float) -> int:
+        def finished_nodes(i: int, seconds: float) -> int:
             """Nodes that a device of a kind has done by then: the most n with n * node <= seconds, exactly."""
             n = min(int(seconds / self.node[i]), self.max_nodes[i])
             while n < self.max_nodes[i] and (n + 1) * self.node[i] <= seconds:
@@ -326,7 +326,8 @@ class CountSearch:
                 numbers_of,
                 True,
                 key=lambda n, k=k: (
-                    n * self.node[k] >= floor and sum(use[i] * held(i, n * self.node[k]) for i in kinds) >= self.nodes
+                    n * self.node[k] >= floor
+                    and sum(use[i] * finished_nodes(i, n * self.node[k]) for i in kinds) >= self.nodes
                 ),
             )
             if at < len(numbers_of):
