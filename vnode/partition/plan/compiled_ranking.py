@@ -154,8 +154,10 @@ class CompiledRanking:
         near.sort(key=lambda each: (self.seconds(each), self.memory(each)))
         if len(self.tried) >= MOST or not near:
             return []
-        if not self.tried:  # <<<OURS the fastest that<<<BASE what<<<THEIRS one that<<<END fits by the model, and one that would be faster if it <<<OURS did, or one of<<<BASE did<<<THEIRS fitted<<<END
-            fits = [each for each in near if self.memory(each) <= self.limit]  # another kind: the model may be wrong
+        if not self.tried:
+            # the fastest that fits by the model, and one that would be faster if it fitted, or an expert's: the model
+            # may be wrong about what it ranks first
+            fits = [each for each in near if self.memory(each) <= self.limit]
             others = [each for each in near if fits and each.kind != fits[0].kind and each.kind in EXPERTS]
             return list(dict.fromkeys([*fits[:1], *near[:1], *others[:1], *near[1:2]]))[:TOGETHER]
         if best is None or best.figures is None:
