@@ -158,26 +158,26 @@ class ReplicaEmission(Emission):
         self.groups = groups
         self.nodes: list[NodeProgram] = []
         self.invariant = invariant
-        self.in_parts = self.fits if in_loop is None else in_loop  # batched inputs and outputs
+        self.in_parts = self.has_equal_shards if in_loop is None else in_loop  # batched inputs and outputs
         self.in_parts_inside = False  # likewise, in the current loop or branch
         given = (var for var in self.batched if in_loop is not None or spread.is_sharded_argument(self.flow, var))
         self.own = {*given} if self.in_parts else set[Var]()  # batched values of which it has its own part
 
     @property
-    def fits(self) -> bool:
+    def has_equal_shards(self) -> bool:
         return self.spread.fits(self.flow)
 
     @property
-    def one_by_one(self) -> bool:
+    def serializes_independent(self) -> bool:
         return super().serializes_independent and not self.mesh_axes
 
-    def everywhere(self, value: Any) -> Any:
+    def replicate(self, value: Any) -> Any:
         return value
 
-    def cut_along(self, value: Any, dim: int, share: Share) -> Any:
+    def store_in_blocks(self, value: Any, dim: int, share: Share) -> Any:
         return bind(constraint_equation((*[None] * dim, share.axes, *[None] * (value.ndim - dim - 1))), [value])[0]
 
-    def in_one_piece(self, value: Any, dim: int, share: Share) -> Any:
+    def restore_from_blocks(self, value: Any, dim: int, share: Share) -> Any:
         return gather_blocks(value, dim, share)
 
     def run_all(self, actions: Sequence[Evaluation]) -> None:
@@ -218,11 +218,11 @@ class ReplicaEmission(Emission):
         split = in_blocks(program, rooms.share, seeds, others=False, whole=whole)
         return split.program, split.outputs
 
-    def put_together(self, var: Var) -> Any:
+    def gather_batched(self, var: Var) -> Any:
         """A batched value, whole on each device: gathered from all replicas, unless it was computed whole."""
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
-        if var in self.own and form.outer == 1 and self.fits:
+        if var in self.own and form.outer == 1 and self.has_equal_shards:
             return self.gather_from_replicas(self.batched[var], form.dim, var.aval.shape[form.dim])
         if var in self.batched and var not in self.own:
             return self.batched[var]
@@ -265,7 +265,7 @@ class ReplicaEmission(Emission):
             )
         return restore_batch_order(value, form, self.flow.node_elements(form), units)
 
-    def taken_as(self, form: Form | None, atom: Atom) -> Any:
+    def as_region_operand(self, form: Form | None, atom: Atom) -> Any:
         in_part = self.in_parts_inside and isinstance(form, Slice)  # all others are read whole
         return self.as_batched(form, atom) if in_part else super().as_region_operand(form, atom)
 
@@ -300,17 +300,17 @@ class ReplicaEmission(Emission):
         batched = isinstance(atom, Var) and isinstance(self.flow.states[atom].form, Slice)
         return self.own_part(atom) if batched and self.in_parts_inside else self.read(atom)
 
-    def returned(self, atom: Atom, form: Form) -> Any:
+    def emit_output(self, atom: Atom, form: Form) -> Any:
         return self.as_batched(form, atom) if self.in_parts else self.read(atom)
 
-    def in_shards(self, value: Any, form: Form | None) -> Any:
+    def shard_by_nodes(self, value: Any, form: Form | None) -> Any:
         if not self.mesh_axes or not isinstance(form, Slice):
             return value
         return bind(constraint_equation(((),) * value.ndim), [value])[0]
 
     def run_nested(self, action: Evaluation) -> None:
         # Shards, or slots if replicas are uneven; bodies with other numbers of nodes get whole values.
-        self.in_parts_inside = (self.fits or not self.spread.even) and self.has_same_nodes(action)
+        self.in_parts_inside = (self.has_equal_shards or not self.spread.even) and self.has_same_nodes(action)
         super().run_nested(action)
         if self.in_parts_inside:
             made = zip(action.step.eqn.outvars, action.results, strict=True)
