@@ -364,7 +364,7 @@ class TestFiles:
             ({"axis": "vnode"}, "counts along 'vnode'"),
             ({"axis": "other"}, "counts along 'other'"),
             ({"dim": 7}, r"0/up of shape \(16, 32\) has no dimension 7"),
-            ({"counts": [64, 8]}, r"has no dimension 1 of \(64, 8\)|in the same proportions"),
+            ({"counts": [64, 8]}, r"has no dimension 1 of \(64, 8\)|use the same proportions"),
         ],
     )
     def test_that_is_damaged(self, path: Path, change: dict[str, Any], said: str) -> None:
