@@ -395,7 +395,7 @@ def test_the_copy_on_the_host_is_saved_when_no_device_is_left(tmp_path: Path, mo
             raise JaxRuntimeError("INTERNAL: the device is gone")
         return put(copy, placement)
 
-    monkeypatch.setattr(HostCopy, "on", on)
+    monkeypatch.setattr(HostCopy, "place_on", on)
     options: dict[str, Any] = {"steps": 9, "keep_every": 4, "checkpoint": tmp_path}
     with pytest.raises(PlacementError, match="no device is left") as caught:
         run(SMALL.on(devices), WEIGHTS, batch, alive=lambda d: d not in dead, **options)
