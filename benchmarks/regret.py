@@ -23,7 +23,6 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
-import math
 import os
 import re
 import time
@@ -85,38 +84,6 @@ def machine_and_devices(name: str) -> tuple[Any, list[Any]]:
     return Machine.tpu(name), list(tpu.topology(name))
 
 
-NAMES = {
-    "all-reduce": "all_reduce",
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "ragged-all-to-all": "all_to_all",
-    "collective-permute": "permute",
-    "collective-broadcast": "all_gather",
-}
-"""What `Machine.collective` calls the opcodes of HLO."""
-
-
-def groups_of(rest: str) -> list[tuple[int, ...]]:
-    """The devices of each group of a collective, or the pairs of a permute, as an HLO line names them.
-
-    >>> groups_of("replica_groups={{0,2},{1,3}}"), groups_of("replica_groups=[2,2]<=[2,2]T(1,0)")
-    ([(0, 2), (1, 3)], [(0, 2), (1, 3)])
-    """
-    import numpy as np
-
-    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}", rest)
-    if listed is not None:
-        return [tuple(map(int, each.split(","))) for each in re.findall(r"\{([\d,]+)\}", listed[1])]
-    counted = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
-    if counted is None:
-        return []
-    shape = [int(n) for n in counted[3].split(",")]
-    order = [int(n) for n in counted[4].split(",")] if counted[4] else list(range(len(shape)))
-    numbers = np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(int(counted[1]), int(counted[2]))
-    return [tuple(map(int, row)) for row in numbers]
-
-
 def compiled_figures(compiled: Any, over_nodes: int) -> dict[str, Any]:
     """What a compiler says of a program, in numbers that can be written down.
 
@@ -124,27 +91,14 @@ def compiled_figures(compiled: Any, over_nodes: int) -> dict[str, Any]:
         compiled: A `jax.stages.Compiled`.
         over_nodes: How often loops over a device's nodes run, whose length the text does not tell.
     """
-    from vnode.partition import hlo
-    from vnode.placement.temporary import temporary_of
+    from vnode.partition.compiler.stats import compiled_stats
 
-    said, temporary = compiled.memory_analysis(), temporary_of(compiled)
-    module = hlo.parse(compiled.as_text() or "")
-    lines = {each.name: each.rest for several in module.computations.values() for each in several}
-    nodes = hlo.loops_over_nodes(module)
-    cycles = sum(
-        visit.instruction.cycles * hlo.visit_runs(visit, nodes, over_nodes)[0]
-        for visit in module.walk()
-        if not visit.fused and visit.instruction.cycles
-    )
-    found = [each for each in hlo.find_collectives(module, over_nodes) if not each.added]
-    borders = said.argument_size_in_bytes + said.output_size_in_bytes - said.alias_size_in_bytes
+    stats = compiled_stats(compiled, over_nodes)
     return {
-        "memory": borders + temporary.held,
-        "gaps": temporary.gaps,
-        "cycles": cycles,
-        "collectives": [
-            [each.kind, each.bytes, each.devices, each.runs, groups_of(lines[each.name])] for each in found
-        ],
+        "memory": stats.memory,
+        "gaps": stats.gaps,
+        "cycles": stats.cycles,
+        "collectives": [[c.kind, c.bytes, c.devices, c.runs, c.groups] for c in stats.collectives if c.runs],
     }
 
 
@@ -205,16 +159,12 @@ def exchange_seconds(collectives: Sequence[Sequence[Any]], machine: Any, mesh: M
         machine: A `vnode.partition.Machine`.
         mesh: Sizes of the axes, in whose order the program counts devices.
     """
-    numbers = [int(n) for n in machine.mesh(mesh).devices.ravel()]
-    total = 0.0
-    for kind, size, devices, runs, groups in collectives:
-        if NAMES[kind] == "permute":
-            cost = machine.collective("permute", [numbers], pairs=[tuple(pair) for pair in groups])
-        else:
-            listed = groups or [range(i, i + devices) for i in range(0, len(numbers), devices)]
-            cost = machine.collective(NAMES[kind], [[numbers[i] for i in group] for group in listed])
-        total += runs * cost.seconds(size)
-    return total
+    from vnode.partition.compiler.stats import CompiledCollective
+    from vnode.partition.plan import compiled_figures as links
+
+    order = machine.mesh(mesh).devices
+    several = [CompiledCollective(*numbers, groups) for *numbers, groups in collectives]
+    return sum(links.exchange_seconds(each, machine, order) for each in several)
 
 
 def row(plan: Any, devices: Sequence[Any], folder: Path) -> dict[str, Any]:

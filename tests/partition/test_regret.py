@@ -6,8 +6,9 @@ import jax
 import pytest
 
 from benchmarks.partition_models.realistic import REALISTIC
-from benchmarks.regret import exchange_seconds, groups_of, table
+from benchmarks.regret import exchange_seconds, table
 from vnode.partition import Machine
+from vnode.partition.hlo import Instruction, device_groups
 
 TEXT = {"batch": 4, "length": 8, "vocabulary": 32, "layers": 2, "width": 16}
 SMALL: dict[str, dict[str, Any]] = {
@@ -34,6 +35,10 @@ def test_loss_falls(name: str) -> None:
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0], losses
+
+
+def groups_of(rest: str) -> list[tuple[int, ...]]:
+    return [*device_groups(Instruction("c", "f32[8]", "all-reduce", rest))]
 
 
 def test_groups_are_read_in_both_notations() -> None:

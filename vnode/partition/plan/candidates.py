@@ -298,7 +298,7 @@ class MeshSearch:
     def candidate(
         self, name: str, flow: Flow, shard_state: bool = False, gap: float | None = None, far: int = 0
     ) -> Candidate:
-        """What a flow through the replica's program makes of the step.
+        """The candidate of a flow through the replica's program.
 
         Args:
           name: of the candidate.

@@ -5,7 +5,7 @@ Knows problems, elimination and integer programs. Must not know equations or mac
 Without a memory limit that matters, elimination finds the best. With one, each point of time gets a price per byte:
 at any prices, the least sum of times and of prices of what is held above the limit is a lower bound (Geoffrion,
 "Lagrangean relaxation for integer programming", 1974), and what elimination finds at good prices is near the best.
-Strategies with which the bound is above the best so far are dropped. What is left goes to an integer program.
+Strategies with which the bound is above the best so far are dropped. The remaining problem goes to an integer program.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class _Exact:
         return True
 
     def integer_program(self, rest: Problem) -> str:
-        """What is left, as an integer program."""
+        """The remaining problem as an integer program."""
         if variables(rest) > VARIABLES:
             return f"an integer program of {variables(rest)} variables was not tried"
         scale = self.watch.cost if math.isfinite(self.watch.cost) else 1.0
