@@ -147,7 +147,7 @@ def of_scan(compiling: bool) -> Iterator[dict[str, Any]]:
         plan = search(
             step, args, Machine.tpu(MACHINE), virtual_nodes=2, reduction="fast", donate_argnums=0, memory=limit
         )
-        parts = {"again": len(plan.again), "on the host": len(plan.away), "seconds": plan.figures.seconds}
+        parts = {"again": len(plan.recomputed), "on the host": len(plan.offloaded), "seconds": plan.figures.seconds}
         parts["of transfers"] = plan.figures.transfer
         parts["predicted"] = {"device, GiB": plan.figures.memory / GIB, "host, GiB": plan.figures.aside / GIB}
         if compiling:

@@ -204,12 +204,12 @@ def test_a_plan_keeps_less_where_memory_does_not_suffice(tmp_path: Any) -> None:
     enough = search(train, args, ONE, memory="1GiB", **options)
     limit = int(enough.memory.value) * 3 // 5
     tight = search(train, args, ONE, memory=limit, **options)
-    assert not enough.again and tight.again and not tight.host
+    assert not enough.recomputed and tight.recomputed and not tight.host
     assert tight.memory.source == "compiled" and tight.figures.seconds < 2 * enough.figures.seconds
     assert "where they are read late" in str(tight) and "recomputed" not in str(enough)
     tight.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json", train, args, reduction="fast", donate_argnums=0)
-    assert loaded.again == tight.again
+    assert loaded.recomputed == tight.recomputed
     params, batch = jax.tree.map(np.asarray, arguments(6, 32, 2048))
     results, taken = [], []
     for plan in (enough, loaded):

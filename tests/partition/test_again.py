@@ -97,13 +97,13 @@ def test_a_plan_keeps_less_where_memory_does_not_suffice(tmp_path: Any) -> None:
     options = {"virtual_nodes": 2, "reduction": "fast", "donate_argnums": 0}
     enough = search(train, args, ONE, memory="1GiB", **options)
     tight = search(train, args, ONE, memory=enough.figures.memory // 2, **options)
-    assert not enough.again and tight.again and not tight.host
+    assert not enough.recomputed and tight.recomputed and not tight.host
     assert tight.figures.memory <= enough.figures.memory // 2
     assert tight.figures.seconds < 2 * enough.figures.seconds
     assert "recomputed" in str(tight) and "recomputed" not in str(enough)
     tight.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json", train, args, reduction="fast", donate_argnums=0)
-    assert loaded.again == tight.again
+    assert loaded.recomputed == tight.recomputed
     state, batch = jax.tree.map(np.asarray, arguments(8, 32, 2048))
     results = []
     for plan in (enough, loaded):

@@ -264,7 +264,7 @@ BEGINS = 64 * 4096 * 128 * 4
 
 def test_a_plan_has_on_the_host_what_does_not_fit_though_all_is_computed_again(tmp_path: Any) -> None:
     free, tight, args = plans()
-    assert not free.away and not free.again and tight.away and tight.again and not tight.host
+    assert not free.offloaded and not free.recomputed and tight.offloaded and tight.recomputed and not tight.host
     figures = tight.figures
     assert figures.memory <= tight.limit < free.figures.memory
     assert figures.aside == BEGINS and figures.back == 2 * figures.aside
@@ -276,7 +276,7 @@ def test_a_plan_has_on_the_host_what_does_not_fit_though_all_is_computed_again(t
 
     tight.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json", train, args, reduction="fast", donate_argnums=0)
-    assert (loaded.away, loaded.again, loaded.figures) == (tight.away, tight.again, tight.figures)
+    assert (loaded.offloaded, loaded.recomputed, loaded.figures) == (tight.offloaded, tight.recomputed, tight.figures)
     content = json.loads((tmp_path / "plan.json").read_text())
     (tmp_path / "older.json").write_text(json.dumps({**content, "version": 2}))
     assert Plan.load(tmp_path / "older.json", train, args, reduction="fast", donate_argnums=0).figures == figures
@@ -295,7 +295,7 @@ def test_a_planned_step_has_the_bits_of_one_that_keeps_all() -> None:
         subject = subject_of(with_recomputation(step, *keeping.plan_at_level(level, 10.0)), args)
         on = MeshSearch(subject, machine, {"vnode": 1}, "tpu", None)
         made.append(plan_of(subject, on.candidate("data parallel", on.undivided), machine, 1 << 34, {}))
-    assert made[1].away and made[1].figures.aside and not made[0].figures.aside
+    assert made[1].offloaded and made[1].figures.aside and not made[0].figures.aside
     state, batch = arguments(8, 32, 2048)
     results = [each(each.put(state), batch) for each in (plan.step(jax.devices()[:1]) for plan in made)]
     jax.tree.map(np.testing.assert_array_equal, *results)

@@ -255,7 +255,7 @@ def clipped_on(sizes: dict[str, int], reduction: str) -> MeshSearch:
     return MeshSearch(subject, V5E, sizes, "cpu", None)
 
 
-def led(on: MeshSearch, spec: Callable[[int, tuple[int, ...]], PartitionSpec]) -> Flow:
+def flow_with_specs(on: MeshSearch, spec: Callable[[int, tuple[int, ...]], PartitionSpec]) -> Flow:
     """A flow that the layouts of the state lead, each as `spec` says of a leaf's number and shape."""
     inputs, carried = on.replica.program.inputs, on.subject.carried
     lying = [
@@ -288,7 +288,7 @@ def test_what_is_exchanged_is_planned_however_the_state_lies(
             drawn[shape] = PartitionSpec(*cuts)
         return drawn[shape]
 
-    made = on.candidate("at random", led(on, spec), shard_state=over_rows)
+    made = on.candidate("at random", flow_with_specs(on, spec), shard_state=over_rows)
     found = plan_of(on.subject, made, V5E, GIB, {}).accept()
     assert found.exchange_accepted, f"{drawn}\n{found}"
 

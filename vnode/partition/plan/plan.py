@@ -172,12 +172,12 @@ class Plan(Drawn, Bound):
         return found
 
     @property
-    def away(self) -> tuple[ResultIndex, ...]:
+    def offloaded(self) -> tuple[ResultIndex, ...]:
         """The offloaded residuals of loops: results of equations; a final carry stands for all iterations' carries."""
         return self.pattern.options.offloaded
 
     @property
-    def again(self) -> tuple[ResultIndex, ...]:
+    def recomputed(self) -> tuple[ResultIndex, ...]:
         """The residuals that the backward pass recomputes: results of equations."""
         return self.pattern.options.recomputed
 
@@ -414,7 +414,9 @@ class Plan(Drawn, Bound):
             Fact("memory", self._memory()),
             *self._branches(),
             *self._host(),
-            *[Fact("recomputed", f"{several(len(self.again), 'value')} where they are read late")][: len(self.again)],
+            *[Fact("recomputed", f"{several(len(self.recomputed), 'value')} where they are read late")][
+                : len(self.recomputed)
+            ],
             *[Fact("" if i else "notes", note) for i, note in enumerate(shortened(self.notes))],
         )
         said = "not predicted: an earlier version of vnode wrote its file"
@@ -463,8 +465,8 @@ class Plan(Drawn, Bound):
         parts = []
         if self.host:
             parts.append(("of the state", several(len(self.host), "array"), "host"))
-        if self.away:
-            parts.append(("of what loops keep", several(len(self.away), "value"), "aside"))
+        if self.offloaded:
+            parts.append(("of what loops keep", several(len(self.offloaded), "value"), "aside"))
         if self.far:
             parts.append(("of sums that wait for others", f"at most {self.far} of each", "far"))
         if self.prediction is None:

@@ -91,8 +91,8 @@ def write_plan(plan: Any, path: str | os.PathLike[str]) -> None:
         "divisions": [dataclasses.asdict(each) for each in plan.divisions],
         "host": list(plan.host),
         "far": plan.far,
-        "again": [list(each) for each in plan.again],
-        "away": [list(each) for each in plan.away],
+        "again": [list(each) for each in plan.recomputed],
+        "away": [list(each) for each in plan.offloaded],
     }
     content["checksum"] = checksum(content)
     files.write_text(path, json.dumps(content, separators=(",", ":")), PartitionError)
