@@ -60,13 +60,18 @@ def compile_request(lowered: jax.stages.Lowered) -> CompileRequest:
     return CompileRequest(bytecode.getvalue(), options.SerializeAsString(), text)
 
 
-def compile_requested(module: bytes, options: bytes, devices: Sequence[Any]) -> Any:
+DRAFT_OPTIONS: dict[str, Any] = {"optimization_level": 19}
+"""Options of ``jax.stages.Lowered.compile`` for few optimizations: XLA's ``EFFORT_O1``, jax's level ``"O1"``."""
+
+
+def compile_requested(module: bytes, options: bytes, devices: Sequence[Any], draft: bool = False) -> Any:
     """Compiles what `compile_request` took out, perhaps in another process.
 
     Args:
       module: as in `CompileRequest`.
       options: likewise.
       devices: as many as the program was lowered for, of the same kind, in the same order.
+      draft: whether to compile with `DRAFT_OPTIONS`.
 
     Returns:
       XLA's executable, which has ``get_compiled_memory_stats``, ``hlo_modules`` and ``serialize``.
@@ -79,6 +84,8 @@ def compile_requested(module: bytes, options: bytes, devices: Sequence[Any]) -> 
     with mlir.make_ir_context():
         parsed = ir.Module.parse(module)
         build = xla_client.CompileOptions.ParseFromString(options)
+        for name, value in DRAFT_OPTIONS.items() if draft else ():
+            setattr(build.executable_build_options, name, value)
         executable_devices = xla_client.DeviceList(tuple(devices))
         return compiler.backend_compile_and_load(devices[0].client, parsed, executable_devices, build, [])
 

@@ -73,7 +73,7 @@ def compile_folder(folder: Path) -> dict[str, Any]:
         devices = [by_id[n] for n in request["devices"]]
     module, options = (folder / "module.mlir").read_bytes(), (folder / "options.pb").read_bytes()
     try:
-        executable = compile_requested(module, options, devices)
+        executable = compile_requested(module, options, devices, request["draft"])
     except jax.errors.JaxRuntimeError as error:
         refused, needed = memory_refusal(error)
         if refused:

@@ -29,7 +29,7 @@ from typing import Any
 
 import jax
 
-from vnode.compat import CompileRequest, compile_request
+from vnode.compat import DRAFT_OPTIONS, CompileRequest, compile_request
 from vnode.errors import ProfileError
 from vnode.partition.compiler.stats import CompiledStats, compiled_stats
 from vnode.partition.compiler.target import CompileTarget
@@ -104,6 +104,7 @@ class _Queued:
     request: CompileRequest | None
     key: dict[str, str]
     over_nodes: int | None
+    draft: bool
     process: subprocess.Popen[bytes] | None = None
     thread: threading.Thread | None = None
     folder: Path | None = None
@@ -134,23 +135,31 @@ class CompilePool:
     ) -> None:
         self.close()
 
-    def submit(self, lowered: jax.stages.Lowered, over_nodes: int | None = None) -> CompileJob:
+    def submit(self, lowered: jax.stages.Lowered, over_nodes: int | None = None, *, draft: bool = False) -> CompileJob:
         """Begins to compile a program, unless the answer is on disk or others are compiled.
 
         Args:
           lowered: the program.
           over_nodes: how often loops over a device's nodes run whose length the compiled text does not tell.
+          draft: whether to compile with few optimizations. That is several times as fast. The program is slower and
+            mostly larger, but programs compare with each other almost as they do fully optimized.
         """
         request, job = compile_request(lowered), CompileJob()
         digest = hashlib.sha256(request.text.encode()).hexdigest()
-        key = {**self.target.key, "program": digest, "over_nodes": str(over_nodes)}
+        key = {
+            **self.target.key,
+            "program": digest,
+            "over_nodes": str(over_nodes),
+            **({"draft": "O1"} if draft else {}),
+        }
         known = self.cache.get(key)
         if known is not None:
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 job.answer(known)
                 job.cached = job.done
         if not job.done:
-            self.queue.append(_Queued(job, lowered, request if self.target.separate else None, key, over_nodes))
+            wanted = request if self.target.separate else None
+            self.queue.append(_Queued(job, lowered, wanted, key, over_nodes, draft))
             self._advance()
         return job
 
@@ -188,8 +197,10 @@ class CompilePool:
                     with contextlib.suppress(ProfileError):  # the folder cannot be written to: asked again next time
                         self.cache.put(each.key, job_content(each.job))
         busy = sum(each.process is not None or each.thread is not None for each in self.queue)
+        cores = os.cpu_count() or 1
         for each in self.queue:
-            if busy >= (min(AT_ONCE, (os.cpu_count() or 1) // CORES) if self.target.separate else 1) and busy:
+            most = min(AT_ONCE, cores if each.draft else cores // CORES) if self.target.separate else 1
+            if busy >= max(most, 1):
                 break
             if each.process is None and each.thread is None:
                 self._begin(each)
@@ -209,6 +220,7 @@ class CompilePool:
             "topology": None if topology is None else dataclasses.asdict(topology),
             "devices": [device.id for device in self.target.devices],
             "over_nodes": each.over_nodes,
+            "draft": each.draft,
         }
         (each.folder / "request.json").write_text(json.dumps(content), encoding="utf-8")
         package = str(Path(__file__).parents[3])
@@ -226,7 +238,8 @@ class CompilePool:
 
     def _compile_here(self, each: _Queued) -> None:
         try:
-            each.job.stats = compiled_stats(each.lowered.compile(), each.over_nodes)
+            compiled = each.lowered.compile(compiler_options=DRAFT_OPTIONS if each.draft else None)
+            each.job.stats = compiled_stats(compiled, each.over_nodes)
         except jax.errors.JaxRuntimeError as error:
             refused, each.job.needed = memory_refusal(error)
             each.job.failure = "" if refused else str(error).splitlines()[0]

@@ -32,7 +32,9 @@ NAMES = {
 """`Machine.collective`'s names of the opcodes of HLO."""
 
 
-def figures_as_compiled(figures: Figures, stats: CompiledStats, machine: Machine, order: np.ndarray) -> Figures:
+def figures_as_compiled(
+    figures: Figures, stats: CompiledStats, machine: Machine, order: np.ndarray, source: str = "compiled"
+) -> Figures:
     """The figures of a step as compiled.
 
     Args:
@@ -40,6 +42,7 @@ def figures_as_compiled(figures: Figures, stats: CompiledStats, machine: Machine
       stats: what the compiler says of the program.
       machine: on which it runs.
       order: the numbers of the machine's devices, in the order in which the program counts them.
+      source: ``"compiled"``, or ``"draft"`` where the program was compiled with few optimizations.
 
     Returns:
       The figures.
@@ -62,7 +65,7 @@ def figures_as_compiled(figures: Figures, stats: CompiledStats, machine: Machine
         results=stats.outputs - stats.aliased,
         temporary=stats.temporary,
         collectives=moved,
-        source="compiled",
+        source=source,
         timed=timed,
     )
 

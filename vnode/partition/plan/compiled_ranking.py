@@ -1,12 +1,15 @@
 """Candidates of a search -> the best one as compiled; only the most promising ones are compiled.
 
-    ranking = CompiledRanking(machine, limit, target, until)
-    best = ranking.best(pool)         # None if nothing that was compiled fits
+    ranking = CompiledRanking(machine, limit, pool, until)
+    best = ranking.best(entries)         # None if nothing that was compiled fits
 
 The cost model is wrong by some tens of per cent, by a similar factor for plans of one kind. So a few candidates are
-compiled, the most promising first, two at a time. After each pair, the model's figures of the other candidates are
-corrected by the errors found. Candidates that nearly fit by the model, and would be faster, are compiled too. The order
-depends on figures alone; time decides only where it stops.
+compiled, and the model's figures of the others are corrected by the errors found. Candidates that nearly fit by the
+model, and would be faster, are compiled too. The order depends on figures alone; time decides only where it stops.
+
+Where the compiler is slow (TPUs), the best candidate of each kind is first compiled with few optimizations: a draft.
+Drafts of one step compare with each other much as the optimized programs do, so that only the first by its draft, and
+those near it, are compiled with all optimizations.
 
 Knows candidates, figures and compilers. Must not know how candidates are found.
 """
@@ -19,6 +22,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
+
+import jax
 
 from vnode.errors import VnodeError
 from vnode.partition.compiler.pool import CORES, CompileJob, CompilePool
@@ -36,6 +41,9 @@ TOGETHER = 2
 LEAST, MOST = 3, 6
 """The fewest candidates that are compiled, if the compiler estimates times, and the most."""
 
+DRAFTS, MOST_AFTER_DRAFTS = 6, 3
+"""The most drafts, and the most candidates that are compiled with all optimizations after drafts."""
+
 NEAR = 1.5
 """The factor on the limit up to which a candidate's modelled memory lets it be compiled, before any correction."""
 
@@ -45,6 +53,13 @@ CLOSE = 1.1
 HOPELESS = 2.0
 """An expert's candidate is compiled in any case up to this factor on the best candidate's time, both by the model: the
 model's error may differ for it."""
+
+HOPELESS_DRAFT = 3.0
+"""The same for an expert's draft, which takes less time."""
+
+ALIKE = 1.15
+"""Two times whose ratio is smaller are not told apart by drafts: the ratio of drafts to optimized programs of one step
+varied by 4 to 25 % (four models on v5e)."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,12 +71,18 @@ class Entry:
       plan: makes its plan.
       job: its compilation, if begun.
       figures: its figures as compiled, once known.
+      draft_job: the compilation of its draft, if begun.
+      draft: its figures as its draft has them, once known.
+      program: its program, lowered for the devices of the pool, once it is.
     """
 
     candidate: Candidate
     plan: Callable[[], Plan]
     job: CompileJob | None = None
     figures: Figures | None = None
+    draft_job: CompileJob | None = None
+    draft: Figures | None = None
+    program: jax.stages.Lowered | None = None
 
     @property
     def kind(self) -> str:
@@ -73,6 +94,11 @@ class Entry:
         """Its name and mesh."""
         return plan_title(self.candidate.name, self.candidate.mesh)
 
+    @property
+    def expected(self) -> Figures:
+        """Its figures before it is compiled: those of its draft, or else the model's."""
+        return self.draft or self.candidate.figures
+
 
 @dataclasses.dataclass
 class CompiledRanking:
@@ -83,7 +109,8 @@ class CompiledRanking:
       limit: bytes that one device may hold.
       pool: the pool of compilations.
       until: the deadline, by `time.monotonic`.
-      tried: the entries whose compilation was begun, in order.
+      tried: the entries whose compilation with all optimizations was begun, in order.
+      drafted: the entries whose draft was begun.
       said: a line for each entry that was not compiled, or does not fit.
       early: the entries that are compiled during the search.
       interrupted: whether Ctrl-C ended it.
@@ -94,52 +121,88 @@ class CompiledRanking:
     pool: CompilePool
     until: float
     tried: list[Entry] = dataclasses.field(default_factory=list)
+    drafted: list[Entry] = dataclasses.field(default_factory=list)
     said: list[str] = dataclasses.field(default_factory=list)
     early: list[Entry] = dataclasses.field(default_factory=list)
     interrupted: bool = False
 
     def best(self, entries: Sequence[Entry]) -> Entry | None:
-        """The fastest that fits as compiled; None if none does.
+        """The fastest that fits as compiled, or as its draft if no candidate was compiled in time; None if none does.
 
         Args:
           entries: the entries that may be compiled.
         """
-        waiting = [each for each in entries if each not in self.early]
         first, self.early = self.early, []
-        while batch := [*first, *(each for each in self.batch(waiting) if each not in first)]:
-            first = []
-            try:
+        waiting, over = [each for each in entries if each not in self.tried], False
+        try:
+            if self.pool.target.has_drafts:
+                over = not self.compile_drafts([*first, *self.promising(waiting)][:DRAFTS])
+                first = []
+            while not over and (batch := [*first, *(each for each in self.batch(waiting) if each not in first)]):
+                first = []
                 self.compile(batch)
-            except KeyboardInterrupt:
-                self.interrupted = True
-                self.said.append("compiling was interrupted")
-                break
-            waiting = [each for each in waiting if each not in batch]
-            if any(each.job is None or not each.job.done for each in batch):
-                break  # time is over
-        return self.fastest()
+                waiting = [each for each in waiting if each not in batch]
+                over = any(each.job is not None and not each.job.done for each in batch)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            self.said.append("compiling was interrupted")
+        return self.fastest() or (self.fastest_draft() if over or self.interrupted else None)
 
     @property
     def is_finished(self) -> bool:
         """Whether there is no time left, or enough was compiled."""
-        return time.monotonic() >= self.until or len(self.tried) >= MOST
+        return time.monotonic() >= self.until or len(self.tried) >= self.most
+
+    @property
+    def most(self) -> int:
+        """The most candidates that are compiled with all optimizations."""
+        return MOST_AFTER_DRAFTS if self.drafted else MOST
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the compiler has said anything."""
+        return any(each.figures or each.draft for each in (*self.tried, *self.drafted))
 
     def memory_allowed(self) -> int:
         """The modelled bytes up to which candidates fit as compiled."""
-        known = [each for each in self.tried if each.figures is not None]
-        shares = [each.candidate.figures.memory / each.figures.memory for each in known if each.figures]
+        known = [(each.candidate.figures, each.figures or each.draft) for each in (*self.tried, *self.drafted)]
+        shares = [modelled.memory / compiled.memory for modelled, compiled in known if compiled]
         return int(self.limit * max(shares, default=1.0))
 
     def begin(self, each: Entry) -> None:
         """Begins to compile an expert's candidate during the search, if there are cores for both."""
         if each.candidate.figures.memory <= NEAR * self.limit and (os.cpu_count() or 1) > CORES:
             self.early.append(each)
-            self.submit(each)
+            self.submit(each, draft=self.pool.target.has_drafts)
 
     def fastest(self) -> Entry | None:
         """The best so far."""
         fits = [each for each in self.tried if each.figures is not None and each.figures.memory <= self.limit]
         return min(fits, key=lambda each: each.figures.seconds if each.figures else math.inf, default=None)
+
+    def fastest_draft(self) -> Entry | None:
+        """The fastest by its draft; None if no draft fits."""
+        fits = [each for each in self.drafted if each.draft is not None and each.draft.memory <= self.limit]
+        return min(fits, key=lambda each: each.expected.seconds, default=None)
+
+    def promising(self, waiting: Sequence[Entry]) -> list[Entry]:
+        """The entries to draft: the fastest by the model, of each kind the best, then the next ones.
+
+        Args:
+          waiting: the entries that were not compiled.
+        """
+        near = [each for each in waiting if self.memory(each) <= NEAR * self.limit]
+        near.sort(key=lambda each: (self.memory(each) > self.limit, self.seconds(each), self.memory(each)))
+        if not near:
+            return []
+        enough = HOPELESS_DRAFT * min(self.seconds(each) for each in near)
+        best_of_kind: dict[str, Entry] = {}
+        for each in near:
+            if self.seconds(each) <= enough:
+                best_of_kind.setdefault(each.kind, each)
+        faster = sorted(near, key=self.seconds)[:1]  # by the model it nearly fits
+        wanted = dict.fromkeys([near[0], *faster, *best_of_kind.values(), *near])
+        return [each for each in wanted if each.draft_job is None][:DRAFTS]
 
     def batch(self, waiting: Sequence[Entry]) -> list[Entry]:
         """The next entries to compile; empty if none can be better than the best so far.
@@ -147,13 +210,14 @@ class CompiledRanking:
         Args:
           waiting: the entries that were not compiled.
         """
-        compiled = [each for each in self.tried if each.figures is not None]
-        best = self.fastest()
-        slack = CLOSE if compiled else NEAR
-        near = [each for each in waiting if self.memory(each) <= slack * self.limit]
+        near = [each for each in waiting if self.memory(each) <= self.slack(each) * self.limit]
         near.sort(key=lambda each: (self.seconds(each), self.memory(each)))
-        if len(self.tried) >= MOST or not near:
+        if len(self.tried) >= self.most or not near:
             return []
+        best, drafts = self.fastest(), [each for each in near if each.draft is not None]
+        if drafts:
+            least = min(self.seconds(drafts[0]), best.figures.seconds if best and best.figures else math.inf)
+            return [each for each in drafts if self.seconds(each) < ALIKE * least][:TOGETHER]
         if not self.tried:
             # the fastest that fits by the model, and one that would be faster if it fitted, or an expert's: the model
             # may be wrong about what it ranks first
@@ -168,12 +232,24 @@ class CompiledRanking:
         for each in near:
             if each.kind in EXPERTS and each.kind not in known and each.candidate.figures.seconds <= enough:
                 of_kind.setdefault(each.kind, each)
-        experts = [*of_kind.values()]
         better = [each for each in near if self.seconds(each) < best.figures.seconds]
         if not best.figures.timed:  # times are the model's: only candidates that it has as faster can be better
             return better[:TOGETHER]
-        wanted = [*experts, *better, *near[: max(LEAST - len(self.tried), 0)]]
+        wanted = [*of_kind.values(), *better, *near[: max(LEAST - len(self.tried), 0)]]
         return list(dict.fromkeys(wanted))[:TOGETHER]
+
+    def compile_drafts(self, several: Sequence[Entry]) -> bool:
+        """Compiles drafts while there is time; returns whether all have an answer."""
+        for each in several:
+            self.drafted.append(each)
+            if each.draft_job is None:
+                self.submit(each, draft=True)
+        jobs = [each.draft_job for each in several if each.draft_job is not None]
+        self.pool.wait(jobs, self.until)
+        for each in several:
+            if each.draft_job is not None:
+                each.draft = self.figures(each, each.draft_job, "draft")
+        return all(job.done for job in jobs)
 
     def compile(self, batch: Collection[Entry]) -> None:
         """Compiles candidates while there is time."""
@@ -183,47 +259,64 @@ class CompiledRanking:
                 self.submit(each)
         self.pool.wait([each.job for each in batch if each.job is not None], self.until)
         for each in batch:
-            job = each.job
-            if job is None:
+            if each.job is None:
                 continue
-            if job.stats is not None:
-                order = self.machine.mesh(each.candidate.mesh).devices
-                each.figures = figures_as_compiled(each.candidate.figures, job.stats, self.machine, order)
-                if each.figures.memory > self.limit:
-                    self.said.append(f"{each.title}: compiled {size(each.figures.memory)}")
-            elif job.refused:
-                needed = max(job.needed or 0, self.limit + 1)
-                each.figures = dataclasses.replace(
-                    each.candidate.figures, temporary=needed, arguments=0, results=0, source="compiled"
-                )
-                self.said.append(f"{each.title}: {job.outcome}")
-            else:
-                self.said.append(f"{each.title}: {job.outcome}")
+            each.figures = self.figures(each, each.job, "compiled")
+            if each.job.stats is None:
+                self.said.append(f"{each.title}: {each.job.outcome}")
+            elif each.figures is not None and each.figures.memory > self.limit:
+                self.said.append(f"{each.title}: compiled {size(each.figures.memory)}")
 
-    def submit(self, each: Entry) -> None:
-        """Begins to compile a candidate."""
+    def figures(self, each: Entry, job: CompileJob, source: str) -> Figures | None:
+        """The figures of a candidate as compiled; None if the compiler gave none."""
+        if job.stats is not None:
+            order = self.machine.mesh(each.candidate.mesh).devices
+            return figures_as_compiled(each.candidate.figures, job.stats, self.machine, order, source)
+        if not job.refused:
+            return None
+        needed = max(job.needed or 0, self.limit + 1)
+        return dataclasses.replace(each.candidate.figures, temporary=needed, arguments=0, results=0, source=source)
+
+    def submit(self, each: Entry, draft: bool = False) -> None:
+        """Begins to compile a candidate, or its draft."""
         try:
-            plan = each.plan()
-            lowered = plan.step(self.pool.target.devices).executor.lower_for(plan.args, {})
+            plan, program = each.plan(), each.program
+            if program is None:
+                program = each.program = plan.step(self.pool.target.devices).executor.lower_for(plan.args, {})
         except VnodeError as error:
             self.said.append(f"{each.title}: {str(error).splitlines()[0]}")
             return
-        each.job = self.pool.submit(lowered, each.candidate.prediction.iterations)
+        job = self.pool.submit(program, each.candidate.prediction.iterations, draft=draft)
+        if draft:
+            each.draft_job = job
+        else:
+            each.job = job
+
+    def slack(self, each: Entry) -> float:
+        """The factor on the limit up to which a candidate's expected memory lets it be compiled."""
+        return CLOSE if self.known(each) else NEAR
+
+    def known(self, each: Entry) -> list[tuple[Figures, Figures]]:
+        """Compiled figures with those expected before, of candidates of one name, else of all.
+
+        Those of drafts correct drafts, and those of the model correct the model.
+        """
+        alike = [entry for entry in self.tried if entry.figures and bool(entry.draft) == bool(each.draft)]
+        alike = [entry for entry in alike if entry.candidate.name == each.candidate.name] or alike
+        return [(entry.figures, entry.expected) for entry in alike if entry.figures]
 
     def ratio(self, each: Entry, what: Callable[[Figures], float]) -> float:
-        """The median ratio of compiled to modelled figures of candidates of one name, else of all; 1 without any."""
-        known = [entry for entry in self.tried if entry.figures is not None]
-        alike = [entry for entry in known if entry.candidate.name == each.candidate.name] or known
-        pairs = [(what(entry.figures), what(entry.candidate.figures)) for entry in alike if entry.figures]
+        """The median ratio of compiled to expected figures; 1 without any."""
+        pairs = [(what(compiled), what(expected)) for compiled, expected in self.known(each)]
         return statistics.median([a / b for a, b in pairs if b > 0] or [1.0])
 
     def memory(self, each: Entry) -> float:
-        """Bytes of a candidate by the corrected model."""
-        return each.candidate.figures.memory * self.ratio(each, lambda figures: figures.memory)
+        """Bytes that a candidate is expected to take, corrected."""
+        return each.expected.memory * self.ratio(each, lambda figures: figures.memory)
 
     def seconds(self, each: Entry) -> float:
-        """Seconds of a candidate by the corrected model."""
-        return each.candidate.figures.seconds * self.ratio(each, lambda figures: figures.seconds)
+        """Seconds that a candidate is expected to take, corrected."""
+        return each.expected.seconds * self.ratio(each, lambda figures: figures.seconds)
 
 
 def kind_of(name: str) -> str:

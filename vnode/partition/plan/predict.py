@@ -76,7 +76,8 @@ class Figures:
       aside: bytes of offloaded residuals of loops in the host's memory.
       back: bytes fetched from the host in a step, trip counts of loops included; as many go there before.
       far: bytes of waiting partial sums in the host's memory.
-      source: ``"model"``; or ``"compiled"``, where memory and collectives are the compiler's.
+      source: ``"model"``; ``"compiled"``, where memory and collectives are the compiler's; or ``"draft"``, where they
+        are those of a program that was compiled with few optimizations.
       timed: whether `compute` is the compiler's, too.
     """
 

@@ -113,8 +113,9 @@ def search(
         simulated timelines), ``"bisection"`` (Tofu's recursive partitioning) or ``"exhaustive"`` (small graphs only).
       compiled_for: devices to compile for, in the order of the machine's. By default those of the TPU topology that the
         machine is named for (with the extra ``tpu-aot``; no TPU is needed), or the devices of this process, if they are
-        what the machine consists of. The best candidates are compiled, three to six of them, and compared by what the
-        compiler says. ``()``, or ``VNODE_COMPILE_PLANS=0`` in the environment: nothing is compiled, and all figures are
+        what the machine consists of. The best candidates are compiled, three to six of them, and compared by the
+        compiler's figures; for TPUs up to six are compiled with few optimizations first (drafts), and then up to three
+        in full. ``()``, or ``VNODE_COMPILE_PLANS=0`` in the environment: nothing is compiled, and all figures are
         estimates. Answers are kept on disk.
       **options: of `vnode.virtualize`, if the step is not virtualized yet. ``lanes="auto"``: as many as nodes if that
         fits with the state on the devices, otherwise as many as the machine has devices.
@@ -180,7 +181,7 @@ def search(
             left = max(share * (until - time.monotonic()), LEAST_SECONDS)
             over_meshes = MeshesSearch(machine, platform_of(machine), allowed, times, Budget(left), shown, method=by)
             found = _Search(step, args, over_meshes, options)
-            if ranking is not None and not ranking.tried:
+            if ranking is not None and not ranking.is_answered:
                 over_meshes.early = functools.partial(found.begin, ranking, limit)
             found.explore(virtual_nodes)
             if found.budget.interrupted:
@@ -194,7 +195,7 @@ def search(
                 return found.plan(limit, tuple(ranking.said), best, entries)
             if ranking.interrupted and not found.fits:
                 raise KeyboardInterrupt
-            if not any(each.figures is not None for each in ranking.tried) or ranking.interrupted:
+            if not ranking.is_answered or ranking.interrupted:
                 return found.plan(limit, tuple(ranking.said))  # nothing was compiled in time, or Ctrl-C
             less = min(ranking.memory_allowed(), math.ceil(LESS * allowed))
             if ranking.is_finished or less < 1 or not found.fits:
@@ -321,6 +322,8 @@ class _Search:
             chosen = best.candidate
             subject = next(subject for subject, candidate in self.found if candidate is chosen)
         compiled = {id(each.candidate): each.figures for each in entries if each.figures is not None}
+        if best is not None and best.figures is None:  # drafts compare with drafts only
+            compiled = {id(each.candidate): each.draft for each in entries if each.draft is not None}
         made = plan_of(subject, chosen, self.machine, limit, self.other_plan_figures(subject, chosen, compiled, limit))
         notes = (*said, *self.budget.untried)
         return dataclasses.replace(made, compiled=compiled.get(id(chosen)), notes=notes)
@@ -334,7 +337,7 @@ class _Search:
         for name in (*EXPERTS[:3], f"{MEGATRON} + ZeRO", *EXPERTS[3:], *others):
             alike = [each for one, each in self.found if each.name == name and one is subject]
             figures = [compiled.get(id(each), each.figures) for each in alike]
-            figures.sort(key=lambda each: (each.memory > limit, each.source != "compiled", each.seconds))
+            figures.sort(key=lambda each: (each.memory > limit, each.source == "model", each.seconds))
             if figures and name != chosen.name:
                 beside[name] = figures[0]
         return beside
