@@ -369,7 +369,7 @@ def test_a_step_that_chooses_its_nodes_places_a_state_as_the_patterns_say(two_st
         ({"in$": PartitionSpec("model", None, None)}, vnode.PlacementError, "for leaves of at least 3 dimensions"),
         ({"in$|out$": PartitionSpec(), "params/in$": PartitionSpec(None, "model")},
          vnode.PlacementError, "never used: each leaf that it is found in has an earlier pattern"),
-        ({"(": PartitionSpec()}, ValueError, "no regular expression"),
+        ({"(": PartitionSpec()}, ValueError, "not a regular expression"),
         ({"in": "model"}, ValueError, "PartitionSpec"),
         ("megatron", ValueError, "one of vnode, xla"),
     ],

@@ -195,7 +195,7 @@ def virtualize(
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"coupling: {pattern!r} is no regular expression: {error}") from None
+            raise ValueError(f"coupling: {pattern!r} is not a regular expression: {error}") from None
     if placement is not None and not isinstance(placement, Placement):
         raise PlacementError(f"placement must be a vnode.Placement, not {placement!r}; step.on(...) takes devices")
     if accumulate_dtype is not None:

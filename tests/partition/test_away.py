@@ -271,8 +271,8 @@ def test_a_plan_has_on_the_host_what_does_not_fit_though_all_is_computed_again(t
     kind = ONE.kinds[0]
     assert figures.transfer == pytest.approx(2 * (figures.back / kind.host_bandwidth + 2 * 64 * kind.host_latency))
     assert figures.seconds < figures.compute + figures.transfer
-    assert "128.0 MiB of what loops keep, in 1 value" in str(tight) and "on the host" not in str(free)
-    assert "of what loops keep" in tight._repr_html_() and "of what loops keep" in str(tight.explain())
+    assert "128.0 MiB of residuals, in 1 value" in str(tight) and "on the host" not in str(free)
+    assert "of residuals" in tight._repr_html_() and "of residuals" in str(tight.explain())
 
     tight.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json", train, args, reduction="fast", donate_argnums=0)
@@ -310,7 +310,8 @@ def test_a_host_that_is_not_apart_is_told() -> None:
     report = tight.accept(jax.devices()[:1])
     assert not report.accepted and not report.host_accepted and report.on_host == 0
     assert any(
-        "loops keep 0 B, read as 0 B on the host, not 128.0 MiB, read as 256.0 MiB" in why for why in report.reasons
+        "on the host 0 B of residuals, 0 B read; planned: 128.0 MiB of residuals, 256.0 MiB read" in why
+        for why in report.reasons
     )
     assert "from the host" in str(report) and any("compile it for tpu" in what for what in report.advice)
 

@@ -647,7 +647,7 @@ def test_of_an_earlier_versions_plan_the_layouts_are_read_and_its_predictions_ar
         assert "not predicted: an earlier version" in str(each) and "not predicted" in each._repr_html_()
         assert each.explain().report.accumulated == plan.explain().report.accumulated
         for use in (each.accept, lambda each=each: each.figures, lambda each=each: each.timeline):
-            with pytest.raises(vnode.PartitionError, match="nothing is predicted of this plan"):
+            with pytest.raises(vnode.PartitionError, match="this plan has no prediction"):
                 use()
 
 

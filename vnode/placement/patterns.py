@@ -51,7 +51,7 @@ def patterns_of(given: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
     """Checks a user's patterns.
 
     Raises:
-      ValueError: a pattern is no regular expression, or its value is neither a `PartitionSpec` nor an `UnevenSpec`, or
+      ValueError: a pattern is not a regular expression, or its value is neither a `PartitionSpec` nor an `UnevenSpec`, or
         is one that no array can have.
     """
     for pattern, spec in given.items():
@@ -62,7 +62,7 @@ def patterns_of(given: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"partition: {pattern!r} is no regular expression: {error}") from None
+            raise ValueError(f"partition: {pattern!r} is not a regular expression: {error}") from None
         check_spec(pattern, spec)
     return tuple(given.items())
 

@@ -1,6 +1,6 @@
 """jax's devices -> the machine that this program runs on.
 
-Knows jax's devices, the table of kinds, and measurements. Must not know what machines are asked.
+Knows jax's devices, the table of kinds, and measurements. Must not know the queries of machines.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def link_of_measured(found: MeasuredKind) -> Link | None:
 
 
 def host_key(device: Any) -> Any:
-    """The key of a device's host: GPUs have their slice, which NVLink can join; other devices their process."""
+    """The key of a device's host. For GPUs it is the slice, which NVLink can join; for other devices the process."""
     if device.platform == "gpu" and getattr(device, "slice_index", None) is not None:
         return device.slice_index
     return device.process_index

@@ -107,13 +107,13 @@ JAX_NAMES = {
 
 
 def kind_named(name: Kind | str) -> Kind:
-    """A known kind.
+    """A known kind of device.
 
     Args:
-      name: as in `KINDS` in any case, with or without "TPU", or as jax calls it. A `Kind` is returned as it is.
+      name: a name in `KINDS` in any case, with or without "TPU", or jax's name. A `Kind` is returned as it is.
 
     Raises:
-      MachineError: it is not known.
+      MachineError: the kind is not known.
 
     Example:
       >>> kind_named("a100-80gb").memory // 2**30, kind_named("v5e").name

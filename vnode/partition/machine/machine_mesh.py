@@ -1,6 +1,6 @@
 """Devices and axis sizes -> a mesh with named axes, which follow the axes of a torus where possible.
 
-Knows networks, and numbers of devices. Must not know kinds of devices, or what is split over an axis.
+Knows networks, and numbers of devices. Must not know kinds of devices, or the arrays that an axis divides.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class MachineMesh:
 def lay_out_mesh(sizes: Mapping[str, int], networks: Sequence[Network], devices: int) -> MachineMesh:
     """A mesh over all devices.
 
-    Where the devices are one torus, or several of one shape (the axes in front then go from one to the next), each axis
-    takes whole axes of the torus if the sizes allow it; else the torus is taken row by row. Without a torus the devices
-    are taken in order.
+    If the devices are one torus, each mesh axis takes whole axes of the torus if the sizes allow it; else the torus is
+    taken row by row. If they are several tori of one shape, the first mesh axes go from one torus to the next. Without
+    a torus, devices are taken in order.
     """
     if not isinstance(sizes, Mapping):
         raise MachineError(f"a mesh is given by the sizes of its axes, such as {{'data': 4}}, not {sizes!r}")
