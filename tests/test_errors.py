@@ -304,7 +304,7 @@ WRONG_USE: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "no function": (
         lambda step: vnode.virtualize({"w": 1}, virtual_nodes=NODES),  # pyright: ignore
         TypeError,
-        "^virtualize takes a function, the step, not something of type dict",
+        "^virtualize takes a function, not a value of type dict",
     ),
     "array of objects": (
         lambda step: step(*given(x=np.array([[1, 2], [3]], object))),

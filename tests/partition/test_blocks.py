@@ -162,7 +162,7 @@ def test_what_was_not_meant_reads_well() -> None:
         (lambda: split(mesh_of(model=2), (5.0, 3.0)), r"counts: expected integers, not \(5.0, 3.0\)"),  # type: ignore
         (lambda: split(mesh_of(model=2), "53"), "counts: expected integers"),  # type: ignore
         (lambda: blocked(train_step, (STATE, X), mesh_of(model=2), ["wi"], (5, 3), "model"), "dims maps patterns"),  # type: ignore
-        (lambda: blocked(train_step, (STATE, X), mesh_of(model=2), {"(": 1}, (5, 3), "model"), "not a regular expression"),
+        (lambda: blocked(train_step, (STATE, X), mesh_of(model=2), {"(": 1}, (5, 3), "model"), "not a regular"),
         (lambda: blocked(train_step, (STATE, X), mesh_of(model=2), {"wi": "1"}, (5, 3), "model"), "dims: expected"),  # type: ignore
         (lambda: blocked(train_step, (STATE, X), mesh_of(model=2), {"wi": 1}, (5, 3), None), "axis: expected the name"),  # type: ignore
     ]

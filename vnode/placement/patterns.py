@@ -51,7 +51,7 @@ def patterns_of(given: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
     """Checks a user's patterns.
 
     Raises:
-      ValueError: a pattern is not a regular expression, or its value is neither a `PartitionSpec` nor an `UnevenSpec`, or
+      ValueError: a pattern is not a regular expression, its value is neither a `PartitionSpec` nor an `UnevenSpec`, or
         is one that no array can have.
     """
     for pattern, spec in given.items():

@@ -60,7 +60,7 @@ def nothing_fits_error(search: MeshesSearch, subject: Subject, least: Candidate)
             facts=[
                 f"the smallest found takes {size(kept.memory)}, {size(kept.memory - limit)} too much: "
                 + plan_title(least.name, least.mesh),
-                f"of these {size(kept.state)} are state, {size(kept.pending)} partial sums waiting for others",
+                f"of these {size(kept.state)} are state, {size(kept.pending)} pending sums",
                 *[f"{size(away.memory)} with {away.on_host}"][: bool(away.on_host)],
                 *[f"not enough, as predicted: {failed}"][: bool(failed)],
                 *[f"only the batch was divided: {only_batch}"][: bool(only_batch)],

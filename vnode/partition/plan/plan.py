@@ -470,7 +470,7 @@ class Plan(Drawn, Bound):
         if self.offloaded:
             parts.append(("of residuals", several(len(self.offloaded), "value"), "aside"))
         if self.far:
-            parts.append(("of waiting partial sums", f"at most {self.far} of each", "far"))
+            parts.append(("of pending sums", f"at most {self.far} of each", "far"))
         if self.prediction is None:
             return [Fact("on the host", ", ".join(f"{arrays} {what}" for what, arrays, _ in parts))][: len(parts)]
         sizes = [f"{size(getattr(self.figures, name))} {what}, in {arrays}" for what, arrays, name in parts]
