@@ -145,7 +145,7 @@ def test_refused_options(wrong: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ({"batch_size": 38}, BatchError, "37 examples do not make up a batch of 38"),
+        ({"batch_size": 38}, BatchError, "37 examples are too few for a batch of 38"),
         ({"batch_size": 2.0}, ValueError, "batch_size must be a whole number"),
         ({"batch_size": True}, ValueError, "batch_size must be a whole number"),
         ({"seed": -1}, ValueError, "seed"),
@@ -255,10 +255,10 @@ def test_warnings_of_another_program(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "resumed from step 2" in caplog.text
     assert not [r for r in caplog.records if r.name == "vnode" and r.levelno >= logging.WARNING]
     resumed(tmp_path, mean_step(0.25), steps=3)  # which returns what another step made
-    assert "computes something else" in caplog.text
+    assert "step with another computation" in caplog.text
     caplog.clear()
     resumed(tmp_path, mean_step(0.25), steps=4)
-    assert "computes something else" in caplog.text
+    assert "step with another computation" in caplog.text
     assert "now:  mul(0.25, float32[4]) -> float32[4] at " in caplog.text and "test_run.py:" in caplog.text
     assert "then: mul(0.1, float32[4])" in caplog.text
     caplog.clear()
@@ -480,7 +480,7 @@ def test_evaluation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert [n for n, _ in plain.evaluations] == [2]
     with pytest.raises(BatchError, match="count twice"):
         Evaluation(SMALL, BATCHES)
-    with pytest.raises(VnodeError, match="gave the state away"):
+    with pytest.raises(VnodeError, match="donated the state"):
         run(SMALL, WEIGHTS, BATCHES, steps=1, evaluate=lambda w: w.delete() or {}, evaluate_every=1)
 
 

@@ -79,7 +79,7 @@ def await_threads(most: float = MOST_SECONDS) -> None:
         if not names:
             return
         if limit < most:
-            logger.warning("the process ends when %s has come to an end, in %.0f s at most", names, most - limit)
+            logger.warning("the process ends when %s has ended, in %.0f s at most", names, most - limit)
 
 
 @functools.cache

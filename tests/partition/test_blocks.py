@@ -104,7 +104,7 @@ def test_what_is_in_blocks_is_said() -> None:
 
 def test_other_axes_that_divide_nothing() -> None:
     mesh = mesh_of(data=2, model=2)
-    with pytest.raises(PlacementError, match="over 'dat', which the mesh has not"):
+    with pytest.raises(PlacementError, match="over 'dat', which the mesh does not have"):
         split(mesh, partition={"^1$": P("dat")})
     with pytest.raises(ValueError, match="'data' can divide one dimension, not two"):
         split(mesh, partition={"^1$": P("data", "data")})

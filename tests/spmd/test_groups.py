@@ -281,5 +281,5 @@ class TestErrors:
             follow(group_equations(program, [Group("g", (everything,))]), [replicated(0)], {"g": 2})
 
     def test_no_such_scope(self) -> None:
-        with pytest.raises(PartitionError, match="no equation has a name in which 'tower' is found"):
+        with pytest.raises(PartitionError, match="no equation's name matches 'tower'"):
             by_scope(self.program(), "g", {"tower": 0})

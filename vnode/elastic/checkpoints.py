@@ -119,7 +119,7 @@ class Checkpoints(SharedReader):
                     facts=[f"process {process}: {found[process][1]} on {found[process][2]}" for process in shown],
                     remedies=[
                         "give all processes one folder: of a file system that all hosts have, or gs://...",
-                        "if it is one, and was made just now: start again",
+                        "if it is one folder that was made just now, start again",
                     ],
                 )
             )

@@ -189,7 +189,7 @@ def check_metrics(results: Any, state: Any) -> None:
     if isinstance(results, tuple) and results and jax.tree.leaves(state) and form(results[0]) == form(state):
         raise VnodeError(
             layout_message(
-                "the step of an Evaluation must return metrics alone, and returns a state first, as training does.",
+                "the step of an Evaluation must return only metrics; this one returns a state first, as in training.",
                 remedies=[
                     "a step that returns metrics: vnode.virtualize(lambda state, batch: {'loss': ...}, virtual_nodes=8)"
                 ],

@@ -191,7 +191,7 @@ class NextGeneration:
           ProcessError: it has.
         """
         if not self.is_wanted:
-            raise ProcessError(f"generation {self.generation} is not wanted any longer.")
+            raise ProcessError(f"generation {self.generation} is no longer needed.")
 
     def fetch_types(self) -> list[Leaf] | None:
         """The arrays of the state as those that train have them; None if nobody trains yet."""

@@ -262,8 +262,8 @@ class IncompleteState(VnodeError):
     def __init__(self, path: str) -> None:
         super().__init__(
             layout_message(
-                f"no worker that is left holds all of state{path}: it was divided over workers, and one is lost.",
-                remedies=["checkpoint=... for a run whose state is divided over workers, to go back to"],
+                f"no remaining worker holds all of state{path}: it was divided over workers, and one is lost.",
+                remedies=["give checkpoint=...: a run whose state is divided over workers needs one to go back to"],
             )
         )
 

@@ -308,9 +308,9 @@ def compare_collectives(
     if memory is None or not text:
         raise ProfileError(
             layout_message(
-                "the compiler does not say what the program takes.",
+                "the compiler reports no memory, or no text, for the program.",
                 facts=[f"memory analysis: {memory}", f"text: {len(text or '')} characters"],
-                remedies=["compile for a platform that says so: CPU, GPU or TPU"],
+                remedies=["compile for a platform that reports both: CPU, GPU or TPU"],
             )
         )
     module, temporary = parse(text), temporary_of(compiled)

@@ -245,7 +245,7 @@ class Executor:
         if len(self.placement.groups) > 1:
             raise PlacementError(
                 layout_message(
-                    "a step on groups of devices is several programs, which call for one another's results.",
+                    "a step on groups of devices is several programs, which use each other's results.",
                     facts=[repr(self.placement)],
                     remedies=["lower it on devices of one kind: step.on(jax.devices()[:1]).lower(...)"],
                 )

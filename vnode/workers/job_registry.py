@@ -81,7 +81,7 @@ def private(top: Path, name: str) -> Path:
         for path in (top, folder):
             found = path.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != user() or found.st_mode & 0o077:
-                raise PermissionError(f"{path} is not a folder that this user alone can read")
+                raise PermissionError(f"{path} is not a folder that only this user can read")
     except OSError as error:
         raise WorkerError(
             layout_message(
@@ -234,7 +234,7 @@ def find(target: str | os.PathLike[str]) -> Found:
         layout_message(
             f"no job is running in {name!r}.",
             facts=facts,
-            remedies=["give the folder of checkpoints or the process number that `vnode runs` lists"],
+            remedies=["give the folder of checkpoints or the process number, as `vnode runs` lists them"],
         )
     )
 

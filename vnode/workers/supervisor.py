@@ -607,7 +607,7 @@ def listen(interface: str, port: int) -> socket.socket:
                 f"the supervisor cannot listen at {interface}:{port}.",
                 facts=[str(error)],
                 remedies=[
-                    "if another process uses the port: leave port= (--port) out for one that is free",
+                    "if another process uses the port: leave out port= (--port) to get a free one",
                     "if this host has no such address: give interface= (--interface) one of its own",
                 ],
             )

@@ -84,7 +84,7 @@ class Machine(Drawn):
             with error_context(f"networks[{i}]"):
                 if not network.members <= everyone:
                     raise MachineError(
-                        f"it joins device {max(network.members)}, and there are {several(len(devices), 'device')}"
+                        f"it joins device {max(network.members)}, but there are {several(len(devices), 'device')}"
                     )
                 for k, nearer in enumerate(networks[:i]):
                     if not (nearer.members <= network.members or nearer.members.isdisjoint(network.members)):

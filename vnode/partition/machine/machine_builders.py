@@ -146,7 +146,7 @@ def tpu(topology: str, slices: int = 1) -> Parts:
     found = re.fullmatch(r"(v\w+):(\d{1,4}(?:x\d{1,4})*)", topology) if isinstance(topology, str) else None
     if found is None or found[1] not in SLICES:
         raise MachineError(
-            f"no TPU slice is known as {topology!r}.",
+            f"there is no TPU slice {topology!r}.",
             remedies=[f"give a generation ({', '.join(SLICES)}) and its chips along each axis: 'v5e:4x4', 'v5p:2x2x2'"],
         )
     made, sizes = SLICES[found[1]], tuple(map(int, found[2].split("x")))
@@ -209,8 +209,8 @@ def gpus(kind: Kind | str, hosts: int, per_host: int, within: Link | None, betwe
     near, far = within or usual[0], between or usual[1]
     if (near is None and per_host > 1) or (far is None and hosts > 1):
         raise MachineError(
-            f"it is not known how devices of kind {found.name!r} are joined.",
-            remedies=["say it: within=Link('PCIe', 31.5e9, 2.5e-6), between=Link('Ethernet', 12.5e9, 3e-5, of='host')"],
+            f"the links of devices of kind {found.name!r} are not known.",
+            remedies=["within=Link('PCIe', 31.5e9, 2.5e-6), between=Link('Ethernet', 12.5e9, 3e-5, of='host')"],
         )
     devices = tuple(Device(found, i // per_host) for i in range(hosts * per_host))
     return f"{hosts} x {per_host} {found.name}", devices, host_networks(devices, near, far)

@@ -88,7 +88,7 @@ def machine_from_json(said: str) -> Parts:
     try:
         content = json.loads(said, object_pairs_hook=entries, parse_constant=reject_number)
     except (ValueError, RecursionError) as error:
-        raise MachineError(f"the file is no JSON: {error or type(error).__name__}") from None
+        raise MachineError(f"the file is not JSON: {error or type(error).__name__}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise wrong_value("format", repr(FORMAT), content.get("format") if isinstance(content, dict) else content)
     if content.get("version") != VERSION or isinstance(content["version"], bool):

@@ -63,14 +63,14 @@ def lay_out_mesh(sizes: Mapping[str, int], networks: Sequence[Network], devices:
     a torus, devices are taken in order.
     """
     if not isinstance(sizes, Mapping):
-        raise MachineError(f"a mesh is given by the sizes of its axes, such as {{'data': 4}}, not {sizes!r}")
+        raise MachineError(f"a mesh needs the sizes of its axes, such as {{'data': 4}}, not {sizes!r}")
     shape = tuple(sizes.values())
     if not sizes or any(isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1 for n in shape):
-        raise MachineError(f"a mesh has named axes with a positive number of devices each, not {dict(sizes)}")
+        raise MachineError(f"each axis of a mesh needs a name and a positive size, not {dict(sizes)}")
     if math.prod(shape) != devices:
         raise MachineError(
             f"a mesh of {' x '.join(map(str, shape))} has {math.prod(shape)} places for {devices} devices",
-            remedies=["let the sizes of the axes multiply to the number of devices"],
+            remedies=["the product of the sizes must be the number of devices"],
         )
     names = tuple(map(str, sizes))
     grids = [torus_grid(network) for network in networks if isinstance(network, Torus)]

@@ -205,7 +205,7 @@ class Plan(Drawn, Bound):
                     facts=[f"machine: {self.machine.name}"],
                     remedies=[
                         "give the devices: plan.step(devices)",
-                        "or search a plan for what is there: vnode.partition.Machine.here()",
+                        "or search a plan for the present devices: vnode.partition.Machine.here()",
                     ],
                 )
             )
@@ -218,7 +218,7 @@ class Plan(Drawn, Bound):
                     facts=[f"there are {', '.join(dict.fromkeys(map(kind_of, found)))}"],
                     remedies=[
                         "give devices of one kind; they may differ in speed",
-                        "or share out nodes among kinds: vnode.balance, and vnode.Placement(..., groups=...)",
+                        "or divide nodes among kinds: vnode.balance, and vnode.Placement(..., groups=...)",
                     ],
                 )
             )

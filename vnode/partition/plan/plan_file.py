@@ -196,11 +196,11 @@ def read_plan(
     with damaged_plan_error(path):
         content = json.loads(text)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ValueError(f"it is no {FORMAT}")
+            raise ValueError(f"it is not a {FORMAT}")
         if content.get("version") not in range(1, VERSION + 1):
             raise ValueError(f"it is of version {content.get('version')!r}, and this library reads 1 to {VERSION}")
         if content["version"] >= CHECKED and content.get("checksum") != checksum(content):
-            raise ValueError("it is not as it was written: its checksum is another")
+            raise ValueError("it was changed after it was written: its checksum differs")
         fingerprint = Fingerprint.from_json(content["step"])
         donated = {int(i) for i in content.get("donate_argnums", ())}
         arguments = {str(name): str(said) for name, said in content.get("arguments", {}).items()}
@@ -224,11 +224,11 @@ def read_plan(
         divisions = tuple(DividedOperation(**each) for each in content["divisions"])
         host = tuple(map(str, content.get("host", ())))
         if not set(host) <= set(specs):
-            raise ValueError(f"host: {', '.join(sorted(set(host) - set(specs)))} is no leaf of the state")
+            raise ValueError(f"host: {', '.join(sorted(set(host) - set(specs)))} is not a leaf of the state")
         again, away = ([(int(k), int(j)) for k, j in content.get(name, ())] for name in ("again", "away"))
         far = int(content.get("far", 0))
         if not 0 <= far <= nodes:
-            raise ValueError(f"far: {far} sums cannot wait for others")
+            raise ValueError(f"far: {far} is not a possible number of pending sums")
         limit, name = int(content["limit"] if "limit" in content else content["memory"]), str(content["name"])
         word = content.get("compiled")
         compiled = None if made is None or word is None else Figures(**word)
@@ -298,9 +298,9 @@ def read_plan(
         raise PartitionError(
             layout_message(
                 f"the plan in {os.fspath(path)} is for another step.",
-                facts=[f"nodes compute something else in {several(unknown, 'pass', 'passes')} of the same step"],
+                facts=[f"the nodes' computation differs in {several(unknown, 'pass', 'passes')} of the step"],
                 remedies=[
-                    "give the options of vnode.virtualize that it was made with: in_axes, recompute_budget, coupling",
+                    "pass the plan's options of vnode.virtualize: in_axes, recompute_budget, coupling",
                     "or search a plan for this step",
                 ],
             )

@@ -125,20 +125,20 @@ def on_nodes(fun: Any, virtual_nodes: int | str, options: Mapping[str, Any]) -> 
     if decided:
         raise PartitionError(f"a plan decides about {', '.join(sorted(decided))}: leave it out")
     if not callable(fun):
-        raise PartitionError(f"a plan is for a step, a function or what vnode.virtualize made of one, not {fun!r}")
+        raise PartitionError(f"a plan is for a function, or a step that vnode.virtualize made of one, not {fun!r}")
     if isinstance(fun, Step) and not isinstance(fun, VirtualStep):
         raise PartitionError(
             layout_message(
-                f"a plan is for a step of a fixed number of nodes, of pytrees, not for {fun!r}.",
+                f"a plan is for a step with a fixed number of nodes, of pytrees, not for {fun!r}.",
                 remedies=[
                     "give the function itself: the search tries numbers of nodes, virtual_nodes='auto'",
-                    "of a step that changes objects, a function of their state (nnx.split, nnx.merge)",
+                    "for a step that changes objects, give a function of their state (nnx.split, nnx.merge)",
                 ],
             )
         )
     if isinstance(fun, VirtualStep):
         if options:
-            raise PartitionError(f"the step is virtualized already: options {', '.join(options)} come too late")
+            raise PartitionError(f"the step is virtualized already: pass {', '.join(options)} to vnode.virtualize")
         return fun
     return cast(Any, virtualize)(fun, virtual_nodes=node_count(virtual_nodes), **options)
 
@@ -150,7 +150,7 @@ def check_args(args: Any) -> None:
       PartitionError: they are not a tuple.
     """
     if not isinstance(args, tuple | list):
-        raise PartitionError(f"args are the arguments of the step, in a tuple, not {type(args).__name__}")
+        raise PartitionError(f"args must be a tuple of the step's arguments, not {type(args).__name__}")
 
 
 def with_recomputation(step: Any, several: Collection[ResultIndex], away: Collection[ResultIndex] = ()) -> Any:

@@ -206,7 +206,7 @@ def balance(
                 f"balance takes measured times, a vnode.Profiles, not {profiles!r:.80}.",
                 remedies=[
                     "profiles = vnode.profile(step, (state, batch)), and vnode.balance(profiles, virtual_nodes=32)",
-                    "or those of a file: vnode.Profiles.load('times.json')",
+                    "or load them from a file: vnode.Profiles.load('times.json')",
                 ],
             )
         )
@@ -242,7 +242,7 @@ def balance(
                     )
                     for profile, most in zip(profiles.kinds, search.max_nodes, strict=True)
                 ],
-                remedies=["more devices", "more virtual nodes, which are smaller, and profiles of these"],
+                remedies=["more devices", "more, smaller virtual nodes, and profiles with them"],
             )
         )
     single = {}

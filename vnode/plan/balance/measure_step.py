@@ -272,7 +272,7 @@ def check_loaded(found: Profiles, shape: Signature, groups: Mapping[str, Sequenc
             layout_message(
                 f"{path} has no times of {', '.join(missing)}.",
                 facts=[f"it has {', '.join(p.kind for p in found.kinds)}"],
-                remedies=["measure these alone, and add them: profiles | vnode.profile(step, args, devices)"],
+                remedies=["measure only these, and add them: profiles | vnode.profile(step, args, devices)"],
             )
         )
     return dataclasses.replace(

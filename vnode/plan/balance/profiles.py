@@ -320,7 +320,7 @@ def signature_difference(mine: Signature | None, others: Signature | None) -> st
     a, b = (({} if s is None else dataclasses.asdict(s)) for s in (mine, others))
     facts: list[Any] = [f"{name}: {a.get(name)} and {b.get(name)}" for name in {**a, **b} if a.get(name) != b.get(name)]
     return layout_message(
-        "the times are of different programs.",
+        "the times belong to different programs.",
         facts=facts,
         remedies=[MEASURE],
     )
