@@ -1,4 +1,4 @@
-"""What happened, where, facts and remedies -> the message of an error; and the classes of vnode's errors.
+"""A sentence, a source line, facts and remedies -> the message of an error; and the classes of vnode's errors.
 
 Knows the layout of messages, and objects that cannot be pickled. Must not know how any other error is found.
 """

@@ -35,7 +35,7 @@ AWAITED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 """Threads for which the end of the process waits."""
 
 TELL_SECONDS, MOST_SECONDS = 5, 8
-"""How long it waits before it says so, and in all: less than a supervisor waits for a worker's end."""
+"""Seconds of waiting before it logs, and in total: less than a supervisor waits for a worker's end."""
 
 logger = logging.getLogger("vnode")
 

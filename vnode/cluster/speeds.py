@@ -48,7 +48,7 @@ class Planned(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """How fast a job is on 0, 1, 2, ... devices of one kind.
+    """The speed of a job on 0, 1, 2, ... devices of one kind.
 
     Attributes:
       per_second: units of work per second by count, from 0 devices on. 0.0 at a count that the job cannot use.

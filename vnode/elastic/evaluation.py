@@ -91,7 +91,7 @@ class Evaluation:
 
 
 def batches_in(data: Any) -> int:
-    """How many batches hold each example once.
+    """The number of batches that hold each example once.
 
     Raises:
       VnodeError: the number is not known, or no number does.
@@ -113,7 +113,7 @@ def batches_in(data: Any) -> int:
 
 
 def size_of(batch: Any) -> int:
-    """How many examples a batch holds, by dimension 0 of its arrays."""
+    """The number of examples of a batch, by dimension 0 of its arrays."""
     leaves = [leaf for leaf in jax.tree.leaves(batch, is_leaf=is_sharded_batch) if np.ndim(leaf)]
     return np.shape(leaves[0])[0] if leaves else 1
 

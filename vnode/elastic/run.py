@@ -224,7 +224,7 @@ def begin(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
 
 
 def number_of_steps(steps: int | None, epochs: float | None, data: Any) -> Any:
-    """How many steps a run has, given one of two ways to say it.
+    """The number of steps of a run, from `steps` or `epochs`.
 
     Raises:
       ValueError: both are given, or neither; or nobody knows how many steps an epoch has.

@@ -158,7 +158,7 @@ def check_results(results: Any, state: Any) -> None:
 
 
 def changes(before: Any, after: Any) -> Iterator[str]:
-    """How the types of two states differ, by the names of their leaves; weak types do not count.
+    """The differences in the types of two states, by the names of their leaves; weak types do not count.
 
     >>> list(changes({"w": np.float32(1), "n": 0}, {"w": np.ones(2), "n": 1}))
     ["state['w'] was float32[], and is float32[2]"]

@@ -63,7 +63,7 @@ class Leaf:
         return cls(path, tuple(shape), dtype, tuple(tuple(names) for names in spec), key, weak)
 
     def sharding(self, placement: Placement) -> NamedSharding:
-        """How the array lies on a placement's devices."""
+        """The array's sharding on a placement's devices."""
         entries = [None if not names else names[0] if len(names) == 1 else names for names in self.spec]
         return fitting_sharding(placement, self.shape, PartitionSpec(*entries))
 
@@ -252,7 +252,7 @@ def is_complete(leaves: Sequence[Leaf], holders: Sequence[Sequence[Iterable[Box]
 
 
 def volume_of(box: Box) -> int:
-    """How many elements a box has."""
+    """The number of elements of a box."""
     return math.prod(stop - start for start, stop in box)
 
 

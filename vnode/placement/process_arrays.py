@@ -35,7 +35,7 @@ from vnode.placement.world import in_world, is_local, is_shared, world, world_of
 from vnode.show.units import several
 
 NONE, COPY, SPREAD, HERE = range(4)
-"""How a process has an array: not at all; a copy of its own; a shard of it; in its final place."""
+"""A process's part of an array: nothing; a copy of its own; a shard of it; its final place."""
 
 ASYNCHRONOUS = 16 << 10
 """The least number of bytes sent. On CPUs jax runs programs of less than 1,000 operations in the calling thread,

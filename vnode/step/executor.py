@@ -355,7 +355,7 @@ class Executor:
           kwargs: likewise.
 
         Returns:
-          What the step computes; None in one process, and where it was traced before.
+          The step's fingerprint; None in one process, or if it was traced before.
         """
         before = len(self._fingerprints)
         self.lower_for(args, kwargs)

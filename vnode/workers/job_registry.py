@@ -46,10 +46,10 @@ KEPT = 20
 """Jobs that have ended whose events and output are kept."""
 
 LEAVE_SECONDS = 60
-"""How long workers of a supervisor that was killed are waited for."""
+"""Seconds of waiting for the workers of a killed supervisor."""
 
 STOPPED_SECONDS = 1
-"""How long a worker may be stopped, as by SIGSTOP, before it counts as lost."""
+"""Seconds that a worker may be stopped, as by SIGSTOP, before it counts as lost."""
 
 
 def home() -> Path:

@@ -90,7 +90,7 @@ def never_ran(worker: Worker) -> str:
 
 
 def ending(code: int) -> str:
-    """How a process ended, after the name of its worker.
+    """The end of a process, as words that follow the name of its worker.
 
     >>> ending(-9), ending(1)
     ('was killed by SIGKILL', 'ended with exit code 1')

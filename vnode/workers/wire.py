@@ -31,7 +31,7 @@ LARGEST = 16 << 20
 """Bytes of the largest body."""
 
 SEND_SECONDS = 5
-"""How long a send may wait for a peer that does not read."""
+"""Seconds that a send may wait for a peer that does not read."""
 
 
 class WireError(VnodeError):

@@ -142,7 +142,7 @@ def printable(text: str) -> str:
 
 
 def steps(job: Mapping[str, Any]) -> str:
-    """How far a job is.
+    """The progress of a job.
 
     >>> steps({"step": 12, "steps": 40}), steps({"step": 12, "steps": None}), steps({"step": None, "steps": 40})
     ('12/40', '12', '')

@@ -37,7 +37,7 @@ NETWORK = {
 """File systems of several hosts, on which the shared memory of SQLite's log does not work."""
 
 TRIES = 10
-"""How often a lock is asked for."""
+"""The number of attempts to get a lock."""
 
 OWNER = "owner"
 """In the folder of jobs: the identity of the file that it belongs to."""

@@ -60,7 +60,7 @@ PATIENCE = 30.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How a scheduler does it.
+    """The options of a scheduler.
 
     Attributes:
       devices: names of the devices.

@@ -96,7 +96,7 @@ def read_job(record: Mapping[str, Any], folder: Path) -> Job:
 
 
 def read_speeds(record: Mapping[str, Any], folder: Path, nodes: int | None) -> Speeds:
-    """How fast a job is: by times of steps, by a file of `vnode.profile`, or by plans of `vnode.partition.search`."""
+    """The speed of a job: by times of steps, by a file of `vnode.profile`, or by plans of `vnode.partition.search`."""
     given = [name for name in SPEEDS if name in record]
     if not given:
         raise KeyError("step_seconds")

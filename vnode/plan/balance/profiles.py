@@ -1,4 +1,4 @@
-"""How long a step takes on each kind of device: measured times, the model that is fitted to them, and their file.
+"""Measured times of a step on kinds of devices -> the model that is fitted to them, and their file.
 
 Knows numbers and JSON. Must not know steps, devices or jax.
 

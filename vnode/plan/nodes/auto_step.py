@@ -91,7 +91,7 @@ class AutoStep(Step[P, R]):
 
     @property
     def search(self) -> NodeSearch | None:
-        """How V was found; None before it is."""
+        """The search for V; None before it."""
         return self._choice.search
 
     @property

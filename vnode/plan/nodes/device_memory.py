@@ -1,4 +1,4 @@
-"""How much memory a device has, and how much of it a compiled program needs.
+"""A device -> its memory limit; a compiled program -> the memory that it needs.
 
 Knows devices, and what compilers say of a program. Must not know steps, nodes, or how a number of nodes is found.
 """
