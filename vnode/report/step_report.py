@@ -218,7 +218,7 @@ class Report(Drawn):
 
     @property
     def in_rows(self) -> str:
-        """The number of rows of devices, as words that follow their number; empty if each device computes nodes alone."""
+        """The number of rows of devices, in words after their number; empty if each device computes nodes alone."""
         return in_groups(len(self.counts), self.placement.together, "row")
 
     @property
