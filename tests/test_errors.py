@@ -363,10 +363,10 @@ def test_use_after_donation(devices: Any) -> None:
     for used in (lambda: step(placed, batch), lambda: step.on(TWO[:1])(placed, batch)):
         with pytest.raises(vnode.VnodeError, match=message):
             used()
-    with pytest.raises(vnode.VnodeError, match=r"(?s)gone.*\n  argument 0\['w'\]"):
+    with pytest.raises(vnode.VnodeError, match=r"(?s)deleted.*\n  argument 0\['w'\]"):
         step.put(placed)
     list(after.values())[-1].delete()  # by another function; the step knew the state to be in place
-    with pytest.raises(vnode.VnodeError, match=r"(?s)gone.*\n  state\['"):
+    with pytest.raises(vnode.VnodeError, match=r"(?s)deleted.*\n  state\['"):
         step(after, batch)
 
 

@@ -167,8 +167,8 @@ def test_refused_batches(wrong: dict[str, Any], error: type[Exception], message:
     [
         ({"step": SMALL.__wrapped__}, "descend is not virtualized"),
         ({"step": jax.jit(SMALL.__wrapped__)}, "not virtualized"),
-        ({"data": DATA}, r"not one dict.*\n.*\['x'\]: shape \(37, 4\)"),
-        ({"data": DATA["x"]}, "not one ndarray"),
+        ({"data": DATA}, r"this is one dict.*\n.*\['x'\]: shape \(37, 4\)"),
+        ({"data": DATA["x"]}, "this is one ndarray"),
         ({"data": [BATCHES.batch(0)]}, "batches for 1 of 3 steps"),
         ({"data": iter([])}, "no batches by step number"),
         (
@@ -179,7 +179,7 @@ def test_refused_batches(wrong: dict[str, Any], error: type[Exception], message:
         ({"step": vnode.virtualize(lambda w, b: (w, b["x"].sum(), 0), virtual_nodes=1)}, "its state and its metrics"),
         (
             {"state": {"w": jax.jit(lambda w: w, donate_argnums=0)}},
-            r"(?s)gone.*\n  state\['w'\]\n.*result\.state",
+            r"(?s)deleted.*\n  state\['w'\]\n.*result\.state",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),

@@ -57,7 +57,7 @@ def _join(names: UnionFind, largest: dict[Hashable, float], pairs: list[tuple[in
 
 
 def _siblings(program: FlatProgram, alone: list[bool]) -> list[tuple[int, int, int]]:
-    """Pairs of equations that read a value together with an equation that has a strategy of its own."""
+    """Pairs of equations without strategies of their own that read one computed value in the same body."""
     read: dict[Var, list[int]] = {}
     for number, node in enumerate(program.nodes):
         if not alone[number]:

@@ -226,7 +226,7 @@ class _Experts:
         return np.array([own[k] for own, k in zip(kept_, best, strict=True)], np.int64)
 
     def closest(self, operator: int, dimensions: Sequence[Sequence[Hashable]], wishes: Wishes) -> int:
-        """The possible strategy that divides most of the wished dimensions and no other."""
+        """The possible strategy that divides as many wished dimensions, and as few others, as possible."""
         seconds = self.search.problem.seconds[operator]
 
         def distance(s: int) -> tuple[bool, int, float]:

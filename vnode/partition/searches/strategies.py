@@ -192,7 +192,7 @@ class Strategies:
         return next(several, 1)
 
     def ways_of(self, node: Node, number: int) -> list[tuple[Lead, Split]]:
-        """The ways to cut an equation that at least one axis divides evenly, those of the largest factors first."""
+        """The ways to cut an equation along factors of at least the smallest axis's size, the largest factors first."""
         if number in self._ways:
             return self._ways[number]
         d = node.description
