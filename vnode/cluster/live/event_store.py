@@ -178,7 +178,7 @@ class State:
                 layout_message(
                     f"the scheduler's file {self.path} cannot be written.",
                     facts=[str(error)],
-                    remedies=["free space on its disk; running jobs continue meanwhile, and none is lost"],
+                    remedies=["make room on its disk; running jobs continue meanwhile, and none is lost"],
                 )
             ) from error
 
