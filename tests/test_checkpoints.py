@@ -589,7 +589,7 @@ def test_run_goes_on_from_theirs(way: str, tmp_path: Path) -> None:
         assert {path.name for path in tmp_path.iterdir()} == {"3", "5"}  # what a run did not write is not deleted
     np.testing.assert_array_equal(restore(where, start())["w"], np.full(3, 7.0))
     theirs.close()
-    with pytest.raises(CheckpointError, match="is of another state"):
+    with pytest.raises(CheckpointError, match="holds another state"):
         restore(tmp_path, {"w": jnp.zeros(4), "slots": (jnp.ones(2),)})
 
 

@@ -249,8 +249,8 @@ def test_refused_data() -> None:
     for data, message in (
         ({"x": np.ones((3, 2)), "y": np.ones(4)}, r"\['y'\]: shape \(4,\)"),
         ({}, "no array"),
-        (iter([1]), "found by number"),
-        ([], "do not make up a batch"),
+        (iter([1]), "examples by number"),
+        ([], "are too few for a batch"),
     ):
         with pytest.raises(BatchError, match=message):
             Batches(data, 2)

@@ -85,7 +85,7 @@ def test_scalar_among_the_batch() -> None:
 @pytest.mark.parametrize("in_axes", [(None, {"y": 0}), (None, [0, 0]), (None, {"x": 0, "z": None})])
 def test_in_axes_that_are_no_prefix(in_axes: Any) -> None:
     message = refusal(vnode.BatchError, lambda w, b: b["x"].sum(), 0.0, {"x": jnp.zeros(8)}, in_axes=in_axes)
-    assert message.startswith("in_axes[1] does not fit b: it is no prefix")
+    assert message.startswith("in_axes[1] does not fit b: it is not a pytree prefix")
     assert repr(in_axes[1]) in message and "prefix" in message and "jax.vmap" in message
 
 
@@ -192,7 +192,7 @@ def test_placements_that_do_not_fit() -> None:
         (lambda: vnode.Placement(4, devices[:2], counts=[4]), "1 entry for 2 devices"),
         (lambda: vnode.Placement(4, devices[:2], counts=[1, 2]), r"add up to 4 nodes, not \[1, 2\]"),
         (lambda: vnode.Placement(4, devices[:2], counts=[5, -1]), r"at least 0 .* not \[5, -1\]"),
-        (lambda: vnode.Placement(4, devices[:2], mesh=mesh), "either devices or a mesh"),
+        (lambda: vnode.Placement(4, devices[:2], mesh=mesh), "one of devices, mesh and groups"),
         (lambda: vnode.Placement(4, mesh=mesh), "(?s)no axis 'vnode'.*its axes are 'data'.*axis='data'"),
         (lambda: vnode.virtualize(centred, virtual_nodes=4).on(vnode.Placement(5)), "for 5 nodes, the step has 4"),
         (lambda: vnode.virtualize(centred, virtual_nodes=4).on([]), "at least one device"),
@@ -304,7 +304,7 @@ WRONG_USE: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "no function": (
         lambda step: vnode.virtualize({"w": 1}, virtual_nodes=NODES),  # pyright: ignore
         TypeError,
-        "^virtualize takes a function, the step, not something of type dict",
+        "^virtualize takes a function, not a value of type dict",
     ),
     "array of objects": (
         lambda step: step(*given(x=np.array([[1, 2], [3]], object))),
@@ -324,7 +324,7 @@ WRONG_USE: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "nested counts": (
         lambda step: vnode.Placement(NODES, groups=[TWO[:1], TWO[1:]], counts=[[2], [2]]),  # pyright: ignore
         vnode.PlacementError,
-        r"counts must be one integer for each device.* not \[\[2\], \[2\]\]",
+        r"counts must have one integer for each device.* not \[\[2\], \[2\]\]",
     ),
     "nested devices": (
         lambda step: step.on([TWO]),
@@ -359,14 +359,14 @@ def test_use_after_donation(devices: Any) -> None:
     after, _ = step(step.put(state) if devices is TWO else state, batch)
     placed = step.put(other)
     step(placed, batch)
-    message = r"(?s)gone.*\n  state\['w'\]\n  the step donates state: donate_argnums=\(0,\)\n.*go on with what"
+    message = r"(?s)deleted.*\n  state\['w'\]\n  the step donates state: donate_argnums=\(0,\)\n.*use that call"
     for used in (lambda: step(placed, batch), lambda: step.on(TWO[:1])(placed, batch)):
         with pytest.raises(vnode.VnodeError, match=message):
             used()
-    with pytest.raises(vnode.VnodeError, match=r"(?s)gone.*\n  argument 0\['w'\]"):
+    with pytest.raises(vnode.VnodeError, match=r"(?s)deleted.*\n  argument 0\['w'\]"):
         step.put(placed)
     list(after.values())[-1].delete()  # by another function; the step knew the state to be in place
-    with pytest.raises(vnode.VnodeError, match=r"(?s)gone.*\n  state\['"):
+    with pytest.raises(vnode.VnodeError, match=r"(?s)deleted.*\n  state\['"):
         step(after, batch)
 
 
@@ -416,7 +416,7 @@ def test_an_array_that_is_gone_is_named_by_whoever_is_given_it(use: str) -> None
     state, batch = given()
     state["w"].delete()
     name = "kernel" if "objects" in use else "w"
-    message = rf"(?s)some of the given arrays are gone.*\n  (argument 0|state|model).*{name}.*go on"
+    message = rf"(?s)some of the given arrays are deleted.*\n  (argument 0|state|model).*{name}.*use that call"
     with pytest.raises(vnode.VnodeError, match=message):
         GIVEN_TO[use](step, auto, state, batch)
 
@@ -433,7 +433,7 @@ def test_a_part_of_a_state_that_is_gone(devices: Any, donated: Any) -> None:
     x = jnp.ones((8, 3))
     after = step(step({"b": jnp.ones(3), "w": jnp.ones(3)}, x), x)
     after["w"].delete()
-    with pytest.raises(vnode.VnodeError, match=r"arrays are gone.*\n  state\['w'\]\n"):
+    with pytest.raises(vnode.VnodeError, match=r"arrays are deleted.*\n  state\['w'\]\n"):
         step(after, x)
     np.testing.assert_array_equal(step({**after, "w": jnp.ones(3)}, x)["b"], -2 * np.ones(3))
 

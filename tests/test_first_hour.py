@@ -127,7 +127,7 @@ def test_evaluate_is_a_function_of_the_state_or_an_evaluation() -> None:
     told(vnode.VnodeError, lambda: go(error), "is a virtualized step", "vnode.elastic.Evaluation(step,")
     told(ValueError, lambda: go(two), "evaluate=two", "with the state alone", "batch", "vnode.elastic.Evaluation(step,")
     training = vnode.elastic.Evaluation(step, DATA)
-    told(vnode.VnodeError, lambda: go(training), "must return metrics alone", "as training does")
+    told(vnode.VnodeError, lambda: go(training), "must return only metrics", "as in training")
     told(vnode.VnodeError, lambda: vnode.elastic.Evaluation(two, DATA), "two is not virtualized")
     assert go(vnode.elastic.Evaluation(error, DATA)).evaluations[0][1]["loss"] == pytest.approx(np.mean(DATA), rel=1e-4)
     assert go(lambda state, factor=3: {"three": factor}).evaluations == [(1, {"three": 3})]
@@ -252,8 +252,8 @@ def step_of(fun: Any = descend, virtual_nodes: int = 2, **options: Any) -> Any:
 
 def test_state_and_batch_the_other_way_round() -> None:
     swapped = ("KeyError: 'w'", "the first argument is state, the second batch")
-    told(vnode.BatchError, lambda: step_of()(BATCH, LINE), "the other way round", *swapped)
-    told(vnode.BatchError, lambda: run(step_of(), BATCH, [LINE], steps=1), "the other way round", *swapped)
+    told(vnode.BatchError, lambda: step_of()(BATCH, LINE), "the two swapped", *swapped)
+    told(vnode.BatchError, lambda: run(step_of(), BATCH, [LINE], steps=1), "the two swapped", *swapped)
     with pytest.raises(KeyError):  # wrong either way: the error is the step's own
         step_of()({"v": 1.0}, BATCH)
 
@@ -329,7 +329,7 @@ def test_machines_times_and_numbers_of_devices() -> None:
     told(vnode.MachineError, lambda: search(descend, (LINE, BATCH), "a100x8"), "'a100x8'", "v5e:")
     told(vnode.PartitionError, lambda: search(descend, (LINE, BATCH), ONE), "Machine.here(devices)")  # pyright: ignore
     told(vnode.ProfileError, lambda: vnode.balance({}, 4), "measured times", "vnode.profile(step,")  # pyright: ignore
-    told(vnode.PlacementError, lambda: step_of().on([1, 3]), "[jax.devices()[i] for i in [1, 3]]", "the first so many")
+    told(vnode.PlacementError, lambda: step_of().on([1, 3]), "[jax.devices()[i] for i in", "the first of them")
     here = len(jax.devices())
     told(vnode.PlacementError, lambda: step_of().on(99), f"devices=99 was asked for, and jax.devices() has {here}")
     assert step_of().on(2).placement.devices == jax.devices()[:2]

@@ -258,7 +258,7 @@ def test_what_groups_cannot_do() -> None:
             vnode.Placement(V, groups=groups)
     with pytest.raises(vnode.PlacementError, match="only once"):
         vnode.Placement(V, groups=[jax.devices()[:2], jax.devices()[1:2]])
-    with pytest.raises(vnode.PlacementError, match="either devices or a mesh, or else groups"):
+    with pytest.raises(vnode.PlacementError, match="one of devices, mesh and groups"):
         vnode.Placement(V, jax.devices(), groups=[jax.devices()])
     for wrong in (lambda x: x @ jnp.ones(4), lambda x: undefined):  # noqa: F821
         with pytest.raises((TypeError, NameError)):

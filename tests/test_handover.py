@@ -105,7 +105,7 @@ def test_any_holders(before, after, holders, own, seed):
         boxes = {name: found for name, (_, _, found) in manifests.items()}
         there = set.union(own, *holders) >= set(range(before))
         if not there and before > 1:
-            with pytest.raises(IncompleteState, match="no worker that is left holds"):
+            with pytest.raises(IncompleteState, match="no remaining worker holds"):
                 plan_fetches(held.leaves, mine, boxes, placement)
             return
         asked = plan_fetches(held.leaves, mine, boxes, placement)

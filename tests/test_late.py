@@ -103,7 +103,7 @@ def test_a_program_computes_what_it_did(data: st.DataObject) -> None:
 def test_what_cannot_be_computed_again_is_refused() -> None:
     late, *_ = written()
     returned = next(k for k, eqn in enumerate(late.program.equations) if late.program.outputs[0] in eqn.outvars)
-    with pytest.raises(vnode.PartitionError, match=rf"\[\({returned}, 0\)\] cannot be computed again"):
+    with pytest.raises(vnode.PartitionError, match=rf"\[\({returned}, 0\)\] cannot be recomputed"):
         recompute_late(late, [(returned, 0)])
     assert all(late.program.equations[k].primitive.name != "sub" or k <= late.turn for k, _ in late.recomputable)
 

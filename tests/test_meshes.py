@@ -359,17 +359,17 @@ def test_a_step_that_chooses_its_nodes_places_a_state_as_the_patterns_say(two_st
 @pytest.mark.parametrize(
     ("partition", "error", "message"),
     [
-        ({"nowhere": PartitionSpec("model")}, vnode.PlacementError, "'nowhere' is found in the name of no leaf"),
+        ({"nowhere": PartitionSpec("model")}, vnode.PlacementError, "'nowhere' matches the name of no leaf"),
         ({"in$": PartitionSpec(None, None, "model")}, vnode.PlacementError, r"divides dimension 2, which no leaf has"),
         ({"in$": PartitionSpec(("data", "model"))}, vnode.PlacementError,
          r"(?s)'params/in' of shape .* 8 does not divide 4.*a mesh with 1 or 2 along 'data'"),
-        ({"in$": PartitionSpec(None, "modle")}, vnode.PlacementError, "'modle', which the mesh has not"),
+        ({"in$": PartitionSpec(None, "modle")}, vnode.PlacementError, "'modle', which the mesh does not have"),
         ({"in$": PartitionSpec("model", "model")}, ValueError, "'model' can divide one dimension, not two"),
-        ({"in$": PartitionSpec(None, unreduced={"model"})}, ValueError, "still to be added up"),
+        ({"in$": PartitionSpec(None, unreduced={"model"})}, ValueError, "not as partial sums"),
         ({"in$": PartitionSpec("model", None, None)}, vnode.PlacementError, "for leaves of at least 3 dimensions"),
         ({"in$|out$": PartitionSpec(), "params/in$": PartitionSpec(None, "model")},
-         vnode.PlacementError, "never used: each leaf that it is found in has an earlier pattern"),
-        ({"(": PartitionSpec()}, ValueError, "no regular expression"),
+         vnode.PlacementError, "never used: every leaf that it matches has an earlier pattern"),
+        ({"(": PartitionSpec()}, ValueError, "not a regular expression"),
         ({"in": "model"}, ValueError, "PartitionSpec"),
         ("megatron", ValueError, "one of vnode, xla"),
     ],
@@ -385,7 +385,7 @@ def test_patterns_that_mean_nothing(partition: Any, error: type[Exception], mess
 @pytest.mark.parametrize(
     ("partition", "message"),
     [
-        ({"in$": PartitionSpec(None, "model"), "i_n": PartitionSpec("model")}, "'i_n' is found in the name of no leaf"),
+        ({"in$": PartitionSpec(None, "model"), "i_n": PartitionSpec("model")}, "'i_n' matches the name of no leaf"),
         ({"in$": PartitionSpec(None, None, "model")}, "divides dimension 2, which no leaf has"),
     ],
 )
@@ -450,7 +450,7 @@ def test_axes_that_no_placement_has(given: str | None, two_steps: Any) -> None:
     made = vnode.virtualize(step, partition=PATTERNS, **options)
     virtual = made.on(jax.devices()[:2]) if given == "on" else made
     for use in (virtual.put, lambda state: virtual(state, x)):
-        with pytest.raises(vnode.PlacementError, match="'model', which the mesh has not"):
+        with pytest.raises(vnode.PlacementError, match="'model', which the mesh does not have"):
             use(state)
     there = made.on(vnode.Placement(4, mesh=mesh(), axis="data"))
     assert there.put(state)["params"]["in"].sharding.shard_shape((4, 8)) == (4, 4)

@@ -133,12 +133,12 @@ def test_processes_agree_or_say_why_not(tmp_path):
     for i in (0, 2, 3, 4, 5):
         assert found[0][i] == found[1][i]
 
-    assert "2 processes were to put the same arrays" in different
+    assert "2 processes must put the same arrays" in different
     assert "['y']: float32[16,3]" in different
     assert "['x']" not in different
     assert "vnode.data.local_batch" in different
 
-    assert all("each does another thing" in error for error in trees)
+    assert all("each puts others" in error for error in trees)
     assert "numbers of arrays, by process: 2, 1" in trees[0]
     assert "on Placement(8 nodes on 2 x cpu: [3, 5])" in trees[1]
 
@@ -197,7 +197,7 @@ def test_processes_that_differ_are_refused(tmp_path):
     for name, fact in facts.items():
         assert re.search("process 1 does not do what the others do", errors[name]), name
         assert re.search(fact, errors[name]), errors[name]
-    assert "the state of process 1 is not that of the others after 12 steps" in corrupted
+    assert "the state of process 1 differs from the others' after 12 steps" in corrupted
 
 
 @pytest.mark.parametrize("at", ["data", pytest.param("callback", marks=everything)])

@@ -207,7 +207,7 @@ def test_a_call_waits_for_what_is_being_compiled() -> None:
 
 
 def test_preparing_what_cannot_be_prepared() -> None:
-    with pytest.raises(vnode.BatchError, match="call the step once before"):
+    with pytest.raises(vnode.BatchError, match="call the step once first"):
         virtual().prepare(jax.devices()[:2])
     step = virtual()
     state = start()

@@ -335,13 +335,13 @@ def test_check_compares_a_state_in_its_own_shapes() -> None:
 class TestErrors:
     def test_counts_that_do_not_add_up(self) -> None:
         loss, params, x, _ = CASES["perceptron"]
-        with pytest.raises(vnode.PlacementError, match=r"has 16 indices along dimension 1, where 18 are shared out"):
+        with pytest.raises(vnode.PlacementError, match=r"has 16 indices along dimension 1, where 18 are divided"):
             on(trained(loss), {"wi": vnode.UnevenSpec(1, "model", (12, 6))}, 2)(state_of(params), x)
 
     def test_a_dimension_as_long_as_what_is_stored(self) -> None:
         """Of 16 indices as 12 would be stored: 4 of them would be forgotten."""
         loss, params, _, _ = CASES["perceptron"]
-        with pytest.raises(vnode.PlacementError, match="is as long as it is stored"):
+        with pytest.raises(vnode.PlacementError, match="has the stored length"):
             on(trained(loss), {"wi": vnode.UnevenSpec(1, "model", (8, 4))}, 2).put(state_of(params))
 
     def test_another_mesh(self) -> None:
@@ -353,12 +353,12 @@ class TestErrors:
 
     def test_an_axis_that_the_mesh_has_not(self) -> None:
         """Beside one that it has: the axis is what is wrong, and no proportions."""
-        with pytest.raises(vnode.PlacementError, match="'modle', which the mesh has not"):
+        with pytest.raises(vnode.PlacementError, match="'modle', which the mesh does not have"):
             on(perceptron, {"wi": vnode.UnevenSpec(1, "modle", (10, 6)), "wo": WO}, 2)
 
     def test_the_nodes_axis(self) -> None:
         loss, params, x, _ = CASES["perceptron"]
-        with pytest.raises(vnode.PlacementError, match="shares out nodes"):
+        with pytest.raises(vnode.PlacementError, match="divides the nodes"):
             on(trained(loss), {"wi": vnode.UnevenSpec(1, "data", (10, 6))}, 2)(state_of(params), x)
 
     def test_other_proportions(self) -> None:
@@ -392,7 +392,7 @@ class TestErrors:
             lambda: alike(host, x),
             lambda: alike.put(host),
         ):
-            with pytest.raises(vnode.PlacementError, match="is not known to lie along 'model'"):
+            with pytest.raises(vnode.PlacementError, match="is not known to be sharded along 'model'"):
                 use()
 
     @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_the_loss_of_a_part_of_the_state_that_nobody_else_has_ends_the_job(
     until(job, lambda: (job.step or 0) > 2, "some steps")
     os.kill(job.workers[1]["pid"], signal.SIGKILL)
     with pytest.raises(
-        WorkerError, match=r"no worker that is left holds all of state\['slots'\].*one is lost"
+        WorkerError, match=r"no remaining worker holds all of state\['slots'\].*one is lost"
     ) as caught:
         job.wait(DEADLINE)
     assert caught.value.code == 1

@@ -1,7 +1,6 @@
-"""The errors that vnode raises.
+"""A sentence, a source line, facts and remedies -> the message of an error; and the classes of vnode's errors.
 
-Knows how a message is laid out (what, where in the user's code, shapes, remedies), and that some objects are refused
-to be pickled. Must not know how any other is found.
+Knows the layout of messages, and objects that cannot be pickled. Must not know how any other error is found.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ class VnodeError(Exception):
 
 
 class VnodeWarning(UserWarning):
-    """A call that works, and is probably not as intended: devices without nodes, padding for examples."""
+    """A call works, but probably not as intended: devices without nodes, batches with padding."""
 
 
 class CouplingError(VnodeError):
-    """One example influences another in a way that cannot be, or must not be, honoured as asked."""
+    """One example influences another, and the options forbid that, or vnode cannot compute it exactly."""
 
 
 class UnsupportedPrimitiveError(VnodeError):
-    """The step uses a primitive on a batched value that no operator description covers."""
+    """The step applies a primitive to a batched value, and vnode has no description of that primitive."""
 
 
 class PlacementError(VnodeError):
@@ -31,11 +30,11 @@ class PlacementError(VnodeError):
 
 
 class ProcessError(VnodeError):
-    """Another process has failed, did not come in time to what several processes do together, or does something else.
+    """Another process failed, was late at a point where processes meet, or runs another program or other options.
 
     Args:
-      message: what happened.
-      process: the process at fault, if it is known.
+      message: the message.
+      process: the process at fault, if known.
       told: whether the other processes know of the error too.
     """
 
@@ -45,10 +44,10 @@ class ProcessError(VnodeError):
 
 
 class WorkerError(VnodeError):
-    """Workers cannot be started, resized or reached as asked, or the job that they belong to has failed.
+    """Workers could not be started, resized or reached, or their job failed.
 
     Args:
-      message: what happened.
+      message: the message.
       code: the exit code of the job, if it has ended.
     """
 
@@ -58,24 +57,24 @@ class WorkerError(VnodeError):
 
 
 class ClusterError(VnodeError):
-    """Jobs, traces or policies of a cluster are not what they must be, or a job cannot be found or changed."""
+    """A job, trace or policy of a cluster is not valid, or a job cannot be found or changed."""
 
 
 class BatchError(VnodeError):
-    """The batched arguments do not make up one batch."""
+    """The batched arguments do not form one batch: their shapes do not fit together."""
 
 
 class ProfileError(VnodeError):
-    """Measured times cannot be read, belong to another step, or do not say what is asked of them."""
+    """Measured times or compiled figures cannot be read, belong to another step, or lack the requested figure."""
 
 
 class CheckpointError(VnodeError):
-    """A checkpoint does not hold what the run needs, or could not be written.
+    """A checkpoint lacks a value that the run needs, or could not be written.
 
     Args:
-      message: what happened.
-      state: the state that could not be saved, if it is still there.
-      step: how many steps that state has behind it.
+      message: the message.
+      state: the state that could not be saved, if it still exists.
+      step: the number of steps after which the state was to be saved.
     """
 
     def __init__(self, message: str = "", *, state: Any = None, step: int | None = None) -> None:
@@ -84,15 +83,15 @@ class CheckpointError(VnodeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint cannot be read, or is not what was saved under its name."""
+    """A checkpoint cannot be read, or its bytes are not the bytes that were saved."""
 
 
 class DeviceLost(VnodeError):
-    """Devices have failed, or were taken away without notice.
+    """Devices failed, or were taken away without notice.
 
     Args:
-      devices: the devices that are gone.
-      message: what happened; by default says that they are gone.
+      devices: the lost devices.
+      message: the message; by default it names the lost devices.
     """
 
     def __init__(self, devices: Sequence[Any], message: str = "") -> None:
@@ -101,15 +100,15 @@ class DeviceLost(VnodeError):
 
 
 class MemoryLimitError(VnodeError):
-    """Nothing that may be chosen (nodes, splits) fits in a device's memory, or nothing says how much that is."""
+    """No number of nodes, or no division of a step, fits in a device's memory; or the memory's size is not known."""
 
 
 class MachineError(VnodeError):
-    """A machine cannot be as it is described, or does not hold what is asked of it.
+    """A description of a machine is wrong, or a machine is asked for a device, link or collective that it lacks.
 
     Args:
-      problem: what is wrong, and what would be right.
-      place: which part of the description, as a path into it: ``networks[0].bandwidth``.
+      problem: the wrong value, and the expected one.
+      place: the part of the description, as a path into it: ``networks[0].bandwidth``.
       remedies: things to try, a line each.
     """
 
@@ -119,15 +118,15 @@ class MachineError(VnodeError):
 
 
 class PartitionError(VnodeError):
-    """A program cannot be split as it is asked for."""
+    """A program cannot be divided as requested, or a plan does not fit the step."""
 
 
 class SearchError(VnodeError):
-    """A search for strategies is given what does not fit together, or nothing that can be chosen."""
+    """The inputs of a search for strategies do not fit together, or leave nothing to choose from."""
 
 
 class TaskGraphError(VnodeError):
-    """A graph of tasks cannot be simulated: its parts do not fit together, or tasks wait for each other in a circle."""
+    """A task graph cannot be simulated: its arrays do not fit together, or tasks wait for each other in a circle."""
 
 
 class Bound:
@@ -143,24 +142,24 @@ class Bound:
         raise VnodeError(
             layout_message(
                 f"a {type(self).__name__} cannot be pickled.",
-                facts=["it holds functions, programs or devices of this process, that are not there in another"],
+                facts=["it holds functions, programs or devices that exist only in this process"],
                 remedies=[self.pickle_remedy()],
             )
         )
 
     def pickle_remedy(self) -> str:
         """The remedy that replaces pickling."""
-        return "make it where it is needed, as it was made here"
+        return "make it again in the process that needs it"
 
 
 def layout_message(what: str, *, where: str = "", facts: Sequence[str] = (), remedies: Sequence[str] = ()) -> str:
-    """Lays out an error: what happened, where, the facts, and what the user can do.
+    """Lays out the message of an error.
 
     Args:
-      what: one sentence.
+      what: one sentence that says what happened.
       where: the user's source line, ``file:line (function)``.
       facts: shapes and other particulars, a line each.
-      remedies: things to try, a line each.
+      remedies: things that the user can try, a line each.
 
     Returns:
       The message.
@@ -176,7 +175,7 @@ TO_DO = "What to do:"
 
 
 def with_remedies(message: str, *remedies: str) -> str:
-    """A message of `layout_message` with further things to try.
+    """Adds remedies to a message of `layout_message`.
 
     >>> print(with_remedies("It is too large.", "take less"))
     It is too large.

@@ -45,7 +45,7 @@ def write_text(path: str | os.PathLike[str], text: str, error: type[VnodeError])
             layout_message(
                 f"{os.fspath(path)!r} cannot be written.",
                 facts=[failure_reason(why)],
-                remedies=remedies or ["name a file in a folder that is there and may be written to"],
+                remedies=remedies or ["name a file in a folder that exists and is writable"],
             )
         ) from why
 

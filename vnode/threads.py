@@ -35,7 +35,7 @@ AWAITED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 """Threads for which the end of the process waits."""
 
 TELL_SECONDS, MOST_SECONDS = 5, 8
-"""How long it waits before it says so, and in all: less than a supervisor waits for a worker's end."""
+"""Seconds of waiting before it logs, and in total: less than a supervisor waits for a worker's end."""
 
 logger = logging.getLogger("vnode")
 
@@ -79,7 +79,7 @@ def await_threads(most: float = MOST_SECONDS) -> None:
         if not names:
             return
         if limit < most:
-            logger.warning("the process ends when %s has come to an end, in %.0f s at most", names, most - limit)
+            logger.warning("the process ends when %s has ended, in %.0f s at most", names, most - limit)
 
 
 @functools.cache

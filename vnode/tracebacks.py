@@ -104,7 +104,7 @@ def error_causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def level_of_caller() -> int:
-    """How many frames above the caller of this function the user's code is: a ``stacklevel`` for `warnings.warn`."""
+    """The number of frames from this function's caller to the user's code: a ``stacklevel`` for `warnings.warn`."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and (is_vnode_frame(frame) or frame.f_code.co_filename == CONTEXTLIB_FILE):
         frame, level = frame.f_back, level + 1

@@ -1,4 +1,4 @@
-"""`virtualize`: checks what the user asks for, and puts a callable in place of the step.
+"""A step and options -> a virtualized step: `virtualize` checks the options and wraps the step.
 
 Knows options. Must not know how a step is called or compiled.
 """
@@ -36,7 +36,7 @@ PARTITIONS = ("vnode", "xla")
 
 
 class StepOptions(TypedDict, total=False):
-    """Options of `virtualize` besides the number of nodes, for type checkers: the function itself documents them."""
+    """Options of `virtualize` besides the number of nodes, for type checkers; `virtualize` documents them."""
 
     in_axes: Any
     coupling: str | Mapping[str, str]
@@ -99,61 +99,7 @@ def virtualize(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
 ) -> Any:
-    """Splits a step written for the whole batch over virtual nodes, and nodes over devices.
-
-    Args:
-      fun: the step, any function of pytrees of arrays. Without it a decorator is returned.
-      virtual_nodes: V, the number of slices of the batch that are computed at a time. The result depends on it only by
-        rounding, and not at all on the devices. ``"auto"``: the smallest V, hence the fewest waves, whose compiled
-        program fits in the memory of a device. It is found when the step is first called, explained or lowered, for
-        the arguments and devices of that time, and stays. So it does depend on these devices: write the number down
-        (`explain` says it) where a result is to be had again elsewhere.
-      memory: with ``"auto"``, what a device may hold: bytes, or a string such as ``"16GiB"``; by default what the
-        devices report. CPUs report nothing.
-      in_axes: which dimension of each argument carries the examples, as in `jax.vmap`: an integer, None, or a pytree
-        prefix, for each positional argument. Arguments beyond its end are not split. A mapping names the arguments
-        that are split, ``{"batch": 0}``, however they are given: by position, or by keyword as ``batch=batch``. Batches
-        may have different sizes: those that divide into a common number of parts follow each other, each of the others
-        is divided by itself.
-      coupling: what to do where one example influences another before the final reduction. ``"exact"``: extra passes,
-        so that the result equals the whole-batch step. ``"local"``: sums that depend on the model are estimated by
-        each node from its own examples (ghost batch statistics), together with the counts that they are divided by;
-        not so the buffers of a mixture of experts and the like, which stay exact. ``"error"``: refuse. A mapping from
-        regular expressions, searched in the name stack, to modes chooses per coupling.
-      recompute_budget: extra work that exactness may cost, as a fraction of the step's scalar operations. The default
-        allows for one repeated forward pass, about a third of a deep step: what a contrastive loss, a statistic of the
-        losses or a sort over the batch costs. The statistics of normalization layers would cost more: what they would
-        repeat is kept. Within the budget as little as possible is kept, so that a larger one, up to 1, saves memory.
-        What costs more is refused, with its price; less than a third asks for that where layers are cheap to repeat.
-      reduction: how sums over nodes are formed. ``"invariant"``: in the order of a fixed tree, so that the result has
-        the same bits on any devices of one kind. ``"fast"``: those of a device in order, then across devices in any.
-      lanes: of an invariant reduction, the largest number of devices on which results must agree; by default the
-        number of nodes. With as many lanes as devices no sum waits on a device to be added to another, where by default
-        one or two do: the nodes of a lane are added one after another, and devices hold whole lanes. ``"auto"``, with
-        ``virtual_nodes="auto"``: as many as there are devices, if the step does not fit with as many as nodes.
-      accumulate_dtype: dtype of floating-point accumulators; by default the value's own, float32 for 16-bit values.
-      partition: who divides a node's computation over axes of a mesh that nodes are not spread over, where the state is
-        sharded over these: ``"vnode"`` by its own descriptions of operators, with collectives that it chooses;
-        ``"xla"`` leaves that to XLA's partitioner, for comparison. A mapping from regular expressions, searched in the
-        names of leaves (``params/mlp/wi/kernel``), to `jax.sharding.PartitionSpec` shards a state that does not come
-        so: ``{"mlp/wi": PartitionSpec(None, "model")}``. A `vnode.UnevenSpec` in its place shares a dimension out in
-        unequal pieces, where devices differ along an axis: ``{"mlp/wi": vnode.UnevenSpec(1, "model", (640, 384))}``.
-      placement: where the nodes live; by default spread over all of ``jax.devices()``. With ``"auto"``, for the fewest
-        nodes there may be: V is a multiple of theirs, spread in the same proportions.
-      donate_argnums: arguments whose buffers may be re-used, as in `jax.jit`.
-      static_argnums: arguments that are compile-time constants, as in `jax.jit`.
-      static_argnames: such arguments by name. As in `jax.jit`, either option is found out from the other by the step's
-        signature, so that it does not matter whether an argument is given by position or by keyword; if both are given,
-        they are taken as they are.
-
-    Returns:
-      A `VirtualStep`, or with ``"auto"`` an `AutoStep`, called like `fun`.
-
-    Raises:
-      TypeError: `fun` is no function.
-      ValueError: an option is not one of those named above, or names an argument that the step does not have; or
-        `memory` is given with a fixed number of nodes.
-      PlacementError: the placement is for another number of nodes.
+    """Splits a step that is written for the whole batch over virtual nodes, and the nodes over devices.
 
     Example:
       >>> import jax.numpy as jnp, vnode
@@ -162,6 +108,71 @@ def virtualize(
       ...     return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
       >>> step(jnp.ones(3), jnp.ones((8, 3))).shape
       (3,)
+
+    Here each of four nodes computes the gradient of two examples. The result equals the undecorated step's, up to
+    rounding, and has the same bits on any devices of one kind.
+
+    Args:
+      fun: the step: any function of pytrees of arrays. Without it, a decorator is returned.
+      virtual_nodes: V, the number of equal parts of the batch. V changes the result only by rounding; the number of
+        devices does not change it at all. ``"auto"`` chooses the smallest V whose compiled program fits in a device's
+        memory, hence the fewest waves. It is chosen at the first call, `explain` or `lower`, for those arguments and
+        devices, and then stays. It depends on the devices, so write the number down (`explain` prints it) to repeat a
+        result elsewhere.
+      memory: with ``"auto"``, the memory of a device: bytes, or a string such as ``"16GiB"``. By default the devices
+        report it; CPUs report none.
+      in_axes: the dimension of each argument that counts examples, as in `jax.vmap`: an integer, None, or a pytree
+        prefix for each positional argument. Further arguments are not split. A mapping such as ``{"batch": 0}`` names
+        the split arguments; they may then be passed by position or by keyword. Batches may have different sizes. Sizes
+        with a common divisor are split into equally many parts; any other batch is split by itself.
+      coupling: what to do where one example influences another before the final reduction, as in batch normalization.
+
+        - ``"exact"`` runs extra passes, so that the result equals the whole-batch step.
+        - ``"local"`` lets each node estimate sums that depend on the model, and the counts that divide them, from its
+          own examples (ghost batch statistics). Buffers of a mixture of experts and the like stay exact.
+        - ``"error"`` refuses the step.
+
+        A mapping from regular expressions, searched in the name stack, to these modes chooses per coupling.
+      recompute_budget: the extra work that ``"exact"`` may cost, as a fraction of the step's scalar operations. The
+        default allows one repeated forward pass, about a third of a deep step: enough for a contrastive loss, a
+        statistic of the losses or a sort over the batch. Where a repetition would cost more, as for normalization
+        layers, activations are kept instead. Within the budget as few as possible are kept, so a larger budget, up to
+        1, saves memory. A step that needs a larger budget is refused, and the error names the price.
+      reduction: how sums over nodes are formed. ``"invariant"`` adds in the order of a fixed tree, so the result has
+        the same bits on any devices of one kind. ``"fast"`` adds on each device in order, then across devices in any
+        order.
+      lanes: with ``"invariant"``, the largest number of devices that get the same bits; by default V. The nodes of a
+        lane are added one after another, and devices hold whole lanes. With one lane per device, a device holds one
+        running sum; by default it holds up to two more. ``"auto"``, with ``virtual_nodes="auto"``, takes as many lanes
+        as devices if the step does not fit with V lanes.
+      accumulate_dtype: the dtype of floating-point accumulators. By default it is the value's own, and float32 for
+        16-bit values.
+      partition: how a node's computation is divided over mesh axes over which the state is sharded. Nodes are not
+        spread over these axes.
+
+        - ``"vnode"`` divides it by vnode's own descriptions of operators, and chooses the collectives.
+        - ``"xla"`` leaves it to XLA's partitioner, for comparison.
+        - A mapping also shards a state that is not sharded yet. Its keys are regular expressions, searched in the names
+          of leaves (``params/mlp/wi/kernel``); its values are `jax.sharding.PartitionSpec`:
+          ``{"mlp/wi": PartitionSpec(None, "model")}``. A `vnode.UnevenSpec` gives unequal devices unequal parts:
+          ``{"mlp/wi": vnode.UnevenSpec(1, "model", (640, 384))}``.
+      placement: the devices of the nodes; by default all of ``jax.devices()``, evenly. With ``virtual_nodes="auto"`` it
+        is a placement of the fewest nodes: V is a multiple of their number, spread in the same proportions.
+      donate_argnums: positions of arguments whose buffers may be reused, as in `jax.jit`.
+      static_argnums: positions of arguments that are compile-time constants, as in `jax.jit`.
+      static_argnames: names of such arguments. As in `jax.jit`, each of the two options is inferred from the other by
+        the step's signature, so the arguments may be passed by position or by keyword. If both are given, both are
+        taken as they are.
+
+    Returns:
+      A `VirtualStep`, or with ``virtual_nodes="auto"`` an `AutoStep`. It is called like `fun`.
+
+    Raises:
+      TypeError: `fun` is not a function.
+      ValueError: an option has a value that is not listed above, or names an argument that the step does not have; or
+        `memory` is given with a fixed number of nodes.
+      PlacementError: `virtual_nodes` is not a positive integer or ``"auto"``, or `placement` is not a `Placement` for
+        that number of nodes.
     """
     if fun is None:
         return functools.partial(
@@ -181,13 +192,13 @@ def virtualize(
             static_argnames=static_argnames,
         )
     if not callable(fun):
-        raise TypeError(f"virtualize takes a function, the step, not something of type {type(fun).__name__}")
+        raise TypeError(f"virtualize takes a function, not a value of type {type(fun).__name__}")
     auto = isinstance(virtual_nodes, str) and virtual_nodes == "auto"
     if isinstance(virtual_nodes, str) and not auto:
         raise PlacementError(f"virtual_nodes must be a positive integer or 'auto', not {virtual_nodes!r}")
     nodes = 1 if auto else node_count(virtual_nodes)
     if memory is not None and not auto:
-        raise ValueError("memory is for virtual_nodes='auto': a fixed number of nodes takes what it takes")
+        raise ValueError("memory is for virtual_nodes='auto'; a fixed number of nodes has no memory limit")
     if not isinstance(coupling, str | Mapping):
         raise ValueError(f"coupling must be one of {', '.join(COUPLINGS)}, or map patterns to them, not {coupling!r}")
     modes = [coupling] if isinstance(coupling, str) else list(coupling.values())
@@ -195,7 +206,7 @@ def virtualize(
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"coupling: {pattern!r} is no regular expression: {error}") from None
+            raise ValueError(f"coupling: {pattern!r} is not a regular expression: {error}") from None
     if placement is not None and not isinstance(placement, Placement):
         raise PlacementError(f"placement must be a vnode.Placement, not {placement!r}; step.on(...) takes devices")
     if accumulate_dtype is not None:
@@ -272,7 +283,7 @@ def check_axes_named(in_axes: Any, fun: Callable[..., Any]) -> None:
 def static_arguments(
     numbers: int | Sequence[int], names: str | Sequence[str], fun: Callable[..., Any]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Positions and names of arguments that are compile-time constants; found from one another if only one is given.
+    """Positions and names of arguments that are compile-time constants; either is inferred from the other.
 
     Raises:
       ValueError: the function has no such argument.
@@ -294,10 +305,10 @@ def static_arguments(
 
 
 def lane_count(lanes: Any, virtual_nodes: int | None) -> int | None:
-    """How many lanes there are; None: as many as nodes.
+    """The number of lanes; None for as many as nodes.
 
     Raises:
-      ValueError: not between one and the number of nodes, if that is known.
+      ValueError: it is not between one and the number of nodes, if that is known.
     """
     if lanes is None:
         return None
@@ -311,7 +322,7 @@ def lane_count(lanes: Any, virtual_nodes: int | None) -> int | None:
 
 
 def argument_numbers(option: str, numbers: int | Sequence[int], fun: Callable[..., Any]) -> tuple[int, ...]:
-    """Argument numbers as `jax.jit` takes them, none negative.
+    """Argument numbers as `jax.jit` takes them; negative ones are counted from the end.
 
     Raises:
       ValueError: the function has no such argument.

@@ -110,7 +110,8 @@ def test_the_commands(served: Served, capfd: pytest.CaptureFixture[str]) -> None
 
     assert "no scheduler runs" in vnode("queue", code=1)[1]
     served.begin("--devices", "4", "--no-page", "--policy", "max_min", "--env", "MINE=gpu{device}")
-    assert "already has" in vnode("cluster", "serve", "--devices", "4", "--state", str(served.state), code=2)[1]
+    refused = vnode("cluster", "serve", "--devices", "4", "--state", str(served.state), code=2)[1]
+    assert "another scheduler uses" in refused
     assert (
         "no policy 'nice'"
         in vnode("cluster", "serve", "--devices", "4", "--state", "b.db", "--policy", "nice", code=2)[1]
@@ -156,7 +157,7 @@ def test_the_commands(served: Served, capfd: pytest.CaptureFixture[str]) -> None
     assert "no scheduler runs with the file" in vnode("cancel", "1", "--state", str(served.state), code=1)[1]
 
     served.begin("--devices", "3", "--no-page")
-    assert "still has device 3" in served.log() and served.process is not None and served.process.returncode == 2
+    assert "still uses device 3" in served.log() and served.process is not None and served.process.returncode == 2
     served.begin("--devices", "4", "--no-page", "--policy", "goodput")
     step = served.job("1")["step"]
     until(lambda: (served.job("1")["step"] or 0) > (step or 0), served.log)
@@ -344,7 +345,7 @@ def test_a_new_file_does_not_take_an_old_one_s_jobs(served: Served, capfd: pytes
             path.unlink()
     served.begin("--devices", "1", "--no-page")
     assert served.process is not None and served.process.returncode == 2
-    assert "holds jobs of another scheduler's file" in served.log()
+    assert "belongs to another scheduler's file" in served.log()
 
 
 def test_how_a_job_ended_is_known_though_the_disk_was_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ def test_a_policy_that_fails_or_gives_too_much_is_said() -> None:
         "it gives": lambda now, jobs, devices: [4, 4],
         "ZeroDivisionError": lambda now, jobs, devices: 1 // 0,
         "whole number": lambda now, jobs, devices: [0.5, 1],
-        "jobs that are not there": lambda now, jobs, devices: {"7": 1},
+        "jobs that do not exist": lambda now, jobs, devices: {"7": 1},
         "NaN|nan|whole": lambda now, jobs, devices: [float("nan"), 1],
     }
     for words, policy in bad.items():

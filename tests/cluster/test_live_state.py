@@ -47,7 +47,7 @@ def test_one_scheduler_has_a_file_until_it_is_killed(tmp_path: Path) -> None:
     code += "state = State(Path(sys.argv[1])); print('has it', flush=True); time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None and other.stdout.readline() == "has it\n"
-    with pytest.raises(ClusterError, match=rf"already has(.|\n)*process {other.pid}"):
+    with pytest.raises(ClusterError, match=rf"another scheduler uses(.|\n)*process {other.pid}"):
         State(path)
     other.send_signal(signal.SIGKILL)
     other.wait()

@@ -207,7 +207,7 @@ def test_policies_that_decide_what_cannot_be_are_refused() -> None:
         simulate(jobs, 4, "best")
     with pytest.raises(ClusterError, match=r"(?s)together 3 of 4 devices.*job a: 3, it demands 2"):
         simulate(jobs, 4, lambda now, jobs, devices: [3])
-    with pytest.raises(ClusterError, match="jobs that are not there: b"):
+    with pytest.raises(ClusterError, match="jobs that do not exist: b"):
         simulate(jobs, 4, lambda now, jobs, devices: {"b": 1})
     with pytest.raises(ClusterError, match="without devices for ever: a"):
         simulate(jobs, 4, lambda now, jobs, devices: {})

@@ -94,7 +94,7 @@ def test_steps_are_the_published_ones_or_those_of_a_column(tmp_path: Path) -> No
     (job,) = read(tmp_path / "w.csv").jobs
     assert job.work / job.by_kind[""].at(1) == pytest.approx(480 * 32 * 0.9)
     (tmp_path / "w.csv").write_text(lines.replace("384", "385"))
-    with pytest.raises(ClusterError, match=r"line 3: how many steps 'bert' makes with a batch_size of 385 is unknown"):
+    with pytest.raises(ClusterError, match=r"line 3: the number of steps of 'bert' at batch_size 385 is unknown"):
         read(tmp_path / "w.csv")
 
 
@@ -110,10 +110,10 @@ def test_a_job_may_name_a_profile_or_plans(tmp_path: Path) -> None:
     path.write_text(json.dumps({"devices": 4, "jobs": jobs}))
     assert read(path).jobs[0].speeds == by_profile
     for change, message in [
-        ({"virtual_nodes": 7}, r"jobs\[0\]: .*times.json: 7 virtual nodes are no whole number of lanes of 2"),
+        ({"virtual_nodes": 7}, r"jobs\[0\]: .*times.json: 7 virtual nodes do not divide into lanes of 2"),
         ({"kind": "T4"}, r"no device of kind 'T4' was measured: V100"),
         ({"profile": "none.json"}, "none.json' cannot be read"),
-        ({"step_seconds": {"1": 2}}, "step_seconds and profile both say how fast it is"),
+        ({"step_seconds": {"1": 2}}, "step_seconds and profile both give its speed"),
         ({"counts": [1]}, "counts belongs to step_seconds, not to profile"),
     ]:
         path.write_text(json.dumps({"jobs": [{**jobs[0], **change}]}))
@@ -224,7 +224,7 @@ def test_a_damaged_file_is_read_or_refused_by_name(data: st.DataObject, name: st
         ('{"jobs": [{"id": 1' + "0" * 5000 + "}]}", "no JSON: .*digits"),
         ('{"jobs": []}', "has no jobs"),
         ('{"jobs": {}}', r"jobs is \{\}, not an array"),
-        ('{"jobs": [], "jobs": []}', "the field 'jobs' stands there twice"),
+        ('{"jobs": [], "jobs": []}', "the field 'jobs' occurs twice"),
         ('{"jobs": [3]}', r"jobs\[0\]: a job is 3, not an object with fields"),
         ('{"device": 8, "jobs": []}', "unknown field 'device'; known are costs, devices, jobs"),
         ('{"devices": 0, "jobs": []}', "devices is 0; there must be at least 1"),
@@ -253,7 +253,7 @@ def test_files_that_hold_no_jobs(text: str, message: str, tmp_path: Path) -> Non
         ("counts", [8], "counts of devices are from 1 to 4"),
         ("step_seconds", {"1": "4"}, "step_seconds, 1 is '4', not a number"),
         ("step_seconds", {"1_0": 4}, "step_seconds: '1_0' is not a count of devices"),
-        ("step_seconds", {"1": 4, "01": 3}, "step_seconds: '01' is not a count of devices, or it stands there twice"),
+        ("step_seconds", {"1": 4, "01": 3}, "step_seconds: '01' is not a count of devices, or it occurs twice"),
         ("step_seconds", {"999999999": 4}, "there is a time on 999999999 devices, and 100000 are the most"),
     ],
 )

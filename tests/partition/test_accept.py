@@ -174,7 +174,7 @@ class _Silent:
 
 def test_a_compiler_that_says_nothing_is_refused() -> None:
     _, (_, cost) = compared(mlp(8, 8), MEGATRON)
-    with pytest.raises(ProfileError, match="does not say"):
+    with pytest.raises(ProfileError, match="reports no memory"):
         accept(_Silent(), cost)
 
 
@@ -334,9 +334,9 @@ def test_a_report_says_how_far_memory_is_off() -> None:
     zero = Memory(100, 0, 0, 0)
     report = Acceptance({}, {}, (), (), (), zero, 100, 0, 0, 25, tolerance=0.1)
     assert report.memory_error == -0.2 and not report.accepted
-    assert "-20.0%" in str(report) and "it takes 125 B, the prediction is 20% below that" in str(report)
+    assert "-20.0%" in str(report) and "it takes 125 B; the prediction is 20% below that" in str(report)
     roomy, tight = (dataclasses.replace(report, limit=limit) for limit in (200, 120))
-    assert roomy.advice == ("it fits in 200 B all the same",)
+    assert roomy.advice == ("it still fits in 200 B",)
     assert "memory=96:" in tight.advice[0], "as much less as the prediction was too low"
     assert "<table" in report._repr_html_()
     assert dataclasses.replace(report, temporaries=11).accepted is True

@@ -104,14 +104,14 @@ def test_what_is_in_blocks_is_said() -> None:
 
 def test_other_axes_that_divide_nothing() -> None:
     mesh = mesh_of(data=2, model=2)
-    with pytest.raises(PlacementError, match="over 'dat', which the mesh has not"):
+    with pytest.raises(PlacementError, match="over 'dat', which the mesh does not have"):
         split(mesh, partition={"^1$": P("dat")})
     with pytest.raises(ValueError, match="'data' can divide one dimension, not two"):
         split(mesh, partition={"^1$": P("data", "data")})
 
 
 def test_a_name_that_is_not_there() -> None:
-    with pytest.raises(PartitionError, match=r"'w9' is found in no argument's name(?s:.*)0/params/wi"):
+    with pytest.raises(PartitionError, match=r"'w9' matches no argument's name(?s:.*)0/params/wi"):
         blocked(train_step, (STATE, X), mesh_of(model=2), {"w9": 1}, (1, 1), "model")
 
 
@@ -162,7 +162,7 @@ def test_what_was_not_meant_reads_well() -> None:
         (lambda: split(mesh_of(model=2), (5.0, 3.0)), r"counts: expected integers, not \(5.0, 3.0\)"),  # type: ignore
         (lambda: split(mesh_of(model=2), "53"), "counts: expected integers"),  # type: ignore
         (lambda: blocked(train_step, (STATE, X), mesh_of(model=2), ["wi"], (5, 3), "model"), "dims maps patterns"),  # type: ignore
-        (lambda: blocked(train_step, (STATE, X), mesh_of(model=2), {"(": 1}, (5, 3), "model"), "no regular expression"),
+        (lambda: blocked(train_step, (STATE, X), mesh_of(model=2), {"(": 1}, (5, 3), "model"), "not a regular"),
         (lambda: blocked(train_step, (STATE, X), mesh_of(model=2), {"wi": "1"}, (5, 3), "model"), "dims: expected"),  # type: ignore
         (lambda: blocked(train_step, (STATE, X), mesh_of(model=2), {"wi": 1}, (5, 3), None), "axis: expected the name"),  # type: ignore
     ]

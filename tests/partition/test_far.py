@@ -61,7 +61,7 @@ def test_as_many_wait_there_as_need_to(plans):
         assert plan.far == far and plan.figures.memory <= plan.limit
         assert plan.figures.far == far * GRADIENT and plan.figures.pending == (2 - far) * GRADIENT
         assert plan.figures.seconds == pytest.approx(plan.figures.compute + plan.figures.transfer)
-        assert f"{2 * far}.0 MiB of sums that wait for others" in str(plan)
+        assert f"{2 * far}.0 MiB of pending sums" in str(plan)
     # Runs of two nodes, and four of these make a block: there and back for seven of eight, or for the lower of the two.
     link = GRADIENT / ONE.kinds[0].host_bandwidth
     assert others[1].figures.transfer == pytest.approx(2 * 7 * link, rel=0.5)

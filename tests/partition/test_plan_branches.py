@@ -288,7 +288,7 @@ def test_other_branches_than_were_written_down_are_refused() -> None:
 
     swapped = dataclasses.replace(second, branches=second.branches[::-1])
     refused([first, swapped], "does not fit it")
-    refused([first], "of another program")
+    refused([first], "belongs to another program")
     refused([first, dataclasses.replace(first)], "in two branches")
     beyond = dataclasses.replace(second, branches=(*second.branches[:1], frozenset({10_000})))
     refused([first, beyond], "equation 10000, of a program")

@@ -26,7 +26,7 @@ from vnode.analysis.tracing import trace
 from vnode.spmd.sharded_program import flow_over_mesh
 from vnode.spmd.sharding_flow import follow
 
-EFFECT = "has an effect, and every device of a mesh that splits more than the batch would have it"
+EFFECT = "has an effect, which would happen on every device of a mesh that splits more than the batch"
 
 REFUSED: Mapping[str, str] = {
     "debug_print_of_invariant_reduced_and_batched": EFFECT,

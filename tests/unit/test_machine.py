@@ -892,7 +892,7 @@ def test_kinds_meet_over_the_slower_network():
 
 
 def test_what_cannot_be_measured_from_here():
-    with pytest.raises(MachineError, match="no device of it is in this process"):
+    with pytest.raises(MachineError, match="this process has no device of it"):
         Machine.here([fake("abacus", 0, process_index=7)])
     with pytest.raises(MachineError):
         Machine.here([])

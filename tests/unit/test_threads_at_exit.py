@@ -65,7 +65,7 @@ def test_the_end_waits_for_a_thread_and_says_so_if_it_takes_long(
     thread = threads.background(functools.partial(wait, go, None), "vnode-test", awaited=True)
     with caplog.at_level(logging.WARNING, "vnode"):
         threads.await_threads(0.05)
-        assert thread.is_alive() and "when vnode-test has come to an end" in caplog.text
+        assert thread.is_alive() and "when vnode-test has ended" in caplog.text
         go.set()
         threads.await_threads(30)
         assert not thread.is_alive()

@@ -185,7 +185,7 @@ def test_jobs_that_fail_say_why(workers: int, options: Any, more: Any, message: 
 def test_what_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkerError, match=r"the script 'nothing\.py' is not there"):
         launch("nothing.py", 1)
-    with pytest.raises(WorkerError, match="a lambda, or made within another function"):
+    with pytest.raises(WorkerError, match="a lambda, or defined inside another function"):
         launch(lambda: None, 1)
     with pytest.raises(WorkerError, match="backend 'slurm' is not known"):
         launch(FAKE, 1, backend="slurm")
@@ -202,7 +202,7 @@ def test_what_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(WorkerError, match=rf"cannot listen at 127.0.0.1:{port}"):
             launch(FAKE, 1, port=port)
     (tmp_path / "run" / "vnode").chmod(0o755)
-    with pytest.raises(WorkerError, match="this user alone can read"):
+    with pytest.raises(WorkerError, match="only this user can read"):
         launch(FAKE, 1)
 
 

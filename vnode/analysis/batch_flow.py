@@ -484,10 +484,10 @@ def keep_order(flow: Flow, step: Step) -> None:
         raise UnsupportedPrimitiveError(
             message_about(
                 step.eqn,
-                f"{step.eqn.primitive.name!r} mutates an array in place with what depends on single examples.",
+                f"{step.eqn.primitive.name!r} mutates an array in place with values that depend on single examples.",
                 remedies=[
                     "use x.at[...].set(...) or a carry of the loop",
-                    "or write only what is reduced over the batch",
+                    "or write only values that are reduced over the batch",
                 ],
             )
         )

@@ -28,7 +28,7 @@ from vnode.operators.memory_spaces import is_on_host
 
 @dataclasses.dataclass(frozen=True)
 class KeepPolicy:
-    """Which values may be kept for a later pass, rather than recomputed.
+    """The values that may be kept for a later pass, rather than recomputed.
 
     Attributes:
       price: the price of a kept byte, in scalar operations.

@@ -136,7 +136,7 @@ class Coupling:
 
 @dataclasses.dataclass(eq=False)  # not frozen only because many are made
 class Step:
-    """How one equation is evaluated.
+    """The evaluation of one equation.
 
     Attributes:
       eqn: the equation.

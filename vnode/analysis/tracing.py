@@ -131,7 +131,7 @@ def trace_meshless(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Ja
             raise
         raise VnodeError(
             layout_message(
-                "the step names an axis that is not there: collectives of jax.pmap are left over.",
+                "the step names an axis that does not exist: it still has collectives of jax.pmap.",
                 where=source_line_of_error(error),
                 facts=[str(error).partition(". ")[0]],
                 remedies=[
@@ -144,7 +144,7 @@ def trace_meshless(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Ja
         raise VnodeError(
             message_about(
                 found.eqn,
-                "the step is run by jax.pmap: it has a replica for each device, and its result would depend on them.",
+                "the step calls jax.pmap: its replicas, one for each device, make the result depend on the devices.",
                 remedies=[
                     "virtualize jax.vmap(step, axis_name=...) in place of jax.pmap (docs/migrating-from-pmap.md)",
                     "or write the step for the whole batch, and remove its collectives",
@@ -155,7 +155,7 @@ def trace_meshless(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Ja
         raise UnsupportedPrimitiveError(
             message_about(
                 found.eqn,
-                f"the {found.eqn.primitive.name} holds what vnode cannot follow.",
+                f"the {found.eqn.primitive.name} has a body that vnode cannot analyze.",
                 remedies=["write it for the whole batch: vnode divides the examples itself"],
                 facts=[str(found)],
             )

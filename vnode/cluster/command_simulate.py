@@ -52,7 +52,7 @@ def devices(text: str) -> int | dict[str, int]:
     pairs = [each.partition("=") for each in text.split(",")] if "=" in text else [("", "", text)]
     found = {kind.strip(): int(count) for kind, _, count in pairs}
     if len(found) < len(pairs) or min(found.values()) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: each kind has at least one device, and is named once")
+        raise argparse.ArgumentTypeError(f"{text!r}: each kind must have at least one device, and be named once")
     return found if "=" in text else found[""]
 
 

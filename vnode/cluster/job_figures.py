@@ -121,7 +121,7 @@ class Result:
         }
 
     def against(self, other: Result) -> np.ndarray:
-        """How many times as late as in another run each job ended: finish-time fairness to that baseline."""
+        """Each job's finish time, divided by its finish time in another run: finish-time fairness to that baseline."""
         ended = {job.id: job.jct for job in other.of_jobs()}
         return np.array([job.jct / ended[job.id] for job in self.of_jobs()])
 

@@ -246,7 +246,7 @@ class Jobs(Sequence[Row]):
 
     @functools.cached_property
     def runs(self) -> np.ndarray:
-        """Which have devices."""
+        """For each job whether it has devices."""
         return self.state != PENDING
 
     @functools.cached_property

@@ -80,7 +80,7 @@ def mixed_table(jobs: Sequence[Job], devices: Mapping[str, int]) -> MixedJobs:
                 layout_message(
                     f"job {job.id!r} can run nowhere: it takes {job.demand} devices of one kind.",
                     facts=[f"{kind}: {devices[kind]} devices, no speed on {job.demand} of them" for kind in kinds],
-                    remedies=["give its speed on some kind of which there are so many", "or leave it out"],
+                    remedies=["give its speed on a kind with that many devices", "or leave it out"],
                 )
             )
     count = len(jobs)

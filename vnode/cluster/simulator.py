@@ -327,7 +327,7 @@ def as_array(shares: Any, jobs: Jobs) -> np.ndarray:
         none = np.zeros(jobs.share.shape[1:], np.int64)
         found = np.array([left.pop(name, none) for name in jobs.id])
         if left:
-            raise ClusterError(f"the policy gives devices to jobs that are not there: {', '.join(map(str, left))}")
+            raise ClusterError(f"the policy gives devices to jobs that do not exist: {', '.join(map(str, left))}")
         shares = found
     array = np.asarray(shares)
     if array.shape != jobs.share.shape or not np.array_equal(array, np.floor(array)):
@@ -343,7 +343,7 @@ def wrong_shares(shares: np.ndarray, jobs: Jobs, devices: int) -> str:
     facts = [f"together {int(shares.sum())} of {devices} devices"]
     for index in np.flatnonzero((shares < 0) | (shares > jobs.demand))[:5].tolist():
         facts.append(f"job {jobs.id[index]}: {shares[index]}, it demands {jobs.demand[index]}")
-    return layout_message("the policy gives devices that are not there, or that a job may not have.", facts=facts)
+    return layout_message("the policy gives devices that do not exist, or that a job must not use.", facts=facts)
 
 
 def check(jobs: Sequence[Job], kinds: Mapping[str, int]) -> None:

@@ -48,7 +48,7 @@ class Planned(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """How fast a job is on 0, 1, 2, ... devices of one kind.
+    """The speed of a job on 0, 1, 2, ... devices of one kind.
 
     Attributes:
       per_second: units of work per second by count, from 0 devices on. 0.0 at a count that the job cannot use.
@@ -133,7 +133,7 @@ class Speeds:
             raise ValueError(f"{said}: {', '.join(known)}")
         lanes, left = divmod(virtual_nodes, profiles.lane)
         if lanes < 1 or left:
-            raise ValueError(f"{virtual_nodes} virtual nodes are no whole number of lanes of {profiles.lane}")
+            raise ValueError(f"{virtual_nodes} virtual nodes do not divide into lanes of {profiles.lane}")
         last = min(known[kind].devices if most is None else most, lanes)
         shares = ([(lanes + i) // n * profiles.lane for i in range(n)] for n in range(1, last + 1))
         return cls((0.0, *(1 / profiles.seconds({kind: each}) for each in shares)))
@@ -183,7 +183,7 @@ class Speeds:
           [2559, 1427, 1050, 861, 748, 672, 618, 578]
         """
         if not 0 <= fixed <= at_demand:
-            raise ValueError(f"the fixed part of {fixed} s is not between 0 and the {at_demand} s of the whole")
+            raise ValueError(f"the fixed part of {fixed} s must be from 0 to {at_demand} s, the whole time")
         counts = range(1, (most or demand) + 1)
         return cls((0.0, *(1 / (fixed + (at_demand - fixed) * demand / n) for n in counts)))
 

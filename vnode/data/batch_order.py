@@ -81,7 +81,7 @@ class Order:
         if self.examples < self.batch_size:
             raise BatchError(
                 layout_message(
-                    f"{self.examples} examples do not make up a batch of {self.batch_size}.",
+                    f"{self.examples} examples are too few for a batch of {self.batch_size}.",
                     remedies=[f"batch_size={self.examples}, or less"] if self.examples else ["check the path"],
                 )
             )

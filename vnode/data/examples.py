@@ -48,7 +48,7 @@ class Arrays:
                 layout_message(
                     "the arrays of a data set need one first dimension, which counts the examples.",
                     facts=list(sizes) or ["there is no array"],
-                    remedies=["leave out what belongs to no example", "check the order of dimensions"],
+                    remedies=["leave out arrays that do not count examples", "check the order of dimensions"],
                 )
             )
         for path, leaf in jax.tree.leaves_with_path(tree):
@@ -90,7 +90,7 @@ def stack_examples(examples: Sequence[Any]) -> Any:
                     f"examples of different shapes do not make up a batch: "
                     f"{jax.tree_util.keystr(path) or 'the example'}.",
                     facts=[f"shapes {', '.join(map(str, shapes[:4]))}"],
-                    remedies=["pad to one length, with a mask of what is real"],
+                    remedies=["pad to one length, with a mask of the real entries"],
                 )
             )
         array = np.stack(leaves)
@@ -125,7 +125,7 @@ def examples_of(data: Any) -> Examples:
         return Records(data)
     raise BatchError(
         layout_message(
-            f"{type(data).__name__} is no data set: examples must be found by number.",
+            f"{type(data).__name__} is not a data set: it must give examples by number.",
             remedies=[
                 "give a pytree of arrays, a sequence of examples, or an object with __len__ and take(rows)",
                 "read a stream into memory, or wrap it in a sequence, first",

@@ -50,9 +50,9 @@ class Dataset:
         if missing:
             raise BatchError(
                 layout_message(
-                    "a data set that leaves out examples has no batches that depend on the step number only.",
+                    "a data set that leaves out examples cannot give batches by step number.",
                     facts=[f"there is no example {', '.join(missing[:10])}"],
-                    remedies=["filter before training: keep a list of the numbers of the examples that stay"],
+                    remedies=["filter before training: keep a list of the numbers of the remaining examples"],
                 )
             )
         return stack_examples(examples)

@@ -40,12 +40,12 @@ def loader(data: Any, steps: int) -> Callable[[int, Placement], Any]:
         kind = "jax.Array" if isinstance(data, jax.Array) else type(data).__name__
         raise VnodeError(
             layout_message(
-                f"the data of a run are batches by step number, not one {kind}.",
+                f"the data of a run must give batches by step number; this is one {kind}.",
                 facts=[f"it has the arrays {', '.join(sizes(data)[:8])}"],
                 remedies=[
                     "vnode.data.Batches(data, batch_size=...)",
                     "a list, or a function of the step number",
-                    "if that is the state: the order is run(step, state, data)",
+                    "if it is the state, the order is run(step, state, data)",
                 ],
             )
         )
@@ -63,7 +63,7 @@ def loader(data: Any, steps: int) -> Callable[[int, Placement], Any]:
     raise VnodeError(
         layout_message(
             f"{type(data).__name__} has no batches by step number.",
-            facts=["after a failure, or in another run, steps are asked for again"],
+            facts=["after a failure, or in another run, the same steps are needed again"],
             remedies=["vnode.data.Batches(...) for a data set", "or a function of the step number"],
         )
     )
@@ -158,7 +158,7 @@ def check_dtype(path: Any, leaf: Any, what: str) -> None:
             f"{jax.tree_util.keystr(path) or 'an array'} of {what} has dtype {leaf.dtype}, which is not for devices.",
             facts=[f"shape {leaf.shape}"]
             + (["arrays of unequal lengths become an array of objects"] if ragged else []),
-            remedies=["pad to one length, with a mask of what is real"]
+            remedies=["pad to one length, with a mask of the real entries"]
             if ragged
             else ["leave it out of the batch, or turn it into numbers first"],
         )

@@ -163,7 +163,7 @@ def check(entries: Mapping[Path, Entry], leaves: Mapping[Path, Leaf], where: str
         shown = facts[:20] + ([f"and {len(facts) - 20} more"] if len(facts) > 20 else [])
         raise CheckpointError(
             layout_message(
-                f"{where} is of another state.",
+                f"{where} holds another state.",
                 facts=shown,
                 remedies=["start from the state (model, optimizer) that was saved", "or use another folder"],
             )

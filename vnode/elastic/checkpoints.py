@@ -49,7 +49,7 @@ SHOWN = 4
 """Processes that a message shows."""
 
 FULL = re.compile("no space left|disk quota exceeded|ENOSPC|EDQUOT|not enough space", re.IGNORECASE)
-"""How errors of full disks read, where they have no number."""
+"""Texts of errors about full disks that have no error number."""
 
 T = TypeVar("T")
 
@@ -119,7 +119,7 @@ class Checkpoints(SharedReader):
                     facts=[f"process {process}: {found[process][1]} on {found[process][2]}" for process in shown],
                     remedies=[
                         "give all processes one folder: of a file system that all hosts have, or gs://...",
-                        "if it is one, and was made just now: start again",
+                        "if it is one folder that was made just now, start again",
                     ],
                 )
             )
@@ -350,7 +350,7 @@ def remedies_of(error: BaseException | None) -> list[str]:
 
 
 class KeepLast:
-    """Which checkpoints stay: the last ones of a run, and all that are not good or not written by a run.
+    """The checkpoints that stay: the last ones of a run, and all that are damaged or not written by a run.
 
     Those are for whoever put them there to delete.
 
@@ -363,7 +363,7 @@ class KeepLast:
         self.known: dict[int, bool] = {}
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Which of some checkpoints stay; orbax asks during each save."""
+        """The checkpoints among these that stay; orbax asks during each save."""
         numbers = [checkpoint.step for checkpoint in checkpoints]
         ours = sorted(number for number in numbers if self.is_ours(number))
         gone = set(ours[: -self.checkpoints.keep]) - {self.checkpoints.best}

@@ -566,7 +566,7 @@ class Driver:
         if not isinstance(value, bool | int | float):
             raise VnodeError(
                 layout_message(
-                    f"best_metric={metric!r} is no number among the metrics of an evaluation.",
+                    f"best_metric={metric!r} is not a number among the metrics of an evaluation.",
                     facts=[f"there are {', '.join(each.removeprefix('evaluate/') for each in named) or 'none'}"],
                     remedies=["name one of them that is a number"],
                 )

@@ -91,7 +91,7 @@ class Evaluation:
 
 
 def batches_in(data: Any) -> int:
-    """How many batches hold each example once.
+    """The number of batches that hold each example once.
 
     Raises:
       VnodeError: the number is not known, or no number does.
@@ -113,7 +113,7 @@ def batches_in(data: Any) -> int:
 
 
 def size_of(batch: Any) -> int:
-    """How many examples a batch holds, by dimension 0 of its arrays."""
+    """The number of examples of a batch, by dimension 0 of its arrays."""
     leaves = [leaf for leaf in jax.tree.leaves(batch, is_leaf=is_sharded_batch) if np.ndim(leaf)]
     return np.shape(leaves[0])[0] if leaves else 1
 
@@ -189,7 +189,7 @@ def check_metrics(results: Any, state: Any) -> None:
     if isinstance(results, tuple) and results and jax.tree.leaves(state) and form(results[0]) == form(state):
         raise VnodeError(
             layout_message(
-                "the step of an Evaluation must return metrics alone, and returns a state first, as training does.",
+                "the step of an Evaluation must return only metrics; this one returns a state first, as in training.",
                 remedies=[
                     "a step that returns metrics: vnode.virtualize(lambda state, batch: {'loss': ...}, virtual_nodes=8)"
                 ],

@@ -162,7 +162,7 @@ class FolderLock:
             lost, self.descriptor = self.descriptor, None
             os.close(lost)
             log.warning(
-                "%s was deleted during a run, and is taken again: another run could have begun meanwhile", self.path
+                "%s was deleted during a run, and was made again: another run may have begun meanwhile", self.path
             )
             try:
                 if not self.locked():

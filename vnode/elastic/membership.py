@@ -245,7 +245,7 @@ class Membership:
           seconds: to wait; None for as long as it takes.
 
         Returns:
-          What `found` returns; None after so many seconds.
+          The result of `found`; None after so many seconds.
 
         Raises:
           SystemExit: the supervisor ends this worker, or has died.

@@ -43,7 +43,7 @@ MAKING = threading.Lock()
 """Held by whoever traces and compiles for a generation: two at once would take the processors from training."""
 
 FLAGS = 5
-"""How many flags workers vote on before each step (`vnode.elastic.worker_loop`)."""
+"""The number of flags that workers vote on before each step (`vnode.elastic.worker_loop`)."""
 
 SCOPE = "run 0"
 """The name of a run to the workers of a generation, of which each has one run."""
@@ -158,7 +158,7 @@ class NextGeneration:
         """Frees the generation's world in a thread, once it is made or given up.
 
         Returns:
-          That thread.
+          The thread.
         """
         self.closed = True
         if self.thread.is_alive():
@@ -191,7 +191,7 @@ class NextGeneration:
           ProcessError: it has.
         """
         if not self.is_wanted:
-            raise ProcessError(f"generation {self.generation} is not wanted any longer.")
+            raise ProcessError(f"generation {self.generation} is no longer needed.")
 
     def fetch_types(self) -> list[Leaf] | None:
         """The arrays of the state as those that train have them; None if nobody trains yet."""
@@ -209,7 +209,7 @@ class NextGeneration:
 
 
 def copy_groups(state: Any) -> int:
-    """How many groups of a state's arrays have checksums in a vote; `state` may be abstract."""
+    """The number of groups of a state's arrays with checksums in a vote; `state` may be abstract."""
     return len({copy_holders(leaf) for leaf in jax.tree.leaves(state)} - {None})
 
 

@@ -64,9 +64,7 @@ class RunOptions:
         if seconds is not None and not (isinstance(seconds, numbers.Real) and 0 < seconds < math.inf):
             raise ValueError(f"checkpoint_seconds must be a positive time, or None, not {seconds!r}")
         if self.start > self.steps:
-            raise ValueError(
-                f"start={self.start} is beyond steps={self.steps}, which counts from the first step of all"
-            )
+            raise ValueError(f"start={self.start} is beyond steps={self.steps}, which counts from the very first step")
         self._one_of("compile_ahead", (False, True, "warm_up"), 'False, True or "warm_up"')
         self._one_of("on_nan", ("continue", "stop"), '"continue" or "stop"')
         self._one_of("progress", (None, False, True), "None, False or True")

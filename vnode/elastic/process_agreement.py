@@ -109,7 +109,9 @@ def check_numbers(numbers: np.ndarray) -> None:
                 facts=[
                     f"{process_names([0])} came to step {numbers[0]}, {process_names([odd])} to step {numbers[odd]}"
                 ],
-                remedies=["did one of them go back to a copy of its state, after an error that the others had not?"],
+                remedies=[
+                    "did one of them return to a copy of its state, after an error that the others did not have?"
+                ],
             ),
             process=odd,
             told=True,
@@ -145,7 +147,7 @@ def check_equal(number: int, sums: Mapping[int, tuple[int, ...]]) -> None:
     if odd:
         raise ProcessError(
             layout_message(
-                f"the state of {process_names(odd)} is not that of the others after {number} steps, and should be.",
+                f"the state of {process_names(odd)} differs from the others' after {number} steps.",
                 facts=[
                     f"{process_names([process])}: {first:08x}{second:08x}" for process, (first, second) in sums.items()
                 ],

@@ -243,7 +243,7 @@ class Reader:
           The arrays by path.
 
         Raises:
-          CheckpointError: it is of another state.
+          CheckpointError: it holds another state.
           DamagedCheckpointError: it cannot be read, or is not what was saved.
         """
         name, header = f"checkpoint {number} in {self.folder}", self.header(number)

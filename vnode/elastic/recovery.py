@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vnode")
 
 STATUS = re.compile("(CANCELLED|UNKNOWN|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL|UNAVAILABLE|DATA_LOSS): ")
-"""How messages of a runtime that failed begin (the codes of ``absl::StatusCode`` that a device can be the cause of)."""
+"""Beginnings of a failed runtime's messages: the codes of ``absl::StatusCode`` that a device can cause."""
 
 
 def may_be_a_device(error: BaseException) -> bool:

@@ -127,9 +127,9 @@ def check_like(like: Any) -> None:
     if like is not None and not any(array_leaves(like)):
         raise VnodeError(
             layout_message(
-                f"like={like!r:.80} holds no arrays: it is a {type(like).__name__}.",
+                f"like={like!r:.80} holds no arrays: its type is {type(like).__name__}.",
                 remedies=[
-                    "give a state, as the run was given: like={'params': params, 'opt_state': opt_state}",
+                    "give a state with the structure of the run's: like={'params': params, 'opt_state': opt_state}",
                     "of a flax.linen module that is model.init(key, x); shapes will do: jax.eval_shape(init, ...)",
                 ],
             )

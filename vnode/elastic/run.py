@@ -224,7 +224,7 @@ def begin(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
 
 
 def number_of_steps(steps: int | None, epochs: float | None, data: Any) -> Any:
-    """How many steps a run has, given one of two ways to say it.
+    """The number of steps of a run, from `steps` or `epochs`.
 
     Raises:
       ValueError: both are given, or neither; or nobody knows how many steps an epoch has.
@@ -240,7 +240,9 @@ def number_of_steps(steps: int | None, epochs: float | None, data: Any) -> Any:
     order = getattr(data, "order", None)
     length = order.steps_per_epoch if order is not None else len(data) if hasattr(data, "__len__") else None
     if length is None:
-        raise ValueError(f"epochs={epochs!r}: nobody knows how many batches {type(data).__name__} has; give steps=...")
+        raise ValueError(
+            f"epochs={epochs!r}: {type(data).__name__} does not tell its number of batches; give steps=..."
+        )
     return math.ceil(epochs * length)
 
 
@@ -290,7 +292,7 @@ def check_for_worker(step: Any, options: RunOptions) -> None:
     if isinstance(step, AutoStep):
         raise VnodeError(
             layout_message(
-                "virtual_nodes='auto' is not for workers: the number must stay the same when they come and go.",
+                "virtual_nodes='auto' is not for workers: the number must stay the same when workers come and go.",
                 remedies=["give a number: virtual_nodes=8", "run the script alone to see which one 'auto' chooses"],
             )
         )

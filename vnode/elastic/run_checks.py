@@ -87,7 +87,7 @@ def check_takes(step: Any, objects: int = 1) -> None:
                 remedies=[
                     "put what changes from step to step into the state: random keys, schedules, counters",
                     "put what comes with the data into the batch, as a dictionary",
-                    "fix the rest before: functools.partial(step, config=config), then vnode.virtualize",
+                    "bind the rest first: functools.partial(step, config=config), then vnode.virtualize",
                 ],
             )
         ) from None
@@ -107,10 +107,10 @@ def check_start(number: int, options: RunOptions, checkpoints: Checkpoints | Non
         layout_message(
             f"checkpoint {number} in {checkpoints.folder} is "
             + (f"beyond steps={options.steps}." if beyond else f"before start={options.start}."),
-            facts=["steps counts from the first step of all, those before a checkpoint included"]
+            facts=["steps counts from the very first step, before any checkpoint"]
             if beyond
-            else ["the state that was given and the checkpoint cannot both be gone on with"],
-            remedies=["more steps" if beyond else "leave out start to go on from the checkpoint", "another folder"],
+            else ["the given state and the checkpoint cannot both be the start"],
+            remedies=["more steps" if beyond else "leave out start to resume from the checkpoint", "another folder"],
         )
     )
 
@@ -130,7 +130,7 @@ def check_results(results: Any, state: Any) -> None:
             layout_message(
                 "a step must return its state and its metrics.",
                 facts=[f"it returned {type(results).__name__}"],
-                remedies=["return state, {'loss': loss}", "return state, {} where there is nothing to tell"],
+                remedies=["return state, {'loss': loss}", "return state, {} if there are no metrics"],
             )
         )
     changed = list(changes(state, results[0]))
@@ -140,7 +140,7 @@ def check_results(results: Any, state: Any) -> None:
         raise VnodeError(
             layout_message(
                 "a step must return its state first, then its metrics.",
-                facts=["the second thing that it returned has the form of the state, the first has not"],
+                facts=["the second result has the structure of the state, the first has not"],
                 remedies=["return state, metrics"],
             )
         )
@@ -151,14 +151,14 @@ def check_results(results: Any, state: Any) -> None:
             remedies=[
                 "begin with the types that the step returns: jax.eval_shape(step, state, batch) says them",
                 "or cast in the step: new.astype(old.dtype)",
-                "return what grows from step to step among the metrics",
+                "return growing values among the metrics",
             ],
         )
     )
 
 
 def changes(before: Any, after: Any) -> Iterator[str]:
-    """How the types of two states differ, by the names of their leaves; weak types do not count.
+    """The differences in the types of two states, by the names of their leaves; weak types do not count.
 
     >>> list(changes({"w": np.float32(1), "n": 0}, {"w": np.ones(2), "n": 1}))
     ["state['w'] was float32[], and is float32[2]"]
@@ -217,7 +217,7 @@ def check_kept(state: Any) -> None:
     if gone:
         raise VnodeError(
             layout_message(
-                "the evaluation gave the state away: its arrays are no more.",
+                "the evaluation donated the state: its arrays are deleted.",
                 facts=[f"donated: {', '.join(gone[:8])}"],
                 remedies=["no donate_argnums for the step that evaluates"],
             )

@@ -126,6 +126,6 @@ def none_left(lost: set[Any]) -> PlacementError:
         layout_message(
             "no device is left to go on with.",
             facts=[f"lost: {', '.join(sorted(map(str, lost)))}"],
-            remedies=["start again with the same checkpoint=... where there are devices: the run resumes"],
+            remedies=["start again on other devices with the same checkpoint=...: the run resumes"],
         )
     )

@@ -210,7 +210,7 @@ def compare(before: dict[str, Any], run: Identity, where: str) -> list[str]:
         facts = run.program.differences(Fingerprint.from_json(before["program"]))
         if facts:
             shown = [*facts[:SHOWN], *([f"and {len(facts) - SHOWN} more"] if len(facts) > SHOWN else [])]
-            warnings.append(layout_message(f"{where} was made by a step that computes something else.", facts=shown))
+            warnings.append(layout_message(f"{where} was made by a step with another computation.", facts=shown))
     return warnings
 
 

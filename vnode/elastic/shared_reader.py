@@ -128,7 +128,7 @@ class SharedReader(Reader):
                         facts=[f"the folder is {self.folder} on {socket.gethostname()}"],
                         remedies=[
                             "give all processes one folder: of a file system that all hosts have, or gs://...",
-                            "if it is one, that this host has not read again: start again",
+                            "if it is one, whose new content this host has not seen yet, start again",
                         ],
                     )
                 )

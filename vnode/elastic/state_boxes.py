@@ -63,7 +63,7 @@ class Leaf:
         return cls(path, tuple(shape), dtype, tuple(tuple(names) for names in spec), key, weak)
 
     def sharding(self, placement: Placement) -> NamedSharding:
-        """How the array lies on a placement's devices."""
+        """The array's sharding on a placement's devices."""
         entries = [None if not names else names[0] if len(names) == 1 else names for names in self.spec]
         return fitting_sharding(placement, self.shape, PartitionSpec(*entries))
 
@@ -252,7 +252,7 @@ def is_complete(leaves: Sequence[Leaf], holders: Sequence[Sequence[Iterable[Box]
 
 
 def volume_of(box: Box) -> int:
-    """How many elements a box has."""
+    """The number of elements of a box."""
     return math.prod(stop - start for start, stop in box)
 
 
@@ -262,8 +262,8 @@ class IncompleteState(VnodeError):
     def __init__(self, path: str) -> None:
         super().__init__(
             layout_message(
-                f"no worker that is left holds all of state{path}: it was divided over workers, and one is lost.",
-                remedies=["checkpoint=... for a run whose state is divided over workers, to go back to"],
+                f"no remaining worker holds all of state{path}: it was divided over workers, and one is lost.",
+                remedies=["give checkpoint=...: a run whose state is divided over workers needs one to go back to"],
             )
         )
 

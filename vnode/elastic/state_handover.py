@@ -240,7 +240,7 @@ class Source:
                     raise ValueError(said.get("error", f"{said.get('bytes')} bytes for {data.nbytes}"))
                 fill(self.stream, data)
                 if zlib.crc32(data) != said["crc"]:
-                    raise ValueError(f"the checksum of state{leaves[i].path} is not that of what was sent")
+                    raise ValueError(f"the checksum of state{leaves[i].path} differs from the sender's")
                 found[i, box] = value
         except (OSError, ValueError, KeyError, EOFError) as error:
             raise self.failed(error) from error

@@ -1,4 +1,4 @@
-"""How fast a run is: wall time, examples a second and utilization, as metrics by name.
+"""Times of a run's steps -> its speed, as metrics by name: wall time, examples a second and utilization.
 
 Knows batches, clocks, and the peak rates of devices. Must not know who is told.
 

@@ -496,7 +496,7 @@ class WorkerDriver(Driver):
         self.held = HeldState.from_state(self.number, self.state)
         known = self.member.wait(self.knows_switch, WORD)
         if not known:
-            raise ProcessError("the supervisor has not said to which generation the workers switch.")
+            raise ProcessError("the supervisor did not name the generation to which the workers switch.")
         self.state = None
         self.recent.clear()
         if self.coming is None:

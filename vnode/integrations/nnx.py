@@ -134,7 +134,7 @@ class ObjectStep(Step[P, R]):
                 raise VnodeError(
                     layout_message(
                         "the step changed the structure of its objects, not only their values.",
-                        remedies=["make all of their variables before the run: one call of the step does that"],
+                        remedies=["create all of their variables before the run: one call of the step does that"],
                     )
                 )
             return nnx.to_pure_dict(arrays), metrics
@@ -169,7 +169,7 @@ def named_batch(axes: Mapping[str, Any]) -> str:
     if len(axes) != 1:
         raise VnodeError(
             layout_message(
-                "a loop gives the step one batch, and in_axes names several.",
+                "a loop passes the step one batch, but in_axes names several.",
                 facts=[f"in_axes = {dict(axes)!r}"],
                 remedies=["take one argument that is a dictionary of batches: in_axes={'batch': 0}"],
             )

@@ -50,7 +50,7 @@ class Call:
 
 
 class Control(Protocol):
-    """How to run loops and branches: in a compiled program, or in Python."""
+    """The ways to run loops and branches: in a compiled program, or in Python."""
 
     def scan(self, body: Callable[[Any, Any], Any], carry: list[Any], xs: list[Any], loop: Loop) -> Any:
         """As `jax.lax.scan`: the last carry, and what the iterations return, stacked."""

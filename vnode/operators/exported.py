@@ -109,7 +109,7 @@ def program_text(exported: Any) -> str:
 
 
 class Count(enum.Enum):
-    """How a value depends on the number of rows."""
+    """A value's dependence on the number of rows."""
 
     NOTHING = "nothing"
     MADE_OF_IT = "made of it"
@@ -120,7 +120,7 @@ CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 """Operations that call functions of the module, each with the attribute that names the function."""
 
 Counts = Mapping[Any, Count]
-"""How the values of a function depend on the number of rows."""
+"""The dependence of a function's values on the number of rows."""
 
 
 class Walk:
@@ -130,7 +130,7 @@ class Walk:
         self.functions = functions
 
     def block(self, block: Any, given: Sequence[Count]) -> list[Count]:
-        """How the results depend on the number of rows, given how the arguments do."""
+        """The results' dependence on the number of rows, given the arguments' dependence."""
         counts = dict(zip(block.arguments, given, strict=True))
         for op in block.operations:
             operands = [counts.get(value, Count.NOTHING) for value in op.operands]
@@ -148,7 +148,7 @@ class Walk:
 
 
 def result_counts(op: Any, operands: Sequence[Count], counts: Counts) -> Count:
-    """How an operation's results depend on the number of rows; raises `Crossing`."""
+    """The dependence of an operation's results on the number of rows; raises `Crossing`."""
     rows_in, rows_out = [rows(value) for value in op.operands], [rows(value) for value in op.results]
     for region in op.regions:
         for inner in operations(region):

@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Monoid(enum.Enum):
-    """How partial values of a reduction combine."""
+    """The operation that combines partial values of a reduction."""
 
     SUM = "sum"
     PROD = "prod"

@@ -32,7 +32,7 @@ PROGRAM_ID = "program_id"
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """How a kernel uses the grid.
+    """A kernel's use of the grid.
 
     Attributes:
       axes: axes whose program id it uses for more than reading scalars.
@@ -64,7 +64,7 @@ def has_program_id(eqn: JaxprEqn) -> Iterator[int]:
 
 
 def uses(kernel: Jaxpr, scalars: int) -> Use:
-    """How a kernel uses program ids.
+    """A kernel's use of program ids.
 
     Args:
       kernel: its first inputs are references to scalars.

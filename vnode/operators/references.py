@@ -102,7 +102,7 @@ def index_of(view: Any) -> tuple[list[Any], list[int] | None]:
     index = []
     for i, s in zip(view.indices, slices, strict=True):
         if s and not isinstance(i.start, int):
-            raise NotImplementedError("a reference is indexed by a moving slice together with strides or arrays")
+            raise NotImplementedError("a reference is indexed by a dynamic slice together with strides or arrays")
         index.append(slice(i.start, i.start + (i.size - 1) * i.stride + 1, i.stride) if s else i)
     return index, None
 

@@ -3,7 +3,7 @@
 Knows descriptions. Must not know programs, nodes, nor who needs such results.
 
 Compilers contract a product and a sum into one operation that rounds once, and keep more bits of narrow types, wherever
-both are in one kernel. Which ones are depends on array sizes, and on other users of the arrays. So the last bits of the
+both are in one kernel. The choice depends on array sizes, and on other users of the arrays. So the last bits of the
 same computation would differ between one device and several.
 """
 

@@ -1,4 +1,4 @@
-"""How an equation can be cut along its factors: the operands and results of a copy on some of the indices.
+"""An equation's factor and some of its indices -> the operands and results of a copy on these indices.
 
 Knows index arithmetic: windows, shifts, looked-up places. Must not know primitives, nor who cuts: batch flow
   (contiguous ranges of examples, no communication) and the partitioner (blocks over a mesh axis, explicit
@@ -67,7 +67,7 @@ def blocks(size: int, count: int) -> Interval:
 
 
 class Split:
-    """How a copy of an equation may have some of a factor's indices."""
+    """The ways in which a copy of an equation may have some of a factor's indices."""
 
     alone: ClassVar[bool] = True
     """Whether a range of the factor concerns no other factor."""

@@ -1,4 +1,4 @@
-"""Splitting a step over a machine: the machine, the search for a plan, and what a plan would take."""
+"""A step and a machine -> a plan of how the step is divided, and a prediction of its time and memory."""
 
 from vnode.partition.accept import Acceptance, accept
 from vnode.partition.cost import Cache, Measured, Memory, ProgramCost, Roofline, Times, program_cost

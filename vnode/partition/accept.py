@@ -2,11 +2,15 @@
 
 Knows compiled programs and predictions. Must not know how a split was found, or its purpose.
 
-A compiler may combine several arrays in one collective: that is as planned, and listed. So are known rewrites
-(`REWRITES`), pair by pair. A reduce-scatter may become an all-reduce, perhaps in bfloat16, or the other way round. A
-gather of parts that are no whole rows (`ROW`) may become an all-reduce of arrays that are zero elsewhere. A dtype may
-change between bfloat16 and float32. Only a half, a quarter or an eighth may be sent, if each device keeps no more of
-the result. Everything else is a difference.
+A compiler may combine several arrays in one collective: that is as planned, and listed. Some rewrites are known
+(`REWRITES`), and planned collectives are paired with them:
+
+- a reduce-scatter may become an all-reduce, perhaps in bfloat16, or the other way round;
+- a gather of parts that are not whole rows (`ROW`) may become an all-reduce of arrays that are zero elsewhere;
+- a dtype may change between bfloat16 and float32;
+- only a half, a quarter or an eighth may be sent, if each device keeps no more of the result.
+
+Everything else is a difference.
 """
 
 from __future__ import annotations
@@ -36,11 +40,11 @@ class Exchange:
     """Equal collectives.
 
     Attributes:
-      kind: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"`` or ``"permute"``, or another that
-        only a compiler makes.
+      kind: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"``, ``"permute"``, or another kind
+        that only a compiler makes.
       bytes: size of one device's array: the result of an all-gather, the operand of other kinds.
       devices: number of devices in a group; 0 for a permute.
-      runs: how often they run in all.
+      runs: the total number of runs.
     """
 
     kind: str
@@ -59,7 +63,7 @@ class Acceptance(Drawn):
 
     Attributes:
       planned: bytes by kind of collective, as predicted.
-      found: the same in the compiled program.
+      found: bytes by kind of collective in the compiled program.
       missing: planned collectives that the compiled program lacks.
       extra: compiled collectives that were not planned.
       rewritten: planned collectives, each with the known rewrite that the compiled program has instead.
@@ -71,7 +75,7 @@ class Acceptance(Drawn):
       outputs: bytes of results.
       aliased: bytes of results in donated buffers.
       temporaries: bytes of all other arrays at the peak.
-      gaps: bytes of fragmentation between temporary arrays, which compilers leave where there is room.
+      gaps: bytes of fragmentation between temporary arrays; compilers leave gaps where there is room.
       open_loops: collectives in loops without a known trip count; they are counted once.
       tolerance: relative error up to which memory counts as predicted.
       limit: bytes that one device may hold, if known.
@@ -129,25 +133,24 @@ class Acceptance(Drawn):
 
     @property
     def accepted(self) -> bool:
-        """Whether all is as planned."""
+        """Whether collectives, memory and host memory are all as planned."""
         return self.memory_accepted and self.exchange_accepted and self.host_accepted
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The reasons why it is not accepted; empty if it is."""
+        """The differences that prevent acceptance; empty if it is accepted."""
         found = []
         if not self.exchange_accepted:
             more, less = (sum(each.bytes * each.runs for each in several) for several in (self.extra, self.missing))
-            differ = [f"{size(more)} that are not planned"] * bool(more) + [f"{size(less)} less than planned"] * bool(
-                less
-            )
-            found.append(f"devices exchange {', and '.join(differ) or 'nothing, in another way'}")
+            unplanned = [f"{size(more)} that are not planned"] * bool(more)
+            absent = [f"{size(less)} less than planned"] * bool(less)
+            found.append(f"devices exchange {', and '.join(unplanned + absent) or 'no bytes, by other collectives'}")
         if not self.memory_accepted:
             side = "above" if self.memory_error > 0 else "below"
-            found.append(f"it takes {size(self.memory)}, the prediction is {abs(self.memory_error):.0%} {side} that")
+            found.append(f"it takes {size(self.memory)}; the prediction is {abs(self.memory_error):.0%} {side} that")
         if not self.host_accepted:
-            planned, there = (f"{size(a)}, read as {size(b)}" for a, b in zip(*self._host(), strict=True))
-            found.append(f"loops keep {there} on the host, not {planned} as planned")
+            planned, there = (f"{size(a)} of residuals, {size(b)} read" for a, b in zip(*self._host(), strict=True))
+            found.append(f"on the host {there}; planned: {planned}")
         return tuple(found)
 
     @property
@@ -161,18 +164,16 @@ class Acceptance(Drawn):
             pass
         elif self.memory > self.limit:
             less = int(self.limit * self.predicted.total / self.memory)
-            found.append(f"search again with memory={less}: it takes more than the {size(self.limit)} that it may")
+            found.append(f"search again with memory={less}: it takes more than the limit of {size(self.limit)}")
         elif not self.memory_accepted:
-            found.append(f"it fits in {size(self.limit)} all the same")
+            found.append(f"it still fits in {size(self.limit)}")
         if self.limit is not None and self.memory <= self.limit < self.memory + self.gaps:
             found.append(
                 f"with the gaps that the compiler leaves between arrays it takes {size(self.memory + self.gaps)}, more "
-                f"than the {size(self.limit)} that it may; it leaves fewer where the device itself has no more"
+                f"than the limit of {size(self.limit)}; for a device that is full, the compiler leaves fewer gaps"
             )
         if not self.exchange_accepted:
-            found.append(
-                "time its steps before relying on it: the predicted time counts what was planned to be exchanged"
-            )
+            found.append("time its steps before relying on it: the predicted time counts only the planned collectives")
         return tuple(found)
 
     def _host(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -230,7 +231,7 @@ class Acceptance(Drawn):
         )
         columns = (Column("memory"), *(Column(name, right=True) for name in ("predicted", "compiled", "off by")))
         note = f"of one device; accepted up to {self.tolerance:.0%}"
-        note += "; what loops keep on the host, and what comes from there in a step" * bool(p.host)
+        note += "; residuals on the host, and the bytes read from there in a step" * bool(p.host)
         return Table("held", columns, rows, note)
 
 
@@ -307,9 +308,9 @@ def compare_collectives(
     if memory is None or not text:
         raise ProfileError(
             layout_message(
-                "the compiler does not say what the program takes.",
+                "the compiler reports no memory, or no text, for the program.",
                 facts=[f"memory analysis: {memory}", f"text: {len(text or '')} characters"],
-                remedies=["compile for a platform that says so: CPU, GPU or TPU"],
+                remedies=["compile for a platform that reports both: CPU, GPU or TPU"],
             )
         )
     module, temporary = parse(text), temporary_of(compiled)
@@ -381,15 +382,15 @@ REWRITES = (
 """Known rewrites: the kind, and the factor of the bytes, that compilers use for a collective among as many devices."""
 
 ROW = 128 * 4
-"""Bytes of a row of a TPU's tiles in float32: parts that are no whole rows are summed instead of gathered."""
+"""Bytes of a row of a TPU's tiles in float32; parts that are not whole rows are summed instead of gathered."""
 
 
 def match_rewrites(wanted: Counts, there: Counts) -> tuple[Counts, Counts, tuple[tuple[Exchange, Exchange], ...]]:
-    """Pairs planned collectives with compiled ones by known rewrites; the unpaired ones, and the pairs.
+    """Pairs planned collectives with compiled ones by known rewrites; returns the unpaired ones, and the pairs.
 
-    As many as possible are paired, all at once, because a compiled collective may be as one plan has it and also the
-    rewrite of another. Of the largest pairings, the one with the smallest sum of ranks in `REWRITES` is taken; a
-    collective as planned has rank 0.
+    All are paired at once, as many as possible: a compiled collective may be one plan's own and another's rewrite. Of
+    the largest pairings, the one with the smallest sum of ranks in `REWRITES` is taken. A collective as planned has
+    rank 0.
 
     >>> planned, found = Counts({("reduce-scatter", 64, 4): 2}), Counts({("all-reduce", 64, 4): 1})
     >>> missing, extra, ((before, after),) = match_rewrites(planned, found)
@@ -427,7 +428,7 @@ def possible_rewrites(planned: tuple[str, int, int]) -> dict[tuple[str, int, int
 
 
 def bytes_by_kind(counts: Counts) -> dict[str, int]:
-    """Bytes by kind."""
+    """Total bytes of each kind of collective."""
     found: dict[str, int] = {}
     for (kind, n, _), runs in sorted(counts.items()):
         found[kind] = found.get(kind, 0) + n * runs

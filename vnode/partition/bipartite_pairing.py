@@ -25,7 +25,7 @@ def maximum_pairing(
       ranks: rank of each allowed pair.
 
     Returns:
-      How often each pair is made, without zeros.
+      The number of times that each pair is made, without zeros.
 
     Example:
       >>> maximum_pairing({"a": 1, "b": 1}, {1: 1, 2: 1}, {("a", 1): 0, ("a", 2): 5, ("b", 1): 5})

@@ -4,8 +4,8 @@
     small train steps, divided in three ways            ->   compiled / estimated memory and time
 
 For a TPU, libtpu compiles the programs and estimates their cycles; no TPU is needed. ``here`` times the same programs
-on the first device of this machine; for CPUs, whose rates `Machine.here` measures, it fits the memory alone. Entries
-must be written again when a compiler changes.
+on the first device of this machine. `Machine.here` measures the rates of CPUs, so for CPUs only memory is fitted.
+Entries must be written again when a compiler changes.
 
 Knows a handful of programs, compiled programs and devices. Must not know how searches use an entry.
 """
@@ -40,22 +40,22 @@ from vnode.spmd.sharded_program import as_spec_layout, flow_over_mesh, spec_of
 from vnode.spmd.sharding_flow import follow
 
 TOPOLOGIES = {"v4": "v4:2x2x2", "v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4"}
-"""Eight devices of each kind."""
+"""TPU topologies of eight devices."""
 
 SIZES = (512, 1024, 2048, 4096)
-"""Rows, columns and terms of products."""
+"""The dimensions of matrix products."""
 
 ROWS = (256, 1024, 4096, 16_384)
-"""Rows of 1,024 numbers of passes."""
+"""The numbers of rows, of 1,024 numbers each, of passes over memory."""
 
 SHARES = (0.1, 0.5, 0.9)
-"""The quantiles of the programs of an entry."""
+"""The quantiles that an entry has of the programs' ratios."""
 
 Seconds = Callable[[TimedOp], float]
 
 
 def products() -> list[TimedOp]:
-    """Matrix products, in both precisions that models compute in."""
+    """Matrix products, in the two dtypes that models compute in."""
     shapes = [jax.ShapeDtypeStruct((n, n), dtype) for n in SIZES for dtype in (jnp.bfloat16, jnp.float32)]
     return [traced_op(jnp.dot, shape, shape) for shape in shapes]
 
@@ -71,7 +71,7 @@ def passes() -> list[TimedOp]:
 
 
 def compiled_seconds(device: Any, kind: Kind) -> Seconds:
-    """Seconds of functions by the TPU compiler's estimated cycles."""
+    """A function that gives the seconds of a timed op by the TPU compiler's estimated cycles."""
     place = jax.sharding.SingleDeviceSharding(device)
 
     def seconds(piece: TimedOp) -> float:
@@ -83,10 +83,10 @@ def compiled_seconds(device: Any, kind: Kind) -> Seconds:
 
 
 def fit_entry(kind: Kind, seconds: Seconds, before: Calibration) -> Calibration:
-    """An entry with its rates fitted.
+    """A calibration entry with fitted rates.
 
-    A pass takes a launch, and its bytes by the bandwidth that it reaches: a line by least squares of relative errors.
-    Products reach the median of the larger half.
+    The time of a pass is a launch plus its bytes over a bandwidth: a line, fitted by least squares of relative errors.
+    The rate of products is the median of the larger half.
     """
     several = passes()
     moved = np.array([(piece.cost.read + piece.cost.written) / kind.bandwidth for piece in several])
@@ -104,7 +104,7 @@ def fit_entry(kind: Kind, seconds: Seconds, before: Calibration) -> Calibration:
 
 
 def steps() -> dict[str, tuple[Any, Sequence[Any], Mapping[str, Sequence[PartitionSpec]]]]:
-    """Train steps with their arguments, and how these are divided over ``x``: the batch, the state too, a layer."""
+    """Train steps, their arguments, and specs that divide these over ``x``: the batch, the state too, a layer."""
     P = PartitionSpec
 
     def dense(up: Any, down: Any, x: Any) -> Any:
@@ -191,12 +191,12 @@ def spread(machine: Machine, devices: Sequence[Any]) -> tuple[Quantiles | None, 
 
 
 def quantiles(ratios: Sequence[float]) -> Quantiles | None:
-    """Quantiles 10%, 50% and 90%; None of nothing."""
+    """The quantiles 10%, 50% and 90%; None if there are no ratios."""
     return [round(float(each), 2) for each in np.quantile(ratios, SHARES)] if ratios else None
 
 
 def write_entry(name: str, entry: Calibration) -> None:
-    """Puts an entry into the file."""
+    """Writes an entry into the file."""
     content = json.loads(FILE.read_text(encoding="utf-8"))
     content[name] = {
         field.name: round(value, 9) if isinstance(value, float) else value
@@ -209,7 +209,7 @@ def write_entry(name: str, entry: Calibration) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Fits the entry that is named, and writes it."""
+    """Fits the entry named on the command line, and writes it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kind", choices=[*TOPOLOGIES, "here"], help="a TPU, or the devices that are here")
     which = parser.parse_args(argv).kind
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         devices = jax.devices()
         machine = Machine.here(devices)
         kind = machine.kinds[0]
-        name = kind.name if kind.name in KINDS else devices[0].platform  # whose rates are measured, they are reached
+        name = kind.name if kind.name in KINDS else devices[0].platform  # measured rates count as reached
         entry = Calibration.for_platform(devices[0].platform, kind.name)
         if kind.name in KINDS:
             with tempfile.TemporaryDirectory() as folder:
@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         name = kind.name
         entry = fit_entry(kind, compiled_seconds(devices[0], kind), Calibration.for_platform("tpu", name))
     write_entry(name, entry)
-    memory, time = spread(machine, devices)  # of estimates with the new rates
+    memory, time = spread(machine, devices)  # estimated with the new rates
     write_entry(name, dataclasses.replace(entry, memory=memory, time=time))
     print(f"{name}: {entries()[name]}")
 

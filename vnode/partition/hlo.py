@@ -38,7 +38,7 @@ _LAID_OUT = re.compile(_SHAPE.pattern + r"(\{[^}]*\})?")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of HLO: its name, result type, opcode, and the whole rest of the line."""
+    """One line of HLO: its name, result type, opcode, and the text after the opcode."""
 
     name: str
     type: str
@@ -78,7 +78,7 @@ class Visit:
     Attributes:
         instruction: The instruction.
         loops: Name and trip count of each loop around it, outermost first; None where the text does not tell.
-        fused: Whether it is inside a fusion (whose estimate stands at the fusion itself).
+        fused: Whether it is inside a fusion. The cycle estimate of a fused instruction is at the fusion itself.
     """
 
     instruction: Instruction
@@ -86,7 +86,7 @@ class Visit:
     fused: bool
 
     def times(self, turns: Mapping[str, float]) -> float:
-        """How often it runs; `turns` has the trip counts that the text lacks, by loop name, 1 by default."""
+        """The number of times it runs; `turns` has the trip counts that the text lacks, by loop name, 1 by default."""
         return math.prod(turns.get(name, 1) if trips is None else trips for name, trips in self.loops)
 
 
@@ -98,7 +98,7 @@ class Module:
     computations: dict[str, list[Instruction]] = field(repr=False)
 
     def walk(self, conditions: bool = False) -> Iterator[Visit]:
-        """Every instruction reachable from the entry, once per call site; `conditions`: those of loops, too."""
+        """Every instruction reachable from the entry, once per call site; with `conditions`, those of loops' too."""
         yield from self._walk(self.entry, (), False, conditions)
 
     def _walk(
@@ -107,7 +107,7 @@ class Module:
         for instruction in self.computations[name]:
             yield Visit(instruction, loops, fused)
             if instruction.opcode.endswith(("-done", "-update")):
-                continue  # its start has been followed already
+                continue  # the walk has already followed its start
             for role, names in instruction.called().items():
                 if role == "to_apply" and instruction.opcode != "call":
                     continue  # the scalar function of a reduction
@@ -115,7 +115,7 @@ class Module:
                 if role == "condition" and not conditions:
                     continue
                 if role in ("body", "condition"):
-                    trips, again = self._trips(instruction), role == "condition"  # which is asked once more
+                    trips, again = self._trips(instruction), role == "condition"  # evaluated once more than the body
                     inner = (*loops, (instruction.name, trips if trips is None else trips + again))
                 for called in names:
                     yield from self._walk(called, inner, fused or instruction.opcode == "fusion", conditions)
@@ -176,8 +176,8 @@ _PAIRS = re.compile(r"source_target_pairs=\{([\d,{}]*)\}")
 def device_groups(instruction: Instruction) -> tuple[tuple[int, ...], ...]:
     """The numbers of the devices of each group of a collective; a permute's pairs; empty where the text names none.
 
-    XLA lists them, or counts along the axes of an array, or names axes of a mesh. ``"x:(2)4"`` is a part of an axis: if
-    ``x`` is 2 x 4 x the rest, the 4.
+    XLA lists the numbers, or counts along the axes of an array, or names axes of a mesh. ``"x:(2)4"`` is a part of axis
+    ``x``: if ``x`` has size 2 x 4 x rest, the part is the 4.
 
     >>> def made(rest):
     ...     return Instruction("all-reduce.1", "f32[8]", "all-reduce", f"%x), {rest}")
@@ -234,7 +234,7 @@ class HloCollective:
         kind: Its opcode, without ``-start``.
         arrays: Bytes of each array that one device sends: the results of an all-gather, the operands of other kinds.
         devices: Size of a group; 0 where the text names pairs.
-        runs: How often it runs; loops without a trip count in the text count once.
+        runs: The number of runs; a loop whose trip count the text lacks counts once.
         open: Whether it is in such a loop.
         name: Its name in the text.
         type: The type of the result, as text.
@@ -259,7 +259,7 @@ class HloCollective:
 
 
 OVER_NODES = {"nodes", "run", "lane"}
-"""Names of the loops over the nodes of a device, which may be nested (`vnode.runtime.node_loops`)."""
+"""Names of the loops over a device's nodes; they may be nested (`vnode.runtime.node_loops`)."""
 
 
 def scope_of(loop: Instruction) -> str:
@@ -274,8 +274,8 @@ def find_collectives(module: Module, over_nodes: int | None = None) -> list[HloC
 
     An asynchronous collective has its operands and its results in the type of its start. The TPU compiler spreads some
     collectives over a chain of fusions that compute meanwhile. Each of these fusions names the whole collective, which
-    counts once. Some reduce-scatters are fusions of an all-reduce and a slice: they count as reduce-scatters, with the
-    bytes before padding. Their padded parts then lie at other offsets, and a permute (`HloCollective.added`) moves the
+    counts once. Some reduce-scatters are fusions of an all-reduce and a slice. They count as reduce-scatters, with the
+    bytes before padding. Their padded parts lie at other offsets, and a permute (`HloCollective.added`) moves the
     elements beyond the border to the neighbour.
 
     Args:
@@ -322,12 +322,12 @@ def loops_over_nodes(module: Module) -> set[str]:
 
 
 def visit_runs(visit: Visit, nodes: Set[str], over_nodes: int | None) -> tuple[int, bool]:
-    """How often an instruction runs, and whether it is in a loop without a known trip count, which counts once.
+    """The number of runs of an instruction, and whether a loop around it has no known trip count and so counts once.
 
     Args:
         visit: The instruction.
         nodes: The loops over a device's nodes, by name.
-        over_nodes: Total trip count of these, where the text lacks it.
+        over_nodes: Total trip count of these loops, where the text lacks it.
     """
     runs = math.prod(trip for _, trip in visit.loops if trip is not None)
     unknown = {name for name, trip in visit.loops if trip is None}
@@ -379,7 +379,7 @@ def _sliced_sums(module: Module) -> dict[str, int]:
 
 
 def _border_permutes(module: Module, scattered: Mapping[str, int]) -> set[str]:
-    """The permutes of slices of such fusions' results."""
+    """The permutes of slices of the results of such fusions (`_sliced_sums`)."""
     found = set()
     for instructions in module.computations.values():
         named = {each.name: each for each in instructions}

@@ -1,4 +1,4 @@
-"""Which virtual nodes live on which device, and how arrays get there."""
+"""Nodes and devices -> the assignment of nodes to devices, and the arrays on them."""
 
 from vnode.placement.node_layout import Layout
 from vnode.placement.placement import Placement

@@ -191,7 +191,7 @@ def check_reachable(address: str) -> None:
         raise ProcessError(
             layout_message(
                 f"the service of the workers at {address} does not answer: {error}",
-                remedies=["is the supervisor still there? start the job again: it goes on from its checkpoint"],
+                remedies=["does the supervisor still run? Start the job again: it resumes from its checkpoint"],
             )
         ) from error
 
@@ -205,7 +205,7 @@ def constructors() -> Mapping[str, Any]:
     if jax.default_backend() != "cpu":
         raise ProcessError(
             layout_message(
-                f"a second client of JAX was tried on CPUs only, and this process computes on {jax.default_backend()}.",
+                f"a second client of JAX is tested only on CPUs, and this process computes on {jax.default_backend()}.",
                 remedies=[
                     "replace all workers at each change: vnode run --restart, launch(restart=True)",
                     "or run them on CPUs: JAX_PLATFORMS=cpu",
@@ -217,7 +217,7 @@ def constructors() -> Mapping[str, Any]:
     except (ImportError, AttributeError) as error:
         raise ProcessError(
             layout_message(
-                f"JAX {jax.__version__} has no way to make a second client that vnode knows: {error}",
-                remedies=["use a version that vnode was tried with: 0.10.2 to 0.12", "or start without workers"],
+                f"JAX {jax.__version__} cannot make a second client in any way that vnode knows: {error}",
+                remedies=["use a version that vnode was tested with: 0.10.2 to 0.12", "or start without workers"],
             )
         ) from error

@@ -43,7 +43,7 @@ def by_kind(devices: Mapping[str, Sequence[Any]] | Sequence[Any] | None = None) 
     named = [device for group in groups.values() for device in group]
     for device in named:
         if not hasattr(device, "platform"):
-            raise PlacementError(f"{device!r} is no device; those of this machine are in jax.devices()")
+            raise PlacementError(f"{device!r} is not a device; jax.devices() lists this machine's")
     if not named or not all(groups.values()):
         raise PlacementError(
             layout_message(

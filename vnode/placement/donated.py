@@ -86,11 +86,11 @@ def check_not_donated(
     own = [how for name, how in (donated or {}).items() if name in gone]
     raise VnodeError(
         layout_message(
-            "some of the given arrays are gone: they were donated to an earlier call, or deleted.",
+            "some of the given arrays are deleted: they were donated to an earlier call, or deleted by hand.",
             facts=[*names[:8], *([f"and {len(names) - 8} more"] if len(names) > 8 else []), *own],
             remedies=[
-                f"go on with what that call returned: {returned}",
-                "or virtualize without donate_argnums" if own else "or do not donate them where they are needed again",
+                f"use that call's results: {returned}",
+                "or virtualize without donate_argnums" if own else "or do not donate arrays that are needed again",
             ],
         )
     )

@@ -51,7 +51,7 @@ def patterns_of(given: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
     """Checks a user's patterns.
 
     Raises:
-      ValueError: a pattern is no regular expression, or its value is neither a `PartitionSpec` nor an `UnevenSpec`, or
+      ValueError: a pattern is not a regular expression, its value is neither a `PartitionSpec` nor an `UnevenSpec`, or
         is one that no array can have.
     """
     for pattern, spec in given.items():
@@ -62,7 +62,7 @@ def patterns_of(given: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"partition: {pattern!r} is no regular expression: {error}") from None
+            raise ValueError(f"partition: {pattern!r} is not a regular expression: {error}") from None
         check_spec(pattern, spec)
     return tuple(given.items())
 
@@ -112,7 +112,7 @@ def check_spec(pattern: str, spec: PartitionSpec | UnevenSpec) -> None:
     """
     if isinstance(spec, PartitionSpec) and (spec.unreduced or spec.reduced):
         raise ValueError(
-            f"partition: {pattern!r} is {spec}: a state is given whole, not in pieces that are still to be added up "
+            f"partition: {pattern!r} is {spec}: a state is passed whole, not as partial sums "
             "(unreduced, reduced); leave these out"
         )
     names = axes_of(spec)
@@ -136,7 +136,7 @@ def check_axes(patterns: Patterns, known: Sequence[Any]) -> None:
         if missing:
             raise PlacementError(
                 layout_message(
-                    f"partition: {pattern!r} divides a dimension over {missing[0]!r}, which the mesh has not.",
+                    f"partition: {pattern!r} divides a dimension over {missing[0]!r}, which the mesh does not have.",
                     facts=[f"its axes are {', '.join(map(repr, known))}"],
                     remedies=[
                         "name one of these axes",
@@ -231,8 +231,8 @@ def check_divides(name: str, shape: Sequence[int], target: NamedSharding) -> Non
                 remedies=[
                     *([f"a mesh with {' or '.join(fitting)} along {along!r}"] if fitting else []),
                     "divide another dimension",
-                    "give it a pattern of its own, before: PartitionSpec()",
-                    "if a plan divides it so: a plan for this mesh",
+                    "give it a pattern of its own, listed earlier: PartitionSpec()",
+                    "if a plan divides it so, search a plan for this mesh",
                 ],
             )
         )
@@ -257,14 +257,14 @@ def check_matched(trees: Sequence[Any], patterns: Patterns) -> None:
             if isinstance(pattern, Exactly):
                 raise PlacementError(
                     layout_message(
-                        f"the step is planned for arguments with a leaf {pattern!r}, and there is none.",
+                        f"the plan was made for arguments with a leaf {pattern!r}; there is none.",
                         facts=[f"leaves are: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"],
                         remedies=["give the arguments that the plan was made for", "or search a plan for these"],
                     )
                 )
             raise PlacementError(
                 layout_message(
-                    f"partition: {pattern!r} is found in the name of no leaf.",
+                    f"partition: {pattern!r} matches the name of no leaf.",
                     facts=[f"names are: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"],
                     remedies=["patterns are regular expressions, searched in these names"],
                 )
@@ -286,9 +286,9 @@ def check_matched(trees: Sequence[Any], patterns: Patterns) -> None:
         if pattern not in earlier.values():
             raise PlacementError(
                 layout_message(
-                    f"partition: {pattern!r} is never used: each leaf that it is found in has an earlier pattern.",
+                    f"partition: {pattern!r} is never used: every leaf that it matches has an earlier pattern.",
                     facts=[f"{name}: {first!r}" for name, first in [*earlier.items()][:12]],
-                    remedies=["the first pattern that is found in a name counts: write the more special ones before"],
+                    remedies=["the first pattern that matches counts: list special patterns first"],
                 )
             )
 

@@ -66,7 +66,7 @@ class Placement(Drawn, Bound):
     ) -> None:
         virtual_nodes = node_count(virtual_nodes)
         if sum(given is not None for given in (devices, mesh, groups)) > 1:
-            raise PlacementError("give either devices or a mesh, or else groups: each says which devices there are")
+            raise PlacementError("give one of devices, mesh and groups: each names the devices")
         divided: list[list[Any]] = []
         if mesh is not None:
             if axis not in mesh.axis_names:
@@ -100,7 +100,7 @@ class Placement(Drawn, Bound):
             counts = tuple(operator.index(n) for n in counts)
         except TypeError:
             raise PlacementError(
-                f"counts must be one integer for each device, those of all groups in a row, not {counts!r}"
+                f"counts must have one integer for each device, group after group, not {counts!r}"
             ) from None
         if len(counts) != size:
             raise PlacementError(f"counts has {several(len(counts), 'entry', 'entries')} for {several(size, 'device')}")
@@ -200,8 +200,8 @@ class Placement(Drawn, Bound):
                     facts=[f"the nodes are on {shape}, along {self.axis!r}"],
                     remedies=[
                         f"a multiple of {several(self.together, 'device')}, of one kind",
-                        "a mesh, which says how long each axis is: step.on(mesh)",
-                        f"if the other axes are to go, and with them what is sharded over them: step.on({alone})",
+                        "a mesh, which gives the size of each axis: step.on(mesh)",
+                        f"to drop the other axes, and sharding over them: step.on({alone})",
                     ],
                 )
             )
@@ -358,10 +358,10 @@ def device_list(devices: Any) -> list[Any]:
     if devices and all(isinstance(each, int | np.integer) for each in devices):
         raise PlacementError(
             layout_message(
-                f"devices={devices} are numbers, and a step is put on devices.",
+                f"devices={devices} are numbers; a step is put on devices.",
                 remedies=[
                     f"by number in jax.devices(): [jax.devices()[i] for i in {devices}]",
-                    f"or a number alone for the first so many: {max(int(each) for each in devices)}",
+                    f"or one number, for the first of them: {max(int(each) for each in devices)}",
                 ],
             )
         )
@@ -369,7 +369,7 @@ def device_list(devices: Any) -> list[Any]:
         if not hasattr(device, "platform"):
             nested = isinstance(device, Iterable) and not isinstance(device, str)
             hint = "give one list of devices, or groups=[...], a list for each program" if nested else None
-            raise PlacementError(f"{device!r} is no device; {hint or 'jax.devices() has some'}")
+            raise PlacementError(f"{device!r} is not a device; {hint or 'jax.devices() lists them'}")
     return devices
 
 
@@ -426,8 +426,8 @@ def node_count(virtual_nodes: Any) -> int:
     if count > MOST_NODES:
         raise PlacementError(
             layout_message(
-                f"virtual_nodes is at most {MOST_NODES:,}, not {count:,}: each node is a turn of a loop.",
-                remedies=["as many as the batch has examples at most: more have nothing to do", "or 'auto'"],
+                f"virtual_nodes is at most {MOST_NODES:,}, not {count:,}: each node is an iteration of a loop.",
+                remedies=["at most as many as the batch has examples: more have nothing to do", "or 'auto'"],
             )
         )
     return count

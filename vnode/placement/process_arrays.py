@@ -35,7 +35,7 @@ from vnode.placement.world import in_world, is_local, is_shared, world, world_of
 from vnode.show.units import several
 
 NONE, COPY, SPREAD, HERE = range(4)
-"""How a process has an array: not at all; a copy of its own; a shard of it; in its final place."""
+"""A process's part of an array: nothing; a copy of its own; a shard of it; its final place."""
 
 ASYNCHRONOUS = 16 << 10
 """The least number of bytes sent. On CPUs jax runs programs of less than 1,000 operations in the calling thread,
@@ -134,15 +134,14 @@ def check_agreed(mine: np.ndarray, names: Sequence[str], placement: Placement, w
     if not same[:3].all():
         raise PlacementError(
             layout_message(
-                f"{len(digests)} processes were to put the same arrays on the same devices, and each does another "
-                "thing.",
+                f"{len(digests)} processes must put the same arrays on the same devices, and each puts others.",
                 facts=[
                     f"this one: {several(len(names), 'array')}, {', '.join(names[:8])}, on {placement}",
                     f"numbers of arrays, by process: {', '.join(map(str, digests[:, 0].tolist()))}",
                 ],
                 remedies=[
-                    "make states and placements in the same way in every process",
-                    "call put and the step in every process, with what the last call returned",
+                    "make the same states and placements in every process",
+                    "call put and the step in every process, with the last call's results",
                 ],
             )
         )
@@ -218,7 +217,7 @@ def compare(
     if differing:
         raise PlacementError(
             layout_message(
-                f"{len(votes)} processes were to put the same arrays on {placement}, and have different ones.",
+                f"{len(votes)} processes must put the same arrays on {placement}, and have different ones.",
                 facts=[*differing[:8], *([f"and {len(differing) - 8} more"] if len(differing) > 8 else [])],
                 remedies=[
                     "give all processes the same batch",
@@ -226,7 +225,7 @@ def compare(
                 ]
                 if batch
                 else [
-                    "call put and the step in every process, with what the last call returned, also in those whose "
+                    "call put and the step in every process, with the last call's results, also in processes whose "
                     "devices the step does not use",
                     "make the first state from the same seed, or restore it from one checkpoint",
                 ],

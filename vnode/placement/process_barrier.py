@@ -489,7 +489,7 @@ def absence_error(
             remedies=[
                 f"see what {names} wrote last: an error, or what it waits for?",
                 "call steps, put and run in the same order in every process",
-                f"if it was only slow, give it more time: {VARIABLE}={4 * timeout():.0f} (seconds)",
+                f"if it was only slow, allow more time: {VARIABLE}={4 * timeout():.0f} (seconds)",
             ],
         )
     )
@@ -505,7 +505,7 @@ def deadline_error(what: str, here: World, waited: float) -> ProcessError:
             facts=[last_seen(process, found) for process in here.others[:8]],
             remedies=[
                 "see what the others wrote last: did one end, or wait for something else, such as its data?",
-                f"if it was only slow, give it more time: {VARIABLE}={4 * timeout():.0f} (seconds)",
+                f"if it was only slow, allow more time: {VARIABLE}={4 * timeout():.0f} (seconds)",
             ],
         )
     )
@@ -539,7 +539,7 @@ def check_own(asks: str, devices: Iterable[Any], remedies: Sequence[str]) -> Non
         raise ProcessError(
             layout_message(
                 f"{asks} runs in one process, and was to use devices of {names} in process {own_index(away[0])}.",
-                facts=["each process would come to an answer of its own, and go on in another way than the others"],
+                facts=["each process would get its own answer, and continue differently from the others"],
                 remedies=remedies,
             )
         )

@@ -134,10 +134,10 @@ def check_context(placement: Placement, leaves: Sequence[Any]) -> None:
     if mesh.manual_axes:
         raise PlacementError(
             layout_message(
-                "a virtualized step is called inside jax.pmap or jax.shard_map, for each device anew.",
+                "a virtualized step is called inside jax.pmap or jax.shard_map, which calls it for each device.",
                 facts=facts,
                 remedies=[
-                    "call it outside: it divides the batch over the devices itself",
+                    "call it outside: it divides the batch over devices itself",
                     "a step that was written for jax.pmap: docs/migrating-from-pmap.md",
                 ],
             )
@@ -148,7 +148,7 @@ def check_context(placement: Placement, leaves: Sequence[Any]) -> None:
                 "a virtualized step is part of a program for a mesh of another size.",
                 facts=facts,
                 remedies=[
-                    "call it outside of jax.jit: it is a compiled program itself, and leaves jax.set_mesh by itself",
+                    "call it outside of jax.jit: it is a compiled program itself, and ignores jax.set_mesh",
                     "or put it on the devices of the mesh: step.on(list(mesh.devices.flat))",
                 ],
             )

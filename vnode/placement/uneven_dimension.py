@@ -43,8 +43,8 @@ class UnevenSpec:
         whole = all(isinstance(n, int) and n >= 0 for n in (self.dim, *self.counts))
         if not whole or not isinstance(self.axis, str) or sum(self.counts) < 2:
             raise ValueError(
-                f"UnevenSpec takes a dimension, an axis, and for each index along it a number of indices, 2 or more in "
-                f"all: not {self.dim!r}, {self.axis!r}, {self.counts!r}"
+                f"UnevenSpec takes a dimension, an axis, and a number of indices for each place along it, 2 or more "
+                f"in all: not {self.dim!r}, {self.axis!r}, {self.counts!r}"
             )
 
     @property

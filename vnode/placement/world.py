@@ -278,7 +278,7 @@ def is_shared(here: World | None = None) -> bool:
     if not here.has_others:
         raise ProcessError(
             layout_message(
-                f"there are {count} processes, which have no service by which to agree.",
+                f"there are {count} processes, but no jax.distributed service through which they can agree.",
                 remedies=["call jax.distributed.initialize() in each of them before anything asks for a device"],
             )
         )

@@ -1,1 +1,1 @@
-"""How many virtual nodes a step should have, where they go, what other devices would change; whether it is right."""
+"""A step -> its number of virtual nodes, their placement, a comparison of devices, and a check of its results."""

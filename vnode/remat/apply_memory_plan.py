@@ -41,7 +41,7 @@ def apply_memory_plan(
     count = len(program.equations)
     unknown = [made for made in (*several, *away) if not (0 <= made[0] < count)]
     if unknown:
-        raise PartitionError(f"the program has {count} equations, and none for {unknown}")
+        raise PartitionError(f"the program has {count} equations, none numbered {unknown}")
     both = sorted({*several} & {*away})
     if both:
         raise PartitionError(f"{both} cannot be both recomputed and offloaded")
@@ -82,5 +82,5 @@ def locate_result(before: Program, after: Program, made: ResultIndex) -> ResultI
         var = before.equations[k].outvars[j]
         found = next((i for i, other in enumerate(eqn.outvars) if other is var), None)
     if found is None:
-        raise PartitionError(f"no loop keeps {made} for later ones, so that it could be on the host")
+        raise PartitionError(f"{made} is not a residual of a loop, so it cannot be offloaded")
     return k, found

@@ -55,7 +55,7 @@ def offload_residuals(program: Program, chosen: Collection[ResultIndex]) -> Prog
     """
     unknown = set(chosen) - offloadable_residuals(program)
     if unknown:
-        raise PartitionError(f"no loop keeps {sorted(unknown)} for later ones alone, such that a host can hold it")
+        raise PartitionError(f"{sorted(unknown)} are not residuals of a loop that can be offloaded")
     equations = list(program.equations)
     away: dict[Var, Var] = {}
     for k, j in chosen:

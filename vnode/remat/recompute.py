@@ -175,10 +175,10 @@ def recompute_late(late: TurningPoint, chosen: Collection[ResultIndex]) -> Progr
       Another program of the same inputs and outputs.
 
     Raises:
-      PartitionError: something is chosen that cannot be computed again.
+      PartitionError: something is chosen that cannot be recomputed.
     """
     if not set(chosen) <= late.recomputable.keys():
-        raise PartitionError(f"{sorted(set(chosen) - late.recomputable.keys())} cannot be computed again")
+        raise PartitionError(f"{sorted(set(chosen) - late.recomputable.keys())} cannot be recomputed")
     equations = late.program.equations
     inserted: dict[int, list[JaxprEqn]] = {}
     names: list[tuple[int, Var, Var]] = []  # from which equation on a variable has another name

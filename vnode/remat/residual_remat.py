@@ -100,7 +100,7 @@ def recompute_residuals(program: Program, chosen: Collection[ResultIndex]) -> Pr
     """
     possible = loop_residuals(program)
     if not set(chosen) <= possible.keys():
-        raise PartitionError(f"no loop keeps {sorted(set(chosen) - possible.keys())} for later ones alone")
+        raise PartitionError(f"{sorted(set(chosen) - possible.keys())} are not residuals that only later loops read")
     equations = list(program.equations)
     for k in sorted({k for k, _ in chosen}, reverse=True):  # numbers of earlier ones stay
         gone = sorted(j for at, j in chosen if at == k)

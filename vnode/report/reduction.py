@@ -24,7 +24,7 @@ from vnode.show.units import in_groups, several
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """How sums over nodes are formed.
+    """The way in which sums over nodes are formed.
 
     Attributes:
       mode: ``"invariant"`` or ``"fast"``.
@@ -49,7 +49,7 @@ class Reduction:
         return math.prod(held.shape) * held.dtype.itemsize
 
     def pending_sums(self, counts: tuple[int, ...]) -> int:
-        """How many pending sums a device holds for each accumulator, besides the accumulator itself."""
+        """The number of pending sums that a device holds for each accumulator, besides the accumulator itself."""
         if self.mode == "fast":
             return 0
         return ReductionPlan.from_counts(counts, self.lane, True).max_depth

@@ -143,7 +143,7 @@ class Report(Drawn):
 
     @property
     def exchanges(self) -> int:
-        """How often devices exchange sums in one step: after each pass, in every turn of a loop around passes."""
+        """The number of exchanges of sums in one step: after each pass, in every iteration of a loop around passes."""
         return sum(p.sent > 0 for p in self.passes) + sum(inner.turns * inner.exchanges for inner in self.nested)
 
     def evaluations(self, nodes: int) -> int:
@@ -200,7 +200,7 @@ class Report(Drawn):
 
     @property
     def examples(self) -> str:
-        """How many examples there are, in words; of batches of several sizes each."""
+        """The number of examples, in words; for batches of several sizes, of each."""
         sizes = [batch for batch, _ in self.batches]
         return f"{' and '.join(map(str, sizes))} examples" if sizes else several(self.batch, "example")
 
@@ -213,12 +213,12 @@ class Report(Drawn):
 
     @property
     def devices(self) -> int:
-        """How many there are; those that compute a node together are a row."""
+        """The number of devices; devices that compute a node together are a row."""
         return len(self.counts) * self.placement.together
 
     @property
     def in_rows(self) -> str:
-        """In how many rows they are, to be put behind their number; nothing where each computes nodes of its own."""
+        """The number of rows of devices, in words after their number; empty if each device computes nodes alone."""
         return in_groups(len(self.counts), self.placement.together, "row")
 
     @property
@@ -228,7 +228,7 @@ class Report(Drawn):
 
     @property
     def passes_in_words(self) -> str:
-        """How many passes there are, and where."""
+        """The number of passes, and their places."""
         inside = self.all_passes - len(self.passes)
         text = several(self.all_passes, "pass", "passes")
         if not inside:

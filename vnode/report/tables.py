@@ -105,7 +105,7 @@ def passes_table(passes: Sequence[PassReport], once: int, flops: int, pass_flops
 
 
 def separate_sums_note(adding: Sequence[PassReport]) -> str:
-    """Which passes only form sums, and why."""
+    """The passes that only form sums, and the reason."""
     if not adding:
         return ""
     kept = numbered("pass", sorted({each for p in adding for each in p.reads}))

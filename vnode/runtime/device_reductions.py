@@ -108,7 +108,7 @@ def fold_in_order(monoid: Monoid, values: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class ReductionPlan:
-    """How devices add what their nodes contribute, in tree order.
+    """Adds the contributions of devices' nodes in tree order.
 
     Attributes:
       device_folds: each device's fold over its runs.

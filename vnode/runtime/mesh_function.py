@@ -51,7 +51,7 @@ class UnevenValues:
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """How whole values are sharded over a mesh, and who partitions the computation.
+    """The sharding of whole values over a mesh, and the partitioner of the computation.
 
     Attributes:
       layouts: layouts of a program's inputs; None for replicated inputs.

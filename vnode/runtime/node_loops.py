@@ -392,7 +392,7 @@ def loop_of_nodes(
     It does not begin, nor overwrite its initial values, before the non-negative number `after` is known.
 
     XLA's CPU backend compiles a loop that touches less than about 1 KiB as one function, and contracts and vectorizes
-    its instructions differently. How much is touched depends on the number of nodes. A loop that sorts is never treated
+    its instructions differently. The bytes touched depend on the number of nodes. A loop that sorts is never treated
     so.
     """
     count = jnp.asarray(count, jnp.int32)

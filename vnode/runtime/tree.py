@@ -59,7 +59,7 @@ def branches_for(leaves: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """How consecutive ranges of leaves are added.
+    """The order in which consecutive ranges of leaves are added.
 
     Attributes:
       merges: for each range the number of earlier ranges that join it, one at a time.
@@ -72,7 +72,7 @@ class Fold:
     depth: int
 
     def count_crossings(self, lowest: int) -> tuple[int, int]:
-        """How often one of the `lowest` entries of the stack is written, and how often one is read.
+        """The number of writes and of reads of the `lowest` entries of the stack.
 
         Example:
           >>> fold = Tree.from_lanes(64).fold([(i, i + 2) for i in range(0, 64, 2)])
@@ -134,7 +134,7 @@ class Tree:
         return start - start % self.sizes[level + 1]
 
     def fold(self, ranges: Iterable[Range]) -> Fold:
-        """How to add consecutive ranges, each of which begins where the one before ends.
+        """The additions that join consecutive ranges, each of which begins where the one before ends.
 
         Example:
           >>> Tree.from_lanes(32).fold([(i, i + 1) for i in range(5, 16)])
@@ -169,7 +169,7 @@ class Tree:
         return found
 
     def folds(self, counts: Sequence[int], start: int = 0) -> tuple[list[Fold], Fold]:
-        """How devices add their own leaves, and how the remaining sums are added across devices.
+        """The additions of leaves on each device, and of the remaining sums across devices.
 
         Args:
           counts: number of leaves of each device, in order.

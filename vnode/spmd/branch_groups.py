@@ -188,7 +188,7 @@ def check_independent(
                             program.equations[number],
                             f"Branch {mine[1]} along {group.axis!r} depends on branch {other[1]}{between}.",
                             facts=[f"equation {number} reads what equation {source} computes"],
-                            remedies=["make two groups of it, one after the other"],
+                            remedies=["split the group into two, one after the other"],
                         )
                     )
             elif inside or source in behind:
@@ -231,7 +231,7 @@ def order_topologically(reads: Sequence[set[int]], whose: Mapping[int, tuple[int
             if not missing[reader]:
                 heapq.heappush(ready, (first[reader], reader))
     if len(found) < len(missing):
-        raise PartitionError("two groups wait for each other: equations of one are needed before and behind the other")
+        raise PartitionError("two groups wait for each other: each needs results of the other")
     return found
 
 
@@ -295,7 +295,7 @@ def by_scope(program: Program, axis: str, scopes: Mapping[str, int]) -> list[Gro
     names = [scope(eqn) for eqn in program.equations]
     for pattern in scopes:
         if not any(re.search(pattern, name) for name in names):
-            raise PartitionError(f"no equation has a name in which {pattern!r} is found")
+            raise PartitionError(f"no equation's name matches {pattern!r}")
     branch: list[int | None] = [next((i for p, i in scopes.items() if re.search(p, name)), None) for name in names]
     producer = {var: number for number, eqn in enumerate(program.equations) for var in eqn.outvars}
     reads = [{producer[a] for a in eqn.invars if isinstance(a, Var) and a in producer} for eqn in program.equations]

@@ -68,7 +68,7 @@ FAR = 4
 
 @dataclasses.dataclass(frozen=True)
 class BitwiseMode:
-    """How compilers are made to compute elements alike whatever the sizes of some axes.
+    """The means by which compilers compute elements alike whatever the sizes of some axes.
 
     Attributes:
       axes: these axes.

@@ -155,7 +155,7 @@ def in_blocks(
     """
     for number, dim in dims.items():
         if not 0 <= number < len(program.inputs):
-            raise PartitionError(f"input {number} is to be cut, of a program that has {len(program.inputs)}")
+            raise PartitionError(f"there is no input {number} to cut: the program has {len(program.inputs)}")
         check_divides(share, program.inputs[number].aval.shape, dim, (names or {}).get(number, f"input {number}"))
     found = propagate_dimension(program, {program.inputs[number]: dim for number, dim in dims.items()}, share.blocks)
     outputs = [

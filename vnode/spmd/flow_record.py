@@ -97,16 +97,16 @@ class RecordedFlow:
         if self.axes and dict(self.axes) != dict(axes):
             raise PartitionError(
                 layout_message(
-                    "a plan is carried out on the mesh that it was made for, as far as nodes are not spread over it.",
+                    "a plan runs only on a mesh with the plan's axes; only the nodes' axis may have another size.",
                     facts=[f"axes then: {dict(self.axes)}", f"axes now: {dict(axes)}"],
-                    remedies=["resize the axis of the nodes only", "or search a plan for the machine there is now"],
+                    remedies=["resize only the axis of the nodes", "or search a plan for the present machine"],
                 )
             )
         program = group_equations(program, self.groups) if self.groups else program
         if len(program.equations) != len(self.steps):
             raise PartitionError(
                 layout_message(
-                    "a recorded split is of another program.",
+                    "the recorded split belongs to another program.",
                     facts=[f"{len(self.steps)} equations then", f"{len(program.equations)} now"],
                     remedies=["search again"],
                 )

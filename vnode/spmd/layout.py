@@ -24,7 +24,7 @@ Axes = Mapping[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How a dimension is cut.
+    """The division of a dimension over mesh axes.
 
     Attributes:
       axes: the mesh axes, major to minor.
@@ -55,7 +55,7 @@ def count(names: Sequence[str], axes: Axes) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a value lies on a mesh.
+    """The layout of a value on a mesh.
 
     Attributes:
       dims: for each dimension its cut; None where every device has all of it.

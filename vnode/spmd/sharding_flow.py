@@ -201,8 +201,8 @@ class _Follower:
             raise UnsupportedPrimitiveError(
                 message_about(
                     eqn,
-                    f"{eqn.primitive.name!r} has an effect, and every device of a mesh that splits more than the batch "
-                    "would have it.",
+                    f"{eqn.primitive.name!r} has an effect, which would happen on every device of a mesh that splits "
+                    "more than the batch.",
                     remedies=[
                         "return the value from the step and use it there",
                         "or split the batch only, or leave the rest to XLA: partition='xla'",
@@ -302,9 +302,9 @@ class _Follower:
             raise PartitionError(
                 message_about(
                     eqn,
-                    f"{eqn.primitive.name!r} cannot be cut as it is asked for.",
+                    f"{eqn.primitive.name!r} cannot be cut as requested.",
                     facts=[f"factors {way.lead} over {', '.join(way.axes)}" for way in asked.ways],
-                    remedies=["take the ways from this program's own equations"],
+                    remedies=["take the factors from this program's own equations"],
                 )
             )
         made = reached_layouts(eqn, choice)
@@ -363,9 +363,9 @@ class _Follower:
             raise PartitionError(
                 message_about(
                     eqn,
-                    f"{count} branches are to be evaluated side by side along {axis!r}, of {self.axes.get(axis, 1)}.",
+                    f"{count} branches cannot run side by side along {axis!r}, of size {self.axes.get(axis, 1)}.",
                     facts=[f"axes: {', '.join(f'{name} of {n}' for name, n in self.axes.items())}"],
-                    remedies=["take another axis", "or put branches together"],
+                    remedies=["take another axis", "or merge branches"],
                 )
             )
         inner = {name: size for name, size in self.axes.items() if name != axis}
@@ -420,7 +420,7 @@ class _Follower:
             raise PartitionError(
                 message_about(
                     eqn,
-                    f"A branch that is evaluated side by side with others makes random keys, {dtype}.",
+                    f"A branch that runs beside others makes random keys, {dtype}.",
                     remedies=["make keys outside the branches", "or use them in the branch that makes them"],
                 )
             )

@@ -50,7 +50,7 @@ class Share:
         if not self.axes or sum(self.counts) < 2 or min(self.counts) < 0:
             raise PartitionError(
                 layout_message(
-                    f"counts {self.counts} along {', '.join(map(repr, self.axes)) or 'no axis'} are no shares.",
+                    f"counts {self.counts} along {', '.join(map(repr, self.axes)) or 'no axis'} are not shares.",
                     remedies=["give every device 0 blocks or more, 2 or more in all, along an axis of the mesh"],
                 )
             )

@@ -176,14 +176,14 @@ def check_donated_once(
         return
     raise VnodeError(
         layout_message(
-            "the step donates an array that is given to it in two places: one of them would be gone.",
+            "the step donates an array that is passed in two places: the other one would be deleted.",
             facts=[
                 *again[:8],
                 *([f"and {len(again) - 8} more"] if len(again) > 8 else []),
                 f"donate_argnums={tuple(donated)}",
             ],
             remedies=[
-                "copy what starts equal, as an average of the parameters: jax.tree.map(jnp.copy, params)",
+                "copy values that start equal, such as an average of the parameters: jax.tree.map(jnp.copy, params)",
                 "or virtualize without donate_argnums",
             ],
         )

@@ -101,8 +101,8 @@ def copy_of(value: Any, name: Callable[[], str] | None = None) -> Any:
                 f"{called} is an array of dtype {value.dtype}, which jax does not have.",
                 facts=[f"shape {value.shape}, {shortened(value)}"],
                 remedies=[
-                    "make numbers of it: integers for text, NaN for gaps, padding for rows of unequal length",
-                    "or leave it out of what the step is given",
+                    "convert it to numbers: integers for text, NaN for gaps, padding for rows of unequal length",
+                    "or do not pass it to the step",
                 ],
             )
         )
@@ -110,7 +110,7 @@ def copy_of(value: Any, name: Callable[[], str] | None = None) -> Any:
         raise VnodeError(
             layout_message(
                 f"{called} is a constant of the program, and neither hashes nor equals a copy of itself: "
-                "it cannot be told whether it changes between two calls.",
+                "vnode cannot tell whether it changes between two calls.",
                 facts=[f"{type(value).__qualname__}: {shortened(value)}"],
                 remedies=[
                     "make its class hash: @dataclasses.dataclass(frozen=True), with tuples in place of lists",
@@ -391,7 +391,7 @@ def batch_axes(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name
         except ValueError:
             raise BatchError(
                 layout_message(
-                    f"{called} does not fit {name}: it is no prefix of it.",
+                    f"{called} does not fit {name}: it is not a pytree prefix of it.",
                     facts=[
                         f"{called} = {entry!r}",
                         f"{name} has the leaves {', '.join(map(leaf_name, jax.tree.leaves_with_path(arg)))}",
@@ -468,7 +468,7 @@ def batch_sizes(
                 remedies=[
                     "say with in_axes which arguments carry examples, e.g. in_axes=(None, 0)",
                     "check that the batched arguments hold arrays: an empty dictionary has none",
-                    "an argument that is given by keyword is split if in_axes names it: in_axes={'batch': 0}",
+                    "an argument that is passed by keyword is split if in_axes names it: in_axes={'batch': 0}",
                 ],
             )
         )

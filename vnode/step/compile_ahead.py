@@ -131,7 +131,7 @@ class Preparation:
 
     @property
     def seconds(self) -> dict[Placement, float]:
-        """How long compiling took, for those that are there."""
+        """The seconds of compiling, for the compiled programs."""
         there = {p: f for p, f in self._futures.items() if f.done() and not f.cancelled() and f.exception() is None}
         return {placement: future.result() for placement, future in there.items()}
 

@@ -245,7 +245,7 @@ class Executor:
         if len(self.placement.groups) > 1:
             raise PlacementError(
                 layout_message(
-                    "a step on groups of devices is several programs, which call for one another's results.",
+                    "a step on groups of devices is several programs, which use each other's results.",
                     facts=[repr(self.placement)],
                     remedies=["lower it on devices of one kind: step.on(jax.devices()[:1]).lower(...)"],
                 )
@@ -355,7 +355,7 @@ class Executor:
           kwargs: likewise.
 
         Returns:
-          What the step computes; None in one process, and where it was traced before.
+          The step's fingerprint; None in one process, or if it was traced before.
         """
         before = len(self._fingerprints)
         self.lower_for(args, kwargs)

@@ -61,7 +61,7 @@ def explain_failure(
         first, second = list(by_argument(dict(enumerate(args)), {}, called))
         raise BatchError(
             layout_message(
-                "the step fails with these arguments, and works with them the other way round.",
+                "the step fails with these arguments, and works with the two swapped.",
                 facts=[f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"],
                 remedies=[
                     f"call it as it is written: the first argument is {first}, the second {second}",

@@ -52,11 +52,11 @@ class MutationCheck:
         raise VnodeError(
             layout_message(
                 "the step changes objects among its arguments in place and does not return them: "
-                "it is given copies, so the changes would be lost.",
+                "it receives copies, so the changes would be lost.",
                 facts=facts[:8] + ([f"and {len(facts) - 8} more"] if len(facts) > 8 else []),
                 remedies=[
                     *(["vnode.nnx.virtualize(step, ...): it updates flax.nnx objects in place"] if of_nnx else []),
-                    "return the changed objects from the step, and go on with what it returns",
+                    "return the changed objects from the step, and use the returned ones",
                 ],
             )
         )

@@ -336,7 +336,7 @@ def with_derivative(
         if in_rooms:
             raise VnodeError(
                 layout_message(
-                    "a virtualized step whose state is shared out unevenly cannot be differentiated from outside.",
+                    "a virtualized step whose state is sharded unevenly cannot be differentiated from outside.",
                     remedies=["take the gradient inside the step and virtualize the whole"],
                 )
             )
@@ -394,7 +394,7 @@ def program_of_groups(flat: FlatStep, placement: Placement, name: str) -> GroupP
       PlacementError: the step has effects, which every group would run.
     """
     if flat.uneven_state is not None:
-        raise PlacementError("a state that is shared out unevenly is for devices of one program, not for groups")
+        raise PlacementError("an unevenly sharded state needs devices of one program, not groups")
     made = analyse(flat, placement.devices)
     for eqn in made.program.equations:
         if eqn.effects:
@@ -402,7 +402,7 @@ def program_of_groups(flat: FlatStep, placement: Placement, name: str) -> GroupP
                 message_about(
                     eqn,
                     f"the effect of {eqn.primitive.name!r} cannot be kept on groups of devices: "
-                    "each is a program, and would have it.",
+                    "each group is a program of its own, and would repeat it.",
                     remedies=["return the value instead", "or use devices of one kind: step.on(jax.devices()[:1])"],
                 )
             )

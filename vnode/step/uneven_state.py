@@ -65,9 +65,9 @@ def stored_dim(path: tuple[Any, ...], leaf: Any, patterns: Patterns) -> int | No
         raise PlacementError(
             layout_message(
                 f"partition: {quoted(name_of(path))} of shape {tuple(shape)} has {shape[spec.dim]} indices along "
-                f"dimension {spec.dim}, where {spec.size} are shared out as {spec.counts}.",
-                facts=[f"as it is stored it has {spec.room}"],
-                remedies=["give counts that add up to the dimension", "or give it a pattern of its own, before"],
+                f"dimension {spec.dim}, where {spec.size} are divided as {spec.counts}.",
+                facts=[f"the stored array has {spec.room}"],
+                remedies=["give counts that add up to the dimension", "or list a pattern of its own earlier"],
             )
         )
     return None
@@ -94,10 +94,10 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
     if share is None or not has_uneven_axis(placement, share):
         return by_name(restore_for_placement(tree, patterns, placement), patterns, placement, host)
     if len(placement.groups) > 1:
-        raise PlacementError("a state that is shared out unevenly is for devices of one program, not for groups")
+        raise PlacementError("an unevenly sharded state needs devices of one program, not groups")
     share.check(long_axes(placement.mesh), next(spec.counts for _, spec in patterns if isinstance(spec, UnevenSpec)))
     if placement.axis in share.axes:
-        raise PlacementError(f"the nodes' axis, {placement.axis!r}, shares out nodes: share a state out along another")
+        raise PlacementError(f"the axis {placement.axis!r} divides the nodes: shard a state along another")
 
     def place_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
         spec = spec_of(path, leaf, patterns)
@@ -110,9 +110,7 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
             shape[spec.dim] = spec.room
             return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
         if is_on_host(leaf):
-            raise PlacementError(
-                f"partition: {quoted(name_of(path))} is shared out unevenly, and cannot be on the host"
-            )
+            raise PlacementError(f"partition: {quoted(name_of(path))} is sharded unevenly, and cannot be on the host")
         return leaf if is_stored else jax.device_put(store(leaf, spec.dim, share), sharding)
 
     placed = jax.tree_util.tree_map_with_path(place_leaf, tree, is_leaf=is_sharded_batch)
@@ -147,13 +145,13 @@ def is_known_stored(path: tuple[Any, ...], leaf: Any, spec: UnevenSpec) -> bool:
         return lies_along(spec, leaf)
     raise PlacementError(
         layout_message(
-            f"partition: {quoted(name_of(path))} of shape {tuple(np.shape(leaf))} is as long as it is stored for "
-            f"{spec.counts}, but is not known to lie along {spec.axis!r}.",
-            facts=[f"its own dimension has {spec.size} indices"],
+            f"partition: {quoted(name_of(path))} of shape {tuple(np.shape(leaf))} has the stored length for "
+            f"{spec.counts}, but is not known to be sharded along {spec.axis!r}.",
+            facts=[f"the dimension itself has {spec.size} indices"],
             remedies=[
                 "give leaves in their own shapes, as `get` returns them",
-                "or mend the counts",
-                "or call the step by itself: within jax.jit and the like it is not known how arrays lie",
+                "or correct the counts",
+                "or call the step outside of jax.jit and the like, where the sharding of arrays is known",
             ],
         )
     )

@@ -301,7 +301,7 @@ class VirtualStep(Step[P, R]):
         if self.options.coupling != "exact":
             raise PlacementError(
                 layout_message(
-                    f"the virtualized step {self.spec.name!r} is called inside another one, which decides about "
+                    f"the virtualized step {self.spec.name!r} is called inside another one, whose options decide about "
                     f"couplings: its own coupling={self.options.coupling!r} would not count.",
                     remedies=[f"call the function that was virtualized: {self.spec.name}.__wrapped__(...)"],
                 )
@@ -333,11 +333,11 @@ class VirtualStep(Step[P, R]):
         if self.family.last is None:
             raise BatchError(
                 layout_message(
-                    f"the arguments of {self.spec.name!r} are not known: none are given, and it was never called.",
+                    f"the arguments of {self.spec.name!r} are not known: none were passed, and it was never called.",
                     remedies=[
                         "give them, arrays or jax.ShapeDtypeStructs: step.explain(state, batch), "
                         "step.prepare(placements, state, batch)",
-                        "or call the step once before: its shapes are then taken",
+                        "or call the step once first: its shapes are then used",
                     ],
                 )
             )

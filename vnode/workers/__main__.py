@@ -19,7 +19,7 @@ from vnode.workers.start_job import Spec
 from vnode.workers.supervisor import Supervisor
 
 STOP_SECONDS = 60
-"""How long a run may take to stop, when the process that launched it is gone."""
+"""Seconds that a run may take to stop when the process that launched it is gone."""
 
 
 def watch(supervisor: Supervisor) -> None:

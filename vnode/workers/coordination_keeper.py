@@ -21,7 +21,7 @@ from typing import Any
 from vnode.compat import coordination_service
 
 LEAVE_SECONDS = 60
-"""How long services go on after the supervisor: long enough for workers to save."""
+"""Seconds that services outlive the supervisor: long enough for workers to save."""
 
 TRIES = 20
 

@@ -77,7 +77,7 @@ class Rigid(Decisions):
         if workers != self.wanted:
             raise WorkerError(
                 layout_message(
-                    f"this job keeps its {self.wanted} devices: it is no vnode program.",
+                    f"this job keeps its {self.wanted} devices: it is not a vnode program.",
                     remedies=["end it, and submit it again"],
                 )
             )

@@ -679,11 +679,11 @@ class Generations(Decisions):
         return self.current.members if self.current else [w for w in self.last if w.state == READY]
 
     def step(self) -> int | None:
-        """How many steps are done, as far as is known."""
+        """The number of steps known to be done."""
         return max((w.step for w in self.last if w.step is not None), default=None)
 
     def standing_by(self) -> int:
-        """How many workers could join."""
+        """The number of workers that could join."""
         return len(self.spare()) if self.current else 0
 
     def speaker(self) -> int | None:

@@ -46,10 +46,10 @@ KEPT = 20
 """Jobs that have ended whose events and output are kept."""
 
 LEAVE_SECONDS = 60
-"""How long workers of a supervisor that was killed are waited for."""
+"""Seconds of waiting for the workers of a killed supervisor."""
 
 STOPPED_SECONDS = 1
-"""How long a worker may be stopped, as by SIGSTOP, before it counts as lost."""
+"""Seconds that a worker may be stopped, as by SIGSTOP, before it counts as lost."""
 
 
 def home() -> Path:
@@ -81,7 +81,7 @@ def private(top: Path, name: str) -> Path:
         for path in (top, folder):
             found = path.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != user() or found.st_mode & 0o077:
-                raise PermissionError(f"{path} is not a folder that this user alone can read")
+                raise PermissionError(f"{path} is not a folder that only this user can read")
     except OSError as error:
         raise WorkerError(
             layout_message(
@@ -234,7 +234,7 @@ def find(target: str | os.PathLike[str]) -> Found:
         layout_message(
             f"no job is running in {name!r}.",
             facts=facts,
-            remedies=["give the folder of checkpoints or the process number that `vnode runs` lists"],
+            remedies=["give the folder of checkpoints or the process number, as `vnode runs` lists them"],
         )
     )
 

@@ -25,7 +25,7 @@ from vnode.workers.supervisor import search_path
 from vnode.workers.supervisor_client import request
 
 KILL_SECONDS = 30
-"""How long a supervisor may take to end a job that is killed."""
+"""Seconds that a supervisor may take to end a killed job."""
 
 
 class Job:
@@ -109,7 +109,7 @@ class Job:
 
     @property
     def step(self) -> int | None:
-        """How many steps are done."""
+        """The number of steps done."""
         return self.status()["step"]
 
     @property

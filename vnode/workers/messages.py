@@ -21,7 +21,7 @@ SAME = (
 """The remedy for a worker that differs from the others."""
 
 RUN_ENDED = layout_message(
-    "the run has come to its end; new workers cannot join what the script does then.",
+    "the run has ended; new workers cannot join the rest of the script.",
     remedies=["call vnode.elastic.run once in a script"],
 )
 """The message of who asks for workers after the run."""
@@ -81,7 +81,7 @@ def never_ran(worker: Worker) -> str:
     """The message of a script that does not call `run`."""
     return layout_message(
         f"Worker {worker.number} ended without a call of vnode.elastic.run.",
-        facts=["its script came to its end with exit code 0"],
+        facts=["its script ended with exit code 0"],
         remedies=[
             "call vnode.elastic.run(step, state, data) in the script",
             "or run it without workers; on a cluster: vnode submit --rigid",
@@ -90,7 +90,7 @@ def never_ran(worker: Worker) -> str:
 
 
 def ending(code: int) -> str:
-    """How a process ended, after the name of its worker.
+    """The end of a process, as words that follow the name of its worker.
 
     >>> ending(-9), ending(1)
     ('was killed by SIGKILL', 'ended with exit code 1')
@@ -135,7 +135,7 @@ def difference(first: Worker, other: Worker) -> str:
 def too_few_nodes(nodes: int, workers: int) -> str:
     """The message of more workers than virtual nodes."""
     return layout_message(
-        f"{workers} workers cannot share {nodes} virtual nodes: each needs one at least.",
+        f"{workers} workers cannot share {nodes} virtual nodes: each needs at least one.",
         remedies=[f"ask for at most {nodes} workers", "or virtualize the step with more virtual_nodes"],
     )
 

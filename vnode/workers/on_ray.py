@@ -40,13 +40,13 @@ PART = 1 << 16
 """Bytes of output that an actor sends at once."""
 
 LEAVE_SECONDS = 10
-"""How long an actor stays after its process, so that the supervisor hears the exit code."""
+"""Seconds that an actor outlives its process, so that the supervisor hears the exit code."""
 
 STORE_BYTES = 100 << 20
 """The object store of a Ray that the supervisor starts; next to nothing goes through it."""
 
 FORWARDED = ("JAX_", "XLA_", "PYTHONPATH")
-"""How variables begin that workers on other hosts get from the supervisor's environment."""
+"""Prefixes of the variables that workers on other hosts get from the supervisor's environment."""
 
 LEASH = 'read ended || kill -s KILL -- "-$0"; rm -rf -- "$1"'
 """A shell's program: when the pipe of its input breaks, it ends a session, given by number, and deletes its folder."""

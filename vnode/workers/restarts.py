@@ -24,7 +24,7 @@ from vnode.workers.supervision import Decisions, exit_code
 from vnode.workers.worker_process import ENDING, FINISHED, LOST, READY, STARTING, Limits, Worker
 
 PASSING = ("ProcessError", "CheckpointError")
-"""How errors begin that another worker, or a full disk, may be the cause of: it is tried again."""
+"""Beginnings of errors that another worker, or a full disk, may cause: then the start is tried again."""
 
 FOLDER = "checkpoint=... in the script, or vnode run --checkpoint FOLDER"
 
@@ -332,7 +332,7 @@ class Restarts(Decisions):
         return there if self.is_whole and all(w.state == READY for w in there) else []
 
     def step(self) -> int | None:
-        """How many steps are done, as far as is known."""
+        """The number of steps known to be done."""
         return max((w.step for w in self.workers.values() if w.step is not None and w.step >= 0), default=self.furthest)
 
     def standing_by(self) -> int:

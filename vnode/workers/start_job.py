@@ -103,14 +103,14 @@ class Spec:
             other = "rejoin" if self.rejoin else "spares"
             raise WorkerError(
                 layout_message(
-                    f"restart and {other} cannot be together: all workers are replaced at each change.",
+                    f"restart and {other} exclude each other: restart replaces all workers at each change.",
                     remedies=[f"leave one of them out: --restart or --{other}"],
                 )
             )
         if self.rigid and (self.restart or self.rejoin or self.spares or self.backend == "ray"):
             raise WorkerError(
                 layout_message(
-                    "a command that is no vnode program has no workers that could be replaced, or placed by Ray.",
+                    "a command that is not a vnode program has no workers to replace, or to place by Ray.",
                     remedies=["leave restart, rejoin, spares and backend out", "or submit a vnode program"],
                 )
             )
@@ -230,7 +230,7 @@ def function_command(function: Callable[..., Any] | str, arguments: Sequence[str
         if not name or "<" in name or getattr(function, "__closure__", None):
             raise WorkerError(
                 layout_message(
-                    f"workers cannot import {name or function!r}: it is a lambda, or made within another function.",
+                    f"workers cannot import {name or function!r}: it is a lambda, or defined inside another function.",
                     remedies=["define it with def at the top of a file", "or give the path of a script"],
                 )
             )
@@ -239,7 +239,7 @@ def function_command(function: Callable[..., Any] | str, arguments: Sequence[str
             if not home or not Path(home).is_file():
                 raise WorkerError(
                     layout_message(
-                        f"workers cannot import {name}: it was typed in, and is in no file.",
+                        f"workers cannot import {name}: it was typed in, and is not in a file.",
                         remedies=["write it to a file, and import it from there", "or give the path of a script"],
                     )
                 )

@@ -254,11 +254,11 @@ class Decisions(abc.ABC):
 
     @abc.abstractmethod
     def step(self) -> int | None:
-        """How many steps are done, as far as is known."""
+        """The number of steps known to be done."""
 
     @abc.abstractmethod
     def standing_by(self) -> int:
-        """How many workers could join."""
+        """The number of workers that could join."""
 
     @abc.abstractmethod
     def speaker(self) -> int | None:

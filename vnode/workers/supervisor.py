@@ -30,7 +30,7 @@ from vnode.workers.supervision import Decisions
 from vnode.workers.wire import LARGEST, Channel, Message, WireError, connections
 
 ALIVE_SECONDS = 1
-"""How often workers are told that the supervisor is there: a host that vanishes closes no connection."""
+"""Seconds between signs of life to workers: a host that vanishes closes no connection."""
 
 TICK = 0.05
 """Seconds between two looks at processes, output and deadlines."""
@@ -41,7 +41,7 @@ LATE = 1.0
 HELLO_SECONDS = 10
 HELLO_BYTES = 1 << 16
 GRACE = 5
-"""How long workers have to end by themselves, once the job has ended."""
+"""Seconds that workers have to end by themselves, once the job has ended."""
 
 KEEP_ALL = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -50,7 +50,7 @@ KEEP_ALL = {
 """Has jax keep all programs: those of a generation are needed again when its workers come back."""
 
 CHATTER = "[Gloo] Rank "
-"""How lines begin that the CPU's exchange writes to the output of every program that connects processes."""
+"""The beginning of lines that gloo writes to the output of every program that connects processes."""
 
 OWN_VARIABLES = {name: value for name, value in os.environ.items() if name != RUN}
 """The variables that this process has begun with; those of a job may be others."""
@@ -607,7 +607,7 @@ def listen(interface: str, port: int) -> socket.socket:
                 f"the supervisor cannot listen at {interface}:{port}.",
                 facts=[str(error)],
                 remedies=[
-                    "if another process uses the port: leave port= (--port) out for one that is free",
+                    "if another process uses the port: leave out port= (--port) to get a free one",
                     "if this host has no such address: give interface= (--interface) one of its own",
                 ],
             )

@@ -12,7 +12,7 @@ from vnode.workers.job_registry import Found
 from vnode.workers.wire import Channel, WireError
 
 SECONDS = 10
-"""How long a supervisor may take to answer."""
+"""Seconds that a supervisor may take to answer."""
 
 
 def request(job: Found, kind: str, **facts: Any) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def request(job: Found, kind: str, **facts: Any) -> dict[str, Any]:
       facts: its particulars.
 
     Returns:
-      What it answers: the job's status.
+      The answer: the job's status.
 
     Raises:
       WorkerError: it refuses, or does not answer.

@@ -31,7 +31,7 @@ LARGEST = 16 << 20
 """Bytes of the largest body."""
 
 SEND_SECONDS = 5
-"""How long a send may wait for a peer that does not read."""
+"""Seconds that a send may wait for a peer that does not read."""
 
 
 class WireError(VnodeError):
@@ -192,7 +192,7 @@ class Channel:
                 self.sock.sendall(data)
         except BlockingIOError as error:  # a part of the frame may be on its way: nothing can follow it
             self.close()
-            raise WireError(f"the other side has taken nothing in for {SEND_SECONDS} s.") from error
+            raise WireError(f"the other side has received nothing for {SEND_SECONDS} s.") from error
         except OSError as error:
             raise ClosedError(f"the connection is closed: {error}") from error
 

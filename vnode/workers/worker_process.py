@@ -14,7 +14,7 @@ STARTING, READY, FINISHED, ENDING, LOST = "starting", "ready", "finished", "endi
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How long waits may last, in seconds, and how often workers are started again.
+    """The limits of waits, in seconds, and the number of restarts of workers.
 
     Attributes:
       start: from the start of a process to its call of `run`, of a preparation, of a switch without a further step.

@@ -44,7 +44,7 @@ def check_runs(job: Submission, devices: int, counts: Sequence[int] | None, back
         raise ClusterError(
             layout_message(
                 "a rigid job never runs here.",
-                facts=[f"workers are placed by {backend}, which is told of vnode programs only"],
+                facts=[f"{backend} places the workers, and knows only vnode programs"],
                 remedies=["hand it to a scheduler with --backend processes"],
             )
         )

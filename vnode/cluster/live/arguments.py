@@ -19,7 +19,7 @@ def counts(text: str) -> list[int]:
     """
     found = sorted({int(part) for part in text.split(",")})
     if found[0] < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} are no numbers of devices, as 1,2,4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of devices, such as 1,2,4")
     return found
 
 
@@ -33,7 +33,7 @@ def times(text: str) -> dict[int, float]:
     try:
         return {int(count): float(seconds) for count, _, seconds in parts}
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not as 1=4.0,8=0.7") from None
+        raise argparse.ArgumentTypeError(f"{text!r} does not have the form 1=4.0,8=0.7") from None
 
 
 def plans(text: str) -> dict[int, str]:
@@ -46,7 +46,7 @@ def plans(text: str) -> dict[int, str]:
     try:
         return {int(count): path for count, _, path in parts}
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not as 1=one.json,4=four.json") from None
+        raise argparse.ArgumentTypeError(f"{text!r} does not have the form 1=one.json,4=four.json") from None
 
 
 def workers(text: str) -> tuple[int, int]:
@@ -59,7 +59,7 @@ def workers(text: str) -> tuple[int, int]:
     try:
         return int(low), int(high if colon else low)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not as 1:8, or 4") from None
+        raise argparse.ArgumentTypeError(f"{text!r} does not have the form 1:8, or 4") from None
 
 
 def add_state(parser: object) -> None:

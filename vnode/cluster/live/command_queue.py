@@ -142,7 +142,7 @@ def printable(text: str) -> str:
 
 
 def steps(job: Mapping[str, Any]) -> str:
-    """How far a job is.
+    """The progress of a job.
 
     >>> steps({"step": 12, "steps": 40}), steps({"step": 12, "steps": None}), steps({"step": None, "steps": 40})
     ('12/40', '12', '')
@@ -186,7 +186,7 @@ def watch(state: str | None, everything: bool) -> int:
     except ImportError as error:
         raise ClusterError("--watch needs rich: pip install 'vnode[cluster]'") from error
     if not sys.stdout.isatty():
-        raise ClusterError("--watch draws in a terminal; without one, ask again and again: vnode queue")
+        raise ClusterError("--watch needs a terminal; without one, call vnode queue repeatedly")
     colours = {"running": "green", "resizing": "yellow", "starting": "yellow", "failed": "red", "cancelled": "dim"}
     with Live(screen=False, auto_refresh=False) as live:
         try:

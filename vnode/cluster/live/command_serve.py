@@ -127,6 +127,6 @@ def names(text: str) -> list[str]:
     found = [name.strip() for name in text.split(",") if name.strip()]
     if bad := [name for name in found if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9_.:/-]*", name)]:
         raise ClusterError(
-            f"{bad[0]!r} is no name of a device: give --devices a number, or names of letters and digits"
+            f"{bad[0]!r} is not a name of a device: give --devices a number, or names of letters and digits"
         )
     return found

@@ -37,7 +37,7 @@ NETWORK = {
 """File systems of several hosts, on which the shared memory of SQLite's log does not work."""
 
 TRIES = 10
-"""How often a lock is asked for."""
+"""The number of attempts to get a lock."""
 
 OWNER = "owner"
 """In the folder of jobs: the identity of the file that it belongs to."""
@@ -117,7 +117,7 @@ class State:
             holder = said_in(lock_of(self.path).read_bytes()).get("pid", "?")
             raise ClusterError(
                 layout_message(
-                    f"a scheduler already has {self.path}.",
+                    f"another scheduler uses {self.path}.",
                     facts=[f"process {holder}"],
                     remedies=["submit to that one: vnode submit", "or give --state another file"],
                 )
@@ -153,7 +153,7 @@ class State:
         if not owner.exists() or owner.read_text(encoding="utf-8") != mine:
             raise ClusterError(
                 layout_message(
-                    f"the folder {self.jobs} holds jobs of another scheduler's file than {self.path}.",
+                    f"the folder {self.jobs} belongs to another scheduler's file than {self.path}.",
                     remedies=["move it away, or delete it", "or give --state another file"],
                 )
             )
@@ -178,7 +178,7 @@ class State:
                 layout_message(
                     f"the scheduler's file {self.path} cannot be written.",
                     facts=[str(error)],
-                    remedies=["make room on its disk; jobs that run go on meanwhile, and none is lost"],
+                    remedies=["make room on its disk; running jobs continue meanwhile, and none is lost"],
                 )
             ) from error
 
@@ -200,7 +200,7 @@ class State:
             if not path.exists() or os.stat(path).st_ino != inode:
                 raise ClusterError(
                     layout_message(
-                        f"{path} was deleted, moved or replaced while the scheduler has it: nothing can be written.",
+                        f"{path} was deleted, moved or replaced while the scheduler uses it: nothing can be written.",
                         facts=["jobs that run go on"],
                         remedies=["put it back where it was, or end this scheduler and its jobs"],
                     )
@@ -352,6 +352,6 @@ def unusable(path: Path, why: str) -> ClusterError:
     """The error of a file that cannot be a scheduler's."""
     return ClusterError(
         layout_message(
-            f"{path} cannot be a scheduler's file.", facts=[why], remedies=["give --state another file, or a new one"]
+            f"{path} is not a scheduler's file.", facts=[why], remedies=["give --state another file, or a new one"]
         )
     )

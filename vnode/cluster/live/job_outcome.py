@@ -15,7 +15,7 @@ from vnode.cluster.live.event_log import Record
 from vnode.cluster.live.job_book import LiveJob
 
 OFTEN, WHILE = 3, 600.0
-"""How often within so many seconds a job is begun again that nobody has asked to make room."""
+"""The most restarts of a job within so many seconds, if nobody has asked it to make room."""
 
 LONGEST = 4000
 """Letters of a reason, from its end: of a traceback that is the error."""

@@ -60,7 +60,7 @@ PATIENCE = 30.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How a scheduler does it.
+    """The options of a scheduler.
 
     Attributes:
       devices: names of the devices.
@@ -82,7 +82,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         if not self.devices or len(set(self.devices)) < len(self.devices):
-            raise ClusterError(f"a cluster has one device or more, each with a name of its own, not {self.devices}")
+            raise ClusterError(f"a cluster needs one device or more, each with its own name, not {self.devices}")
 
     @property
     def policy_name(self) -> str:
@@ -149,9 +149,9 @@ class Scheduler:
             if gone := [name for name in job.devices if name not in self.setup.devices]:
                 raise ClusterError(
                     layout_message(
-                        f"{job.called} still has device {gone[0]}, which this scheduler is not to have.",
+                        f"{job.called} still uses device {gone[0]}, which this scheduler was not given.",
                         facts=[f"devices before: {', '.join(self.book.devices)}"],
-                        remedies=["start the scheduler with the devices that it had, and cancel the job or wait"],
+                        remedies=["start the scheduler with its earlier devices, and cancel the job or wait for it"],
                     )
                 )
 
@@ -269,7 +269,7 @@ class Scheduler:
                 "cancel": self.cancel,
             }
             if kind not in handlers:
-                raise ClusterError(f"this scheduler does not know {kind!r}: it may be of another version of vnode.")
+                raise ClusterError(f"this scheduler does not know {kind!r}: it may run another version of vnode.")
             found = handlers[kind](request)
         except ClusterError as error:
             reply({"kind": "error", "text": str(error)})

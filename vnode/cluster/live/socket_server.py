@@ -193,7 +193,7 @@ def request(kind: str, state: str | None = None, **facts: Any) -> dict[str, Any]
             layout_message(
                 "the scheduler does not answer.",
                 facts=[f"process {scheduler['pid']}, {scheduler['state']}", f"{type(error).__name__}: {error}"],
-                remedies=["ask again; vnode queue shows what it knows of"],
+                remedies=["try again; vnode queue shows the jobs that it knows"],
             )
         ) from error
     if answer["kind"] == "error":

@@ -306,7 +306,7 @@ def write_secret(path: Path, text: str) -> None:
             layout_message(
                 f"The token of the status page cannot be written to {os.fspath(path)!r}.",
                 facts=[why.strerror or str(why)],
-                remedies=["name a file in a folder that is there and may be written to"],
+                remedies=["name a file in a folder that exists and is writable"],
             )
         ) from why
 

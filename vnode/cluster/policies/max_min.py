@@ -2,7 +2,7 @@
 
 Knows speeds and priorities. Must not know how much work is left.
 
-How well off a job is: its speed, as a part of that on all that it demands, over its priority.
+A job is as well off as its share of full speed (its speed over that with all demanded devices), over its priority.
 """
 
 from __future__ import annotations

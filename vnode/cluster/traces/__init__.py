@@ -81,7 +81,9 @@ def of_json(found: Any, path: Path, run: str | None) -> Trace:
     if isinstance(found, dict) and "jobs" in found:
         return vnode_trace.read(found, path)
     example = '{"devices": 8, "jobs": [{"id": "a", "arrival": 0, "steps": 100, "step_seconds": {"1": 4.0, "8": 0.7}}]}'
-    raise ClusterError(layout_message(f"{path} is no trace of jobs that vnode knows.", remedies=[f"write {example}"]))
+    raise ClusterError(
+        layout_message(f"{path} is not a trace of jobs in a format that vnode knows.", remedies=[f"write {example}"])
+    )
 
 
 def check(trace: Trace, path: Path) -> None:
@@ -114,7 +116,7 @@ def parsed(text: str, path: Path) -> Any:
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, of which no field stands there twice.
+    """An object of JSON, of which no field occurs twice.
 
     Raises:
       ValueError: one does; the first would be lost.
@@ -122,5 +124,5 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the field {next(name for name in names if names.count(name) > 1)!r} stands there twice")
+        raise ValueError(f"the field {next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return found

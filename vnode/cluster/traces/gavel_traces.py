@@ -43,7 +43,7 @@ def read(text: str, path: str, throughputs: Mapping[str, Any], source: str, kind
       ClusterError: a line cannot be read, or a job has no speed on any kind.
     """
     if not kinds:
-        raise ClusterError(f"{source} is by kind of device; say which there are: kinds=['v100', ...]")
+        raise ClusterError(f"{source} needs kinds of devices: kinds=['v100', ...]")
     with located_errors(source):
         if unknown := [kind for kind in kinds if kind not in mapping(throughputs, "the whole")]:
             raise ClusterError(f"{source} has no throughputs of {unknown[0]!r}; it has {', '.join(throughputs)}")

@@ -55,7 +55,7 @@ def plan_seconds(path: Path, count: int) -> float:
     try:
         found = json.loads(text)
         if not isinstance(found, dict) or found.get("format") != "vnode plan":
-            raise ValueError("it is no plan of vnode.partition.search")
+            raise ValueError("it is not a plan of vnode.partition.search")
         version, devices = (
             number(found, "version", int),
             math.prod(number(found["mesh"], name, int) for name in found["mesh"]),
@@ -63,9 +63,9 @@ def plan_seconds(path: Path, count: int) -> float:
         rest = {key: value for key, value in found.items() if key != "checksum"}
         sums = hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
         if version >= CHECKED and sums != found.get("checksum"):
-            raise ValueError("it is not as it was written: its checksum is another")
+            raise ValueError("it was changed after it was written: its checksum differs")
         if version < PREDICTED or found.get("prediction") is None:
-            raise ValueError("it predicts no time; search the plan again")
+            raise ValueError("it has no predicted time; search the plan again")
         if devices != count:
             raise ValueError(f"it is for {devices} devices, not for {count}")
         return number(found["prediction"]["figures"], "seconds")

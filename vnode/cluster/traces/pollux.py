@@ -189,7 +189,7 @@ def steps_of(application: str, batch: int) -> float:
     if batch not in known:
         said = f"only with a batch_size of {', '.join(map(str, known))}" if known else "not at all"
         raise ValueError(
-            f"how many steps {application!r} makes with a batch_size of {batch} is unknown, {said}; add a column steps"
+            f"the number of steps of {application!r} at batch_size {batch} is unknown, {said}; add a column steps"
         )
     return float(known[batch])
 

@@ -136,7 +136,7 @@ def parts_of(text: str) -> tuple[tuple[str, int], ...]:
     for part in text.split("+"):
         count, _, kind = part.partition("x")
         if not (count.isascii() and count.isdigit() and len(count) < 6 and int(count) and kind):
-            raise ValueError(f"{text!r} is no devices by kind, as 8xP100+16xK80")
+            raise ValueError(f"{text!r} does not give devices by kind, such as 8xP100+16xK80")
         pairs.append((kind, int(count)))
     return tuple(sorted(pairs))
 
@@ -158,7 +158,7 @@ def read_job(record: Mapping[str, Any]) -> tuple[Job, dict[str, float]]:
         begun, alone = {"static": start, "wfs": start}, run - start
         fixed = fixed_part(alone, demand, at_least_one(elastic, "first"), resized, number(elastic, "run_s"))
     if not alone > 0:
-        raise ValueError(f"it ran for {alone:g} s on all that it demands; that must be above 0")
+        raise ValueError(f"it ran for {alone:g} s on all its devices; that must be above 0")
     if min(begun.values()) < 0:
         raise ValueError(f"its start took {min(begun.values()):g} s; that must be at least 0")
     job = Job(

@@ -96,12 +96,12 @@ def read_job(record: Mapping[str, Any], folder: Path) -> Job:
 
 
 def read_speeds(record: Mapping[str, Any], folder: Path, nodes: int | None) -> Speeds:
-    """How fast a job is: by times of steps, by a file of `vnode.profile`, or by plans of `vnode.partition.search`."""
+    """The speed of a job: by times of steps, by a file of `vnode.profile`, or by plans of `vnode.partition.search`."""
     given = [name for name in SPEEDS if name in record]
     if not given:
         raise KeyError("step_seconds")
     if len(given) > 1:
-        raise ValueError(f"{given[0]} and {given[1]} both say how fast it is; leave one of them out")
+        raise ValueError(f"{given[0]} and {given[1]} both give its speed; leave one of them out")
     for field, needs in (("counts", "step_seconds"), ("kind", "profile")):
         if field in record and needs not in record:
             raise ValueError(f"{field} belongs to {needs}, not to {given[0]}")
@@ -128,7 +128,7 @@ def by_count(value: Any, field: str) -> dict[int, Any]:
     found = {}
     for text, each in mapping(value, field).items():
         if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) in found:
-            raise ValueError(f"{field}: {text!r} is not a count of devices, or it stands there twice")
+            raise ValueError(f"{field}: {text!r} is not a count of devices, or it occurs twice")
         found[int(text)] = each
     return found
 

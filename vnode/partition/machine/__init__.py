@@ -1,4 +1,4 @@
-"""Machines: what their devices can do, and how bytes get from one to another."""
+"""Kinds of devices and their links -> a machine, which gives the times of computation and of moving bytes."""
 
 from vnode.partition.machine.device_kind import Kind
 from vnode.partition.machine.machine import Device, Machine

@@ -204,7 +204,7 @@ def checked_groups(groups: Sequence[Sequence[int]], devices: int) -> tuple[Group
     try:
         found = tuple(tuple(operator.index(device) for device in group) for group in groups)
     except TypeError:
-        raise MachineError(f"groups are sequences of numbers of devices, not {groups!r}") from None
+        raise MachineError(f"groups must be sequences of device numbers, not {groups!r}") from None
     named = [device for group in found for device in group]
     if not named or len({len(group) for group in found}) > 1 or len(set(named)) != len(named):
         raise MachineError(f"groups must be of equally many devices, each in one of them only, not {found}")
@@ -232,7 +232,7 @@ def checked_pairs(pairs: Sequence[tuple[int, int]], devices: int) -> tuple[tuple
     try:
         found = tuple((operator.index(source), operator.index(target)) for source, target in pairs)
     except (TypeError, ValueError):
-        raise MachineError(f"pairs are of two places in a group each, not {pairs!r}") from None
+        raise MachineError(f"each pair must be two places in a group, not {pairs!r}") from None
     for ends in zip(*found, strict=True):
         if len({*ends}) < len(ends) or min(ends) < 0 or max(ends) >= devices:
             raise MachineError(

@@ -1,4 +1,4 @@
-"""Numbers, texts and lists of a description of a machine, or an error that says which of them is wrong.
+"""A value of a machine's description -> the value, or an error that says where it is wrong.
 
 Knows plain values and the limits beyond which they are mistakes. Must not know machines, or files.
 """
@@ -14,19 +14,19 @@ from typing import Any
 from vnode.errors import MachineError
 
 FASTEST = 1e18
-"""Operations, or bytes, a second; more is a mistake in a description."""
+"""The most operations, or bytes, a second; more is a mistake in a description."""
 LARGEST = 1 << 50
-"""Bytes of memory."""
+"""The most bytes of memory."""
 SLOWEST = 1.0
-"""Seconds of latency."""
+"""The most seconds of latency."""
 MOST_DEVICES = 1 << 16
 LONGEST = 300
-"""Characters of a name or a source."""
+"""The most characters of a name or a source."""
 
 
 @contextlib.contextmanager
 def error_context(place: str) -> Iterator[None]:
-    """Says of errors that they are in a part of something larger.
+    """Prefixes the place of every error raised inside with `place`.
 
     >>> with error_context("kinds"):
     ...     raise MachineError("expected a name", place="[0].name")
@@ -42,26 +42,26 @@ def error_context(place: str) -> Iterator[None]:
 
 
 def wrong_value(place: str, expected: str, value: Any) -> MachineError:
-    """The error for a value that is something else."""
+    """The error for a value that is not as expected."""
     said = repr(value)
     return MachineError(f"expected {expected}, not {said if len(said) <= 60 else said[:57] + '...'}", place=place)
 
 
 def positive_number(value: Any, place: str, unit: str, most: float = FASTEST, *, zero: bool = False) -> float:
-    """A finite number above zero and below what is a mistake.
+    """Checks that a value is a finite number above zero, and below a plausible limit.
 
     Args:
-      value: what is to be one.
-      place: where it stands.
-      unit: what it counts.
-      most: the largest that makes sense.
+      value: the value.
+      place: its place in the description.
+      unit: its unit.
+      most: the largest plausible number.
       zero: whether it may be zero.
 
     Returns:
       The number.
 
     Raises:
-      MachineError: it is something else.
+      MachineError: it is not such a number.
     """
     number = float("nan")
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
@@ -73,7 +73,7 @@ def positive_number(value: Any, place: str, unit: str, most: float = FASTEST, *,
 
 
 def whole_number(value: Any, place: str, what: str, least: int, most: int) -> int:
-    """A whole number from the least to the most, or a `MachineError`."""
+    """Checks that a value is a whole number between bounds; raises `MachineError`."""
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_whole or not least <= int(value) <= most:
         raise wrong_value(place, f"{what}, a whole number from {least} to {most}", value)
@@ -81,28 +81,28 @@ def whole_number(value: Any, place: str, what: str, least: int, most: int) -> in
 
 
 def one_line(value: Any, place: str, *, empty: bool = False) -> str:
-    """A text of one line, or a `MachineError`."""
+    """Checks that a value is a text of one line; raises `MachineError`."""
     if not (isinstance(value, str) and (empty or value.strip()) and len(value) <= LONGEST and value.isprintable()):
         raise wrong_value(place, f"a text of one line, at most {LONGEST} characters", value)
     return value
 
 
 def boolean(value: Any, place: str) -> bool:
-    """True or false, or a `MachineError`."""
+    """Checks that a value is true or false; raises `MachineError`."""
     if not isinstance(value, bool):
         raise wrong_value(place, "true or false", value)
     return value
 
 
 def nonempty_list(value: Any, place: str, what: str) -> Sequence[Any]:
-    """A list with something in it, or a `MachineError`."""
+    """Checks that a value is a list that is not empty; raises `MachineError`."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence) or not value:
         raise wrong_value(place, f"a list of {what}", value)
     return value
 
 
 def device_numbers(value: Any, place: str) -> tuple[int, ...]:
-    """Numbers of different devices, or a `MachineError`."""
+    """Checks that a value lists numbers of different devices; raises `MachineError`."""
     found = tuple(
         whole_number(n, f"{place}[{i}]", "the number of a device", 0, MOST_DEVICES - 1)
         for i, n in enumerate(nonempty_list(value, place, "numbers of devices"))

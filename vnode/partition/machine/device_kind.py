@@ -41,12 +41,12 @@ class Kind:
     Attributes:
       name: the kind's name.
       peak: operations a second of the matrix units by dtype (`DTYPES`); a multiplication with an addition is two.
-        ``float32`` is what `jax.numpy` does by default: TF32 on GPUs that have it, one pass in bfloat16 on TPUs.
+        ``float32`` has the rate of `jax.numpy`'s default: TF32 on GPUs that have it, one pass in bfloat16 on TPUs.
       vector: operations a second outside of matrix products, in float32.
       memory: bytes that programs can use.
       bandwidth: bytes a second between the device and its memory.
       host_bandwidth: bytes a second between the device and its host, in each direction.
-      host_latency: seconds until the first of them arrives.
+      host_latency: seconds until the first byte arrives.
       source: the source of the figures.
 
     Raises:
@@ -94,10 +94,10 @@ class Kind:
         """Operations a second of matrix products in a dtype.
 
         Args:
-          dtype: of the operands; `jax.numpy.dtype` of it, or its name.
+          dtype: the dtype of the operands, or its name.
 
         Returns:
-          The rate of the dtype's matrix units; where there are none those of the next wider format; else `vector`.
+          The rate of the dtype's matrix units; without them, that of the next wider dtype; else `vector`.
 
         Raises:
           MachineError: there is no such dtype.

@@ -1,6 +1,6 @@
 """jax's devices -> the machine that this program runs on.
 
-Knows jax's devices, the table of kinds, and measurements. Must not know what machines are asked.
+Knows jax's devices, the table of kinds, and measurements. Must not know the queries of machines.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def measure_local_devices(name: str, group: Sequence[Any], memory: int) -> Measu
     mine = [device for device in group if is_local(device)]
     if not mine:
         raise MachineError(
-            f"{name!r} is no known kind, and no device of it is in this process, where it could be measured.",
+            f"{name!r} is not a known kind, and this process has no device of it to measure.",
             remedies=["describe the machine: Machine(...).save('machine.json'), and Machine.load it in every process"],
         )
     return measure_kind(name, mine, memory or host_memory(len(mine)))
@@ -76,7 +76,7 @@ def link_of_measured(found: MeasuredKind) -> Link | None:
 
 
 def host_key(device: Any) -> Any:
-    """The key of a device's host: GPUs have their slice, which NVLink can join; other devices their process."""
+    """The key of a device's host. For GPUs it is the slice, which NVLink can join; for other devices the process."""
     if device.platform == "gpu" and getattr(device, "slice_index", None) is not None:
         return device.slice_index
     return device.process_index
@@ -92,7 +92,7 @@ def slice_networks(devices: Sequence[Any]) -> tuple[Network, ...]:
     for i, device in enumerate(devices):
         by_slice.setdefault(getattr(device, "slice_index", None) or 0, []).append(i)
     if any(device.core_on_chip for device in devices):
-        raise MachineError("each core of a chip is a device here, and a torus joins chips", remedies=["use megacore"])
+        raise MachineError("here each core of a chip is a device, but a torus joins chips", remedies=["use megacore"])
     networks = list[Network]()
     for index, mine in by_slice.items():
         points = [tuple(devices[i].coords)[: made[0].axes] for i in mine]
@@ -136,6 +136,6 @@ def switch_networks(
 def unknown_links() -> MachineError:
     """The error for links between processes, which one process cannot measure."""
     return MachineError(
-        "it is not known how these devices are joined.",
+        "the links between these devices are not known.",
         remedies=["describe the machine: Machine(...).save('machine.json'), and Machine.load it in every process"],
     )

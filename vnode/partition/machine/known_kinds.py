@@ -107,13 +107,13 @@ JAX_NAMES = {
 
 
 def kind_named(name: Kind | str) -> Kind:
-    """A known kind.
+    """A known kind of device.
 
     Args:
-      name: as in `KINDS` in any case, with or without "TPU", or as jax calls it. A `Kind` is returned as it is.
+      name: a name in `KINDS` in any case, with or without "TPU", or jax's name. A `Kind` is returned as it is.
 
     Raises:
-      MachineError: it is not known.
+      MachineError: the kind is not known.
 
     Example:
       >>> kind_named("a100-80gb").memory // 2**30, kind_named("v5e").name
@@ -129,11 +129,11 @@ def kind_named(name: Kind | str) -> Kind:
         if wanted == called.lower():
             return KINDS[known]
     raise MachineError(
-        f"no kind of device is known as {name!r}.",
+        f"there is no known kind of device {name!r}.",
         remedies=[
             f"name one of {several(len(KINDS), 'known kind')}: {', '.join(KINDS)}",
             "or describe it: Kind('mine', {'bfloat16': 1e14}, vector=1e13, memory=2**35, bandwidth=1e12, "
             "host_bandwidth=1.5e10)",
-            "or measure it where it is: Machine.here(measure=True)",
+            "or measure it on its host: Machine.here(measure=True)",
         ],
     )

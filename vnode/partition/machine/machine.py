@@ -1,6 +1,6 @@
-"""A machine: devices in order, what each can do, and what it takes to move bytes between them.
+"""Kinds of devices and the networks between them -> a machine: the times of computation and of moving bytes.
 
-Knows kinds, networks, and who draws a page. Must not know steps, splits or plans.
+Knows kinds and networks. Must not know steps, splits or plans.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from vnode.show.units import number, several, size
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Machine(Drawn):
-    """Devices and what joins them; print it.
+    """Devices and the networks that join them; print it.
 
     Attributes:
-      name: for people.
-      devices: in order; what `jax.devices()` has, if the machine is this one.
-      networks: from the nearest to the farthest. Two devices use the first that joins both. Networks are nested or
-        apart, and the last joins all devices.
+      name: the machine's name, for people.
+      devices: the devices; in the order of `jax.devices()` if the machine is this one.
+      networks: the networks, from the nearest to the farthest. Two devices use the first network that joins both.
+        Networks are nested or disjoint, and the last one joins all devices.
 
     Raises:
-      MachineError: it cannot be so.
+      MachineError: the description is not consistent.
 
     Example:
       >>> machine = Machine.tpu("v5e:4x4")
@@ -84,7 +84,7 @@ class Machine(Drawn):
             with error_context(f"networks[{i}]"):
                 if not network.members <= everyone:
                     raise MachineError(
-                        f"it joins device {max(network.members)}, and there are {several(len(devices), 'device')}"
+                        f"it joins device {max(network.members)}, but there are {several(len(devices), 'device')}"
                     )
                 for k, nearer in enumerate(networks[:i]):
                     if not (nearer.members <= network.members or nearer.members.isdisjoint(network.members)):
@@ -92,28 +92,29 @@ class Machine(Drawn):
         if len(devices) > 1 and not (networks and networks[-1].members == everyone):
             raise MachineError("the last network must join all devices", place="networks")
 
-    # How machines are made.
+    # Ways to make a machine.
 
     @staticmethod
     def here(devices: Sequence[Any] | None = None, *, measure: bool = False) -> Machine:
         """The machine that this program runs on.
 
-        Known kinds (`vnode.partition.machine.known_kinds`) have the figures of their data sheets, and the memory that
-        the device itself reports. Others are measured: rates of matrix products by dtype and of element-wise
-        operations, bandwidth of memory, all devices of a kind working at once (so CPU devices that share cores share
-        their rate); bandwidth and latency from host to device, and between devices, each as the median of interleaved
-        repetitions. That takes some seconds.
+        A known kind (`vnode.partition.machine.known_kinds`) has the figures of its data sheet, and the memory that the
+        device itself reports. Other kinds are measured, which takes some seconds:
+
+        - rates of matrix products by dtype, rates of element-wise operations, and memory bandwidth, with all devices
+          of a kind working at once (CPU devices that share cores share their rate);
+        - bandwidth and latency from host to device, and between devices, as medians of interleaved repetitions.
 
         Args:
-          devices: of this machine, all of `jax.devices()` by default.
-          measure: also known kinds, and what joins them within this process.
+          devices: devices of this machine; all of `jax.devices()` by default.
+          measure: whether to measure known kinds too, and the links between them within this process.
 
         Returns:
-          The machine; its devices are numbered as they are given.
+          The machine; its devices have the numbers of their positions in `devices`.
 
         Raises:
-          MachineError: a kind is neither known nor in this process, where it could be measured; or it is not known how
-            hosts are joined.
+          MachineError: a kind is not known, and has no device in this process to measure; or the network between hosts
+            is not known.
 
         Example:
           >>> import jax
@@ -127,16 +128,16 @@ class Machine(Drawn):
 
     @staticmethod
     def tpu(topology: str, *, slices: int = 1) -> Machine:
-        """A slice of TPU chips, or several, each chip one device.
+        """A slice of TPU chips, or several; each chip is one device.
 
-        A v4 or v5p chip has two cores, which jax shows as one device. Hosts have 2x2 chips, and devices are in the
-        order in which `jax.experimental.topologies` has them. Axes of 16 chips wrap around on v5e and v6e; on v4 and
-        v5p all axes do if each is a multiple of 4. (Sources: `vnode.partition.machine.machine_builders`.)
+        A v4 or v5p chip has two cores, which jax shows as one device. Hosts have 2x2 chips. Devices are in the order of
+        `jax.experimental.topologies`. On v5e and v6e, axes of 16 chips wrap around. On v4 and v5p all axes do, if each
+        is a multiple of 4. (Sources: `vnode.partition.machine.machine_builders`.)
 
         Args:
           topology: the generation and the chips along each axis: ``"v5e:4x4"``, ``"v5p:2x2x2"``, ``"v4:..."``,
             ``"v6e:..."``.
-          slices: how many of them, joined by the network of the data center.
+          slices: the number of slices, joined by the network of the data center.
 
         Returns:
           The machine.
@@ -162,22 +163,22 @@ class Machine(Drawn):
         """Hosts with GPUs.
 
         By default they are joined as in NVIDIA's own hosts of that kind (sources:
-        `vnode.partition.machine.machine_builders`). NVLink without a switch (P100, V100) counts as if it had one: right
-        for rings, which use all links of a GPU at once, too fast for one pair of GPUs; ``Link(..., of="pair")`` says it
-        exactly.
+        `vnode.partition.machine.machine_builders`). NVLink without a switch (P100, V100) counts as if it had one. That
+        is right for rings, which use all links of a GPU at once, and too fast for one pair of GPUs.
+        ``Link(..., of="pair")`` describes it exactly.
 
         Args:
           kind: a kind, or the name of a known one.
-          hosts: how many.
-          per_host: devices of each.
-          within: what joins the devices of a host.
-          between: what joins hosts.
+          hosts: the number of hosts.
+          per_host: the number of devices in each host.
+          within: the link between the devices of a host.
+          between: the link between hosts.
 
         Returns:
           The machine.
 
         Raises:
-          MachineError: the kind is not known, or how it is joined.
+          MachineError: the kind is not known, or its links are not.
 
         Example:
           >>> Machine.gpus("a100-80gb", hosts=2).networks[-1].name
@@ -189,16 +190,16 @@ class Machine(Drawn):
     def flexflow(cluster: Literal["p100", "k80"]) -> Machine:
         """A cluster on which FlexFlow was measured (Jia, Zaharia, Aiken, SysML 2019, experimental setup).
 
-        ``"p100"`` has 4 hosts with 4 P100 each, NVLink within and 100 Gb/s InfiniBand between hosts. How many NVLinks
-        join two GPUs is an assumption: one, 20 GB/s in each direction, as among the four of half a DGX-1.
-        ``"k80"`` has 16 hosts with 4 K80 each (a device is one die), two and two behind a PCI Express switch of their
-        own, and 56 Gb/s InfiniBand.
+        ``"p100"`` has 4 hosts with 4 P100 each, NVLink within hosts and 100 Gb/s InfiniBand between them. The number of
+        NVLinks between two GPUs is an assumption: one, 20 GB/s in each direction, as among the four of half a DGX-1.
+        ``"k80"`` has 16 hosts with 4 K80 each (a device is one die). Two dies share a PCI Express switch of their own;
+        hosts have 56 Gb/s InfiniBand.
 
         Args:
           cluster: ``"p100"`` or ``"k80"``.
 
         Raises:
-          MachineError: it is another.
+          MachineError: there is no such cluster.
 
         Example:
           >>> Machine.flexflow("k80")
@@ -207,13 +208,13 @@ class Machine(Drawn):
         return Machine(*machine_builders.flexflow(cluster))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file that people can read and change; `load` describes what it may hold.
+        """Writes a JSON file that people can read and change; `load` reads it.
 
         Args:
-          path: of the file.
+          path: the path of the file.
 
         Raises:
-          MachineError: it cannot be written there.
+          MachineError: the file cannot be written.
         """
         from vnode.partition.machine.machine_file import machine_to_json
 
@@ -223,15 +224,16 @@ class Machine(Drawn):
     def load(path: str | os.PathLike[str]) -> Machine:
         """Reads a file that `save`, or a person, wrote.
 
-        Bandwidths are in bytes a second and direction, latencies in seconds, rates in operations a second. A row of
+        Bandwidths are in bytes a second in each direction, latencies in seconds, rates in operations a second. A row of
         ``devices`` stands for ``count`` of them (1 by default), in order; networks name them by number, from 0.
         `vnode.partition.machine.machine_file` shows an example.
 
         Args:
-          path: of the file.
+          path: the path of the file.
 
         Raises:
-          MachineError: the file is not there, damaged, of another version, or describes no machine; it says where.
+          MachineError: the file is missing, damaged, of another version, or does not describe a machine; the message
+            says where.
         """
         from vnode.partition.machine.machine_file import machine_from_json
 
@@ -264,9 +266,9 @@ class Machine(Drawn):
 
     @functools.cached_property
     def resources(self) -> tuple[Resource, ...]:
-        """All links, each in one direction: those of the networks; then of each device the way to its host, and back.
+        """All links, each in one direction: the networks' links, then each device's link to its host, and back.
 
-        A simulator lets transfers queue for them. Their number is their place in this sequence.
+        A simulator queues transfers for them. Their number is their position in this sequence.
         """
 
         def both(i: int, kind: Kind) -> tuple[Resource, Resource]:
@@ -277,14 +279,14 @@ class Machine(Drawn):
         return (*self._fabric.resources, *links)
 
     def route(self, source: int, target: int) -> Cost:
-        """The transfer of bytes from one device to another.
+        """The cost of a transfer between two devices.
 
         Args:
-          source: the number of a device.
-          target: that of another; of the same, it takes no time.
+          source: the number of the sender.
+          target: the number of the receiver; a transfer to the sender itself takes no time.
 
         Returns:
-          Its cost per byte, by the slowest link on its way, and the links, which it occupies for that time.
+          The cost. The slowest link on the route sets the time per byte; the transfer occupies all links for its time.
 
         Raises:
           MachineError: there is no such device.
@@ -299,11 +301,11 @@ class Machine(Drawn):
         return self._cached(("route", source, target), lambda: self._fabric.route(source, target))
 
     def to_host(self, device: int, *, back: bool = False) -> Cost:
-        """The transfer of bytes from a device to its host's memory, or back.
+        """The cost of a transfer from a device to its host's memory, or back.
 
         Args:
-          device: its number.
-          back: from the host to the device.
+          device: the number of the device.
+          back: whether it goes from the host to the device.
 
         Raises:
           MachineError: there is no such device.
@@ -328,21 +330,21 @@ class Machine(Drawn):
     ) -> Cost:
         """The cost of a collective that groups of devices run at the same time.
 
-        `vnode.partition.machine.collective_times` has the formulas and their sources. All bytes are those of one
-        device: of the result of an all-gather, of the operand of the others.
+        `vnode.partition.machine.collective_times` has the formulas and their sources. Bytes are those of one device's
+        array: the result of an all-gather, the operand of the other collectives.
 
         Args:
           name: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"`` or ``"permute"``.
-          groups: of equally many devices, as `MachineMesh.groups` gives them.
-          offset: of a permute: the device at place i of its group sends to that at place i + offset.
-          around: of a permute: whether the last send to the first.
-          pairs: of a permute: who sends to whom instead, by place in each group.
+          groups: groups of equally many devices, as `MachineMesh.groups` gives them.
+          offset: for a permute: the device at place i of its group sends to the one at place i + offset.
+          around: for a permute: whether the last devices send to the first.
+          pairs: for a permute, instead: (sender, receiver) pairs, by place in each group.
 
         Returns:
-          Its cost; with one device in a group, nothing.
+          The cost; zero if a group has one device.
 
         Raises:
-          MachineError: there is no such collective, or the groups, or the pairs, are none.
+          MachineError: there is no such collective, or the groups or pairs are wrong.
 
         Example:
           >>> cost = Machine.gpus("h100-sxm").collective("all_gather", [range(8)])
@@ -364,10 +366,10 @@ class Machine(Drawn):
         return self._costs[key]
 
     def mesh(self, sizes: Mapping[str, int]) -> MachineMesh:
-        """Its devices as a mesh, whose axes follow those of a torus where the sizes allow it.
+        """The machine's devices as a mesh, whose axes follow those of a torus where the sizes allow it.
 
         Args:
-          sizes: of each axis; their product is the number of devices.
+          sizes: the size of each axis; their product is the number of devices.
 
         Returns:
           The mesh. On this machine, ``np.array(jax.devices())[mesh.devices]`` are the devices themselves.
@@ -415,7 +417,7 @@ class Machine(Drawn):
 
 
 def in_words(network: Network) -> tuple[str, str, float, float]:
-    """A network in words."""
+    """A network's kind, extent, bandwidth and latency, for the report."""
     match network:
         case Torus():
             joins = "neighbours in " + " x ".join(str(axis.size) for axis in network.axes)
@@ -435,7 +437,7 @@ def in_words(network: Network) -> tuple[str, str, float, float]:
 
 
 def microseconds(time: float) -> str:
-    """Seconds for people.
+    """Seconds as text.
 
     >>> microseconds(1e-6), microseconds(2.5e-4)
     ('1 us', '250 us')

@@ -1,15 +1,16 @@
 """Names of TPU slices, GPU hosts and papers' clusters -> the devices and networks of a machine.
 
-Knows how slices and hosts are wired, with sources. Must not know machines as such, nor what is on this one.
+Knows the wiring of slices and hosts, with sources. Must not know machines as such, nor the devices of this one.
 
-Sources. TPU: Google Cloud documentation, pages on TPU v4, v5e, v5p and v6e; bandwidth of links and wrap-around from
-"How to scale your model" (Austin and others, 2025), chapter "How to think about TPUs": v5e and v6e wrap an axis of 16
-only; v4 and v5p wrap where switches join full cubes, when all axes are multiples of 4; about 1 us over a link; 25 GB/s
-from host to host over the data center network.
-GPU: NVLink of one GPU in one direction is half of what the data sheets call "bidirectional" (P100 160, V100 300, A100
-600, H100 and H200 900 GB/s). Networks: DGX-1 (four EDR cards of 100 Gb/s a host), DGX A100 and H100 (a card for each
-GPU, of 200 and 400 Gb/s). Latencies: NCCL's own model of its time (tuning.cc, 2020), ring with the LL128 protocol: 1.9
-us over NVLink, 2.5 us over PCI Express, 4 us over a network. The latency of the data center network (50 us) is assumed.
+Sources for TPUs: Google Cloud documentation, pages on TPU v4, v5e, v5p and v6e. Bandwidth of links and wrap-around are
+from "How to scale your model" (Austin and others, 2025), chapter "How to think about TPUs": v5e and v6e wrap an axis of
+16 only; v4 and v5p wrap if all axes are multiples of 4, where switches join full cubes; about 1 us over a link; 25 GB/s
+from host to host over the data center network, whose latency (50 us) is assumed.
+
+Sources for GPUs: NVLink of one GPU in one direction is half of the data sheets' "bidirectional" figure (P100 160, V100
+300, A100 600, H100 and H200 900 GB/s). Networks: DGX-1 (four EDR cards of 100 Gb/s a host), DGX A100 and H100 (a card
+for each GPU, of 200 and 400 Gb/s). Latencies are NCCL's own (tuning.cc, 2020), ring with the LL128 protocol: 1.9 us
+over NVLink, 2.5 us over PCI Express, 4 us over a network.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from vnode.partition.machine.networks import Network, Pairs, Switch
 from vnode.partition.machine.torus import Axis, Torus
 
 NVLINK, PCIE, NETWORK, HOP, DCN = 1.9e-6, 2.5e-6, 4e-6, 1e-6, 5e-5
-"""Seconds of latency."""
+"""Latencies, seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """How devices of a host, or hosts, are joined.
+    """The link between the devices of a host, or between hosts.
 
     Attributes:
       name: the network's name.
@@ -114,7 +115,7 @@ LINKS: dict[str, tuple[Link, Link]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """How chips of one TPU generation are wired.
+    """The wiring of the chips of one TPU generation.
 
     Attributes:
       kind: the kind of a chip, which is one device.
@@ -145,7 +146,7 @@ def tpu(topology: str, slices: int = 1) -> Parts:
     found = re.fullmatch(r"(v\w+):(\d{1,4}(?:x\d{1,4})*)", topology) if isinstance(topology, str) else None
     if found is None or found[1] not in SLICES:
         raise MachineError(
-            f"no TPU slice is known as {topology!r}.",
+            f"there is no TPU slice {topology!r}.",
             remedies=[f"give a generation ({', '.join(SLICES)}) and its chips along each axis: 'v5e:4x4', 'v5p:2x2x2'"],
         )
     made, sizes = SLICES[found[1]], tuple(map(int, found[2].split("x")))
@@ -174,10 +175,10 @@ def tpu(topology: str, slices: int = 1) -> Parts:
 
 
 def points_by_host(sizes: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
-    """The points of a slice, host by host, in the order in which jax has them: 2x2 chips each, the first axis fastest.
+    """The points of a slice, host by host, in jax's order: 2x2 chips each, the first axis fastest.
 
-    It is the order of `jax.experimental.topologies` and the host of libtpu's default, also where a cloud has eight
-    chips in one.
+    This is the order of `jax.experimental.topologies`, with the hosts of libtpu's default. A cloud may have eight chips
+    in a host; the order is the same.
     """
     host = (2, 2, 1)[: len(sizes)] if max(sizes) > 1 else (1,) * len(sizes)
 
@@ -189,7 +190,7 @@ def points_by_host(sizes: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
 
 
 def wrapped_axes(sizes: tuple[int, ...]) -> tuple[bool, ...]:
-    """Which axes of a slice wrap around.
+    """Whether each axis of a slice wraps around.
 
     >>> wrapped_axes((8, 16)), wrapped_axes((4, 4, 8)), wrapped_axes((2, 4, 4))
     ((False, True), (True, True, True), (False, False, False))
@@ -208,8 +209,8 @@ def gpus(kind: Kind | str, hosts: int, per_host: int, within: Link | None, betwe
     near, far = within or usual[0], between or usual[1]
     if (near is None and per_host > 1) or (far is None and hosts > 1):
         raise MachineError(
-            f"it is not known how devices of kind {found.name!r} are joined.",
-            remedies=["say it: within=Link('PCIe', 31.5e9, 2.5e-6), between=Link('Ethernet', 12.5e9, 3e-5, of='host')"],
+            f"the links of devices of kind {found.name!r} are not known.",
+            remedies=["within=Link('PCIe', 31.5e9, 2.5e-6), between=Link('Ethernet', 12.5e9, 3e-5, of='host')"],
         )
     devices = tuple(Device(found, i // per_host) for i in range(hosts * per_host))
     return f"{hosts} x {per_host} {found.name}", devices, host_networks(devices, near, far)

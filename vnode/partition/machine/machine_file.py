@@ -1,6 +1,6 @@
 """A machine <-> JSON that people can read and write.
 
-Knows JSON, and which entries describe a kind, a device, a network. Must not know what machines are asked.
+Knows JSON, and the entries that describe a kind, a device, a network. Must not know the queries of machines.
 
 A file looks like this::
 
@@ -83,12 +83,12 @@ def machine_from_json(said: str) -> Parts:
     """Reads the parts of a machine from JSON.
 
     Raises:
-      MachineError: the text is no JSON or of another version; or an entry is missing, unknown or wrong, which it names.
+      MachineError: the text is not JSON, or of another version; or an entry is missing, unknown or wrong (named).
     """
     try:
         content = json.loads(said, object_pairs_hook=entries, parse_constant=reject_number)
     except (ValueError, RecursionError) as error:
-        raise MachineError(f"the file is no JSON: {error or type(error).__name__}") from None
+        raise MachineError(f"the file is not JSON: {error or type(error).__name__}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise wrong_value("format", repr(FORMAT), content.get("format") if isinstance(content, dict) else content)
     if content.get("version") != VERSION or isinstance(content["version"], bool):
@@ -145,7 +145,7 @@ def dataclass_from_entry(kind: Callable[..., Any], entry: Any, **given: Any) -> 
 
 
 def record(value: Any, place: str, needed: Sequence[str], more: Sequence[str] = ()) -> dict[str, Any]:
-    """Checks that an object has the needed keys, perhaps those of `more`, and no others."""
+    """Checks that an object has the needed keys, perhaps the optional keys `more`, and no others."""
     if not isinstance(value, dict):
         raise wrong_value(place, f"an object with {', '.join(needed)}", value)
     for name in needed:
@@ -160,7 +160,7 @@ def record(value: Any, place: str, needed: Sequence[str], more: Sequence[str] = 
 
 
 def entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The entries of a JSON object; raises on repeated keys, of which JSON would silently keep the last."""
+    """The entries of a JSON object. Raises on a repeated key: Python's JSON reader would silently keep the last."""
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(name for i, (name, _) in enumerate(pairs) if name in [other for other, _ in pairs[:i]])

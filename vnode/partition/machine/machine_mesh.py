@@ -1,6 +1,6 @@
 """Devices and axis sizes -> a mesh with named axes, which follow the axes of a torus where possible.
 
-Knows networks, and numbers of devices. Must not know kinds of devices, or what is split over an axis.
+Knows networks, and numbers of devices. Must not know kinds of devices, or the arrays that an axis divides.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ class MachineMesh:
 def lay_out_mesh(sizes: Mapping[str, int], networks: Sequence[Network], devices: int) -> MachineMesh:
     """A mesh over all devices.
 
-    Where the devices are one torus, or several of one shape (the axes in front then go from one to the next), each axis
-    takes whole axes of the torus if the sizes allow it; else the torus is taken row by row. Without a torus the devices
-    are taken in order.
+    If the devices are one torus, each mesh axis takes whole axes of the torus if the sizes allow it; else the torus is
+    taken row by row. If they are several tori of one shape, the first mesh axes go from one torus to the next. Without
+    a torus, devices are taken in order.
     """
     if not isinstance(sizes, Mapping):
-        raise MachineError(f"a mesh is given by the sizes of its axes, such as {{'data': 4}}, not {sizes!r}")
+        raise MachineError(f"a mesh needs the sizes of its axes, such as {{'data': 4}}, not {sizes!r}")
     shape = tuple(sizes.values())
     if not sizes or any(isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1 for n in shape):
-        raise MachineError(f"a mesh has named axes with a positive number of devices each, not {dict(sizes)}")
+        raise MachineError(f"each axis of a mesh needs a name and a positive size, not {dict(sizes)}")
     if math.prod(shape) != devices:
         raise MachineError(
             f"a mesh of {' x '.join(map(str, shape))} has {math.prod(shape)} places for {devices} devices",
-            remedies=["let the sizes of the axes multiply to the number of devices"],
+            remedies=["the product of the sizes must be the number of devices"],
         )
     names = tuple(map(str, sizes))
     grids = [torus_grid(network) for network in networks if isinstance(network, Torus)]

@@ -134,7 +134,7 @@ class Switch(Network):
       latency: seconds from port to port.
 
     Raises:
-      MachineError: something of it is wrong.
+      MachineError: an attribute is wrong.
 
     Example:
       >>> network = Switch("Ethernet", ((0, 1), (2, 3)), bandwidth=12.5e9, latency=1e-5)
@@ -199,7 +199,7 @@ class Pairs(Network):
       latency: seconds of a transfer without bytes.
 
     Raises:
-      MachineError: something of it is wrong.
+      MachineError: an attribute is wrong.
 
     Example:
       >>> network = Pairs("NVLink", (4, 5, 6), bandwidth=20e9, latency=2e-6)
@@ -220,7 +220,7 @@ class Pairs(Network):
 
     @functools.cached_property
     def members(self) -> frozenset[int]:
-        """The devices."""
+        """The devices that the links join."""
         return frozenset(self.devices)
 
     @functools.cached_property
@@ -233,7 +233,7 @@ class Pairs(Network):
         return tuple(Resource(f"{self.name}: {a} to {b}", self.bandwidth, self.latency) for a, b in self._between)
 
     def route(self, source: int, target: int) -> tuple[int, ...]:
-        """The link of the two."""
+        """The link from the source to the target."""
         return (self._between[source, target],)
 
     def gather(self, group: Sequence[int]) -> tuple[Phase, ...]:

@@ -3,9 +3,9 @@
 Knows grids, rings and lines. Must not know kinds of devices, or other networks of a machine.
 
 The times of collectives are those of "How to scale your model" (Austin and others, 2025), chapter "Sharded matrices and
-how to multiply them": parts of the array go around a ring both ways, whole parts at a time, so that p devices need
-floor(p / 2) steps; on a line, whose ends are not joined, p - 1. Over several axes the array is cut into as many pieces
-as there are axes; each piece goes along the axes in an order of its own, so that the links of all are in use.
+how to multiply them". Parts of the array go around a ring both ways, whole parts at a time, so that p devices need
+floor(p / 2) steps. A line, whose ends are not joined, needs p - 1. Over several axes the array is cut into as many
+pieces as there are axes. Each piece goes along the axes in an order of its own, so that all links are in use.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Walk:
         return up, up[::-1]
 
     def exchanged(self) -> tuple[list[float], list[float]]:
-        """Loads of each link of an all-to-all, upwards and downwards, likewise."""
+        """Loads of each link of an all-to-all, upwards and downwards, in p-ths of the array."""
         size = self.count
-        if self.ring:  # by the shorter way; where both are as short, half of it each way
+        if self.ring:  # by the shorter way; if both ways are equally short, half of it each way
             both = [(size * size // 4) / 2 / size] * size
             return both, both
         both = [(i + 1) * (size - 1 - i) / size for i in range(size - 1)]
@@ -97,7 +97,7 @@ class Torus(Network):
       latency: seconds over a link.
 
     Raises:
-      MachineError: something of it is wrong.
+      MachineError: an attribute is wrong.
 
     Example:
       >>> network = Torus("ICI", (Axis(4, wrap=True),), range(4), [(0,), (1,), (2,), (3,)], 45e9, 1e-6)
@@ -133,7 +133,7 @@ class Torus(Network):
 
     @functools.cached_property
     def members(self) -> frozenset[int]:
-        """The devices."""
+        """The devices of the torus."""
         return frozenset(self.devices)
 
     @functools.cached_property
@@ -200,7 +200,7 @@ class Torus(Network):
         return tuple(phases)
 
     def exchange(self, parts: Sequence[Sequence[int]]) -> tuple[float, dict[int, float]]:
-        """In a box each message goes along one axis after the other, and none waits for another to be sent."""
+        """In a box, each message goes along one axis after the other; no message waits for another to be sent."""
         group = [device for part in parts for device in part]
         walks = self.walks(group) if len(parts) == len(group) else None
         if walks is None:
@@ -245,7 +245,7 @@ class Torus(Network):
 
 
 def point(value: Any, axes: Sequence[Axis], place: str) -> Point:
-    """A point of a grid, or a `MachineError`."""
+    """Checks a point of a grid; raises `MachineError`."""
     numbers = nonempty_list(value, place, f"{len(axes)} numbers, one for each axis")
     if len(numbers) != len(axes):
         raise wrong_value(place, f"{len(axes)} numbers, one for each axis", value)

@@ -57,7 +57,7 @@ class Budget:
         return self.left <= 0
 
     def lacks(self, seconds: float = 0.0, predictions: int = 1) -> bool:
-        """Whether less time is left than `seconds` and some predictions after them need."""
+        """Whether the remaining time is too short for `seconds` and some predictions after them."""
         return self.is_spent or self.left < seconds + predictions * MARGIN * self.usual
 
     @property

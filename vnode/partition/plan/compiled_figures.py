@@ -1,10 +1,10 @@
-"""Figures of a plan by a model -> the same by its compiler's word: memory and collectives, and time where it says it.
+"""A model's figures of a plan -> the compiler's: memory and collectives, and time if the compiler estimates cycles.
 
     figures_as_compiled(figures, stats, machine, order)   # Figures with source="compiled"
 
-Memory is the compiler's. Seconds of computation are its estimated cycles by the clock of the kind, where it gives any,
-and the model's otherwise. Seconds of exchange are those of the compiled collectives on the machine's links. Which share
-of the two overlaps is the model's.
+Memory is the compiler's. Seconds of computation are its estimated cycles over the clock rate of the kind, if it
+estimates any, and the model's otherwise. Seconds of exchange are those of the compiled collectives on the machine's
+links. The share of the two that overlaps is the model's.
 
 Knows figures, compiled programs and machines. Must not know how a program is compiled, or plans compared.
 """
@@ -38,9 +38,9 @@ def figures_as_compiled(
     """The figures of a step as compiled.
 
     Args:
-      figures: by a model.
-      stats: what the compiler says of the program.
-      machine: on which it runs.
+      figures: the model's figures.
+      stats: the compiler's figures of the program.
+      machine: the machine that it runs on.
       order: the numbers of the machine's devices, in the order in which the program counts them.
       source: ``"compiled"``, or ``"draft"`` where the program was compiled with few optimizations.
 
@@ -71,7 +71,7 @@ def figures_as_compiled(
 
 
 def exposed_share(figures: Figures) -> float:
-    """Which share of the exchange no computation hides, by a model's timeline."""
+    """The share of the exchange that no computation hides, by the model's timeline."""
     if not figures.exchange:
         return 1.0
     alone = figures.seconds - figures.compute - figures.transfer

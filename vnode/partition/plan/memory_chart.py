@@ -1,7 +1,7 @@
-"""Memory over time as a picture: what one device holds, one fused op after another.
+"""The live bytes of one device, one fused op after another -> an SVG picture of memory over time.
 
 Knows SVG, and bytes held while fused ops run. Must not know how these were found. Text and lines have the colour of the
-surroundings, areas are translucent over them, so that light and dark pages look right; nothing is loaded.
+page, and areas are translucent, so that the picture suits light and dark pages. It loads no other file.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from vnode.partition.cost.program_memory import Level
 from vnode.show.units import several, size
 
 LEFT, RIGHT, TOP, HEIGHT, BELOW = 76, 46, 26, 160, 44
-"""Pixels: beside, above, of, and below the area in which bytes are drawn."""
+"""Pixels: the margin beside, the margin above, the height, and the margin below the area in which bytes are drawn."""
 MOST_NAMED = 3000
-"""Fused ops up to which each says in a tooltip what it is."""
+"""The most fused ops that each have a tooltip."""
 STYLE = (
     "svg.levels{font:12px system-ui,-apple-system,'Segoe UI',sans-serif;fill:currentColor;max-width:100%;height:auto}"
     "svg.levels .quiet{opacity:.65}svg.levels .grid{stroke:currentColor;stroke-opacity:.16}"
@@ -26,16 +26,16 @@ STYLE = (
 
 
 def draw(levels: Sequence[Level], always: int, limit: int, *, width: int = 960) -> str:
-    """Draws what is held over time.
+    """Draws live bytes over time.
 
     Args:
-      levels: bytes in all while each fused op runs, in order; at least one.
-      always: bytes that are held all the time: arguments, results, and what is kept besides.
-      limit: bytes that there are; drawn if that is not far above.
-      width: of the picture, in pixels.
+      levels: total bytes while each fused op runs, in order; at least one.
+      always: bytes that are live all the time: arguments and results.
+      limit: the device's memory, bytes; drawn if it is not far above the peak.
+      width: width of the picture, in pixels.
 
     Returns:
-      An SVG picture, whole in itself.
+      An SVG picture that loads no other file.
 
     Example:
       >>> picture = draw([Level(300, "dot_general"), Level(500, "tanh", 1)], 200, 600)
@@ -98,7 +98,7 @@ def rules(ceiling: float, y: Callable[[float], float], inner: int) -> list[str]:
 
 
 def loops(levels: Sequence[Level], x: Callable[[float], float], bottom: int) -> list[str]:
-    """Bars below for loops and branches, one row for each that is within another."""
+    """Bars below the picture for loops and branches; nested ones have a row of their own."""
     found = []
     for depth in range(1, min(max(level.depth for level in levels), 3) + 1):
         start = None

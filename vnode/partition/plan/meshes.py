@@ -1,4 +1,4 @@
-"""Which meshes a machine's devices can be: one axis for nodes, and none, one or two for what a replica divides.
+"""A number of devices -> its possible meshes: an axis for nodes, and up to two axes that divide a node's computation.
 
 Knows numbers of devices. Must not know machines, steps nor costs.
 """
@@ -15,9 +15,9 @@ def meshes(devices: int, most_replicas: int, nodes: str) -> Iterator[dict[str, i
     """All meshes, those that divide a node's computation least first, and those with more axes last.
 
     Args:
-      devices: how many there are.
-      most_replicas: how many replicas there may be.
-      nodes: the axis over which replicas are numbered.
+      devices: the number of devices.
+      most_replicas: the most replicas.
+      nodes: the name of the nodes' axis.
 
     >>> list(meshes(4, 4, "vnode"))[:3]
     [{'vnode': 4}, {'vnode': 2, 'model': 2}, {'vnode': 1, 'model': 4}]

@@ -1,6 +1,6 @@
-"""The error for when no plan fits: by how much, and what would.
+"""A search that found no plan that fits -> its error: how many bytes are missing, and changes that would fit.
 
-Knows what was found, and changes that may help. Must not know how they are predicted, nor how meshes are searched.
+Knows the search's results, and changes that may help. Must not know how they are predicted, nor how a mesh is searched.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from vnode.show.units import several, size
 
 
 def nothing_fits_error(search: MeshesSearch, subject: Subject, least: Candidate) -> MemoryLimitError:
-    """The error, with what would fit, as far as what the budget has for that reaches.
+    """The error for a step that no plan fits, with changes that would fit, as far as the budget for them allows.
 
     Args:
-      search: over the meshes.
-      subject: the step for which nothing fits.
-      least: what takes least memory of all that was found.
+      search: the search over the meshes.
+      subject: the step.
+      least: the candidate with the least memory.
     """
     machine, limit, kept, devices = search.machine, search.limit, least.figures, len(search.machine.devices)
     away = least.all_on_host(machine)
@@ -60,7 +60,7 @@ def nothing_fits_error(search: MeshesSearch, subject: Subject, least: Candidate)
             facts=[
                 f"the smallest found takes {size(kept.memory)}, {size(kept.memory - limit)} too much: "
                 + plan_title(least.name, least.mesh),
-                f"of that {size(kept.state)} are state, {size(kept.pending)} sums that wait for others",
+                f"of these {size(kept.state)} are state, {size(kept.pending)} pending sums",
                 *[f"{size(away.memory)} with {away.on_host}"][: bool(away.on_host)],
                 *[f"not enough, as predicted: {failed}"][: bool(failed)],
                 *[f"only the batch was divided: {only_batch}"][: bool(only_batch)],

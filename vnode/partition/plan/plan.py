@@ -1,4 +1,4 @@
-"""A plan: on which mesh, with which layouts and divisions a step is to run, and what that would take.
+"""A candidate that a search chose -> a plan: mesh, layouts and predictions; a step that runs by it; and its report.
 
 Knows candidates, steps and machines. Must not know how a plan was found.
 """
@@ -62,36 +62,35 @@ HUES = {
     "blocks": 180,
     "other": 0,
 }
-"""Degrees of the colours of what axes divide."""
+"""The hue, in degrees, of each kind of divided dimension."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Plan(Drawn, Bound):
-    """How a step is to run on a machine; made by `vnode.partition.search`, printed, saved, and turned into a step.
+    """How a step runs on a machine; made by `vnode.partition.search`, printed, saved, and turned into a step.
 
     Attributes:
-      pattern: the step that it is for, a `VirtualStep`.
+      pattern: the step, a `VirtualStep`.
       args: its arguments, as shapes.
-      fingerprint: of what that computes.
-      machine: for which it was made.
+      fingerprint: the fingerprint of the step's function.
+      machine: the machine.
       limit: bytes that one device may hold.
       virtual_nodes: V.
-      name: what such a plan is called, or ``"searched"``.
-      mesh: sizes of the axes; that of the nodes is ``"vnode"``.
-      counts: nodes of each replica, in order; uneven where kinds of devices differ.
-      specs: how the leaves of the state lie, by name; by name and shape where arguments have leaves of one name and
-        several shapes.
-      records: how what a node computes is divided, for each pass.
-      prediction: what it takes by the model; None of a plan whose file an earlier version wrote, whose model was
-        another.
-      beside: the same of other plans, by name; those that do not fit too.
-      gap: by which share the predicted cost may be above the best on this mesh; None if nothing was searched.
-      divisions: of the dearest operations.
-      host: names of the leaves of the state that lie in the host's memory between updates.
-      far: how many of the sums that wait for others lie there meanwhile.
-      parameters: names of the leaves of the state that passes read: no slots.
-      compiled: what it takes by its compiler's word, if the search compiled it.
-      notes: what the search did not try, compile, or find to fit, a line each.
+      name: the name of the strategy, such as ``"FSDP"``; or ``"searched"``.
+      mesh: sizes of the mesh axes; the nodes' axis is ``"vnode"``.
+      counts: the number of nodes of each replica, in order; uneven where kinds of devices differ.
+      specs: the specs of the state's leaves, by name; by name and shape where leaves of several shapes share a name.
+      records: the division of a node's computation, for each pass.
+      prediction: the model's prediction; None if an earlier version of vnode, with another model, wrote the plan's
+        file.
+      beside: figures of other plans, by name, including plans that do not fit.
+      gap: the share by which the predicted cost may be above the best on this mesh; None if nothing was searched.
+      divisions: the divisions of the most expensive operations.
+      host: names of the state's leaves that are in the host's memory between updates.
+      far: how many partial sums are in the host's memory while they wait for others.
+      parameters: names of the state's leaves that passes read; optimizer slots are not among them.
+      compiled: the compiler's figures, if the search compiled the plan.
+      notes: candidates that the search did not try, compile, or find to fit, a line each.
     """
 
     pattern: Any
@@ -118,16 +117,16 @@ class Plan(Drawn, Bound):
 
     @property
     def figures(self) -> Figures:
-        """The figures: the compiler's, or else the model's.
+        """The compiler's figures, or else the model's.
 
         Raises:
-          PartitionError: nothing is known: an earlier version wrote the plan's file.
+          PartitionError: there are none, since an earlier version wrote the plan's file.
         """
         return self.compiled or self._predicted().figures
 
     @property
     def memory(self) -> Figure:
-        """Bytes of one device, and who says so.
+        """Bytes of one device, with their source.
 
         Raises:
           PartitionError: see `figures`.
@@ -139,7 +138,7 @@ class Plan(Drawn, Bound):
 
     @property
     def time(self) -> Figure:
-        """Seconds of a step, and who says so: cycles of the compiler, or the model.
+        """Seconds of a step, with their source: the compiler's cycles, or the model.
 
         Raises:
           PartitionError: see `figures`.
@@ -158,15 +157,15 @@ class Plan(Drawn, Bound):
         """A device's predicted timeline.
 
         Raises:
-          PartitionError: the plan is from a file, which does not hold that.
+          PartitionError: the plan is from a file, which has no timeline.
         """
         found = self._predicted().timeline
         if found is None:
             raise PartitionError(
                 layout_message(
-                    "a plan from a file has no timeline: what is written down is what it takes in all.",
+                    "a plan from a file has no timeline: the file holds only the totals.",
                     facts=[f"predicted: {seconds(self.figures.seconds)} a step"],
-                    remedies=["search the plan again, for its timeline: vnode.partition.search(...)"],
+                    remedies=["search again to get the timeline: vnode.partition.search(...)"],
                 )
             )
         return found
@@ -182,16 +181,17 @@ class Plan(Drawn, Bound):
         return self.pattern.options.recomputed
 
     def step(self, devices: Sequence[Any] | None = None) -> VirtualStep[..., Any]:
-        """The step, to be run as planned.
+        """The step, which runs as planned.
 
         Args:
-          devices: in the order of the machine's; by default all of ``jax.devices()``.
+          devices: the devices, in the order of the machine's; by default all of ``jax.devices()``.
 
         Returns:
-          A `VirtualStep`; its ``put`` places a state as planned. Asked again for the same devices, it is the same one.
+          A `VirtualStep`; its ``put`` places a state as planned. A later call with the same devices returns the same
+          one.
 
         Raises:
-          PlacementError: there are not as many devices as the machine has, or one is named twice.
+          PlacementError: the machine has another number of devices, or a device is named twice.
         """
         found = device_list(devices)
         known = self._steps.get(tuple(found))
@@ -205,7 +205,7 @@ class Plan(Drawn, Bound):
                     facts=[f"machine: {self.machine.name}"],
                     remedies=[
                         "give the devices: plan.step(devices)",
-                        "or search a plan for what is there: vnode.partition.Machine.here()",
+                        "or search a plan for the present devices: vnode.partition.Machine.here()",
                     ],
                 )
             )
@@ -218,7 +218,7 @@ class Plan(Drawn, Bound):
                     facts=[f"there are {', '.join(dict.fromkeys(map(kind_of, found)))}"],
                     remedies=[
                         "give devices of one kind; they may differ in speed",
-                        "or share out nodes among kinds: vnode.balance, and vnode.Placement(..., groups=...)",
+                        "or divide nodes among kinds: vnode.balance, and vnode.Placement(..., groups=...)",
                     ],
                 )
             )
@@ -240,25 +240,25 @@ class Plan(Drawn, Bound):
 
     @with_jit
     def accept(self, devices: Sequence[Any] | None = None, *, tolerance: float = TOLERANCE) -> Acceptance:
-        """Compiles the step as planned, without running it, and compares what the compiler made of it with the plan.
+        """Compiles the planned step, without running it, and compares the compiled program with the plan.
 
-        A plan is accepted if its collectives are those planned, by kind, bytes and how often they run, and memory is as
-        predicted up to a tolerance. What a compiler sends together, or carries out as another collective that does the
-        same, is as planned, and listed.
+        A plan is accepted if memory is as predicted up to a tolerance, and all collectives are as planned, by kind,
+        bytes and number of runs. A collective that combines several planned ones is as planned. So is an equivalent
+        one. Both are listed.
 
         Args:
-          devices: as for `step`; devices of a TPU topology that is not there will do
+          devices: as for `step`. Devices of a TPU topology that is not attached will do
             (``jax.experimental.topologies``). A call of `step` on the same devices finds the compiled program.
-          tolerance: by which share memory may differ from the prediction.
+          tolerance: the share by which memory may differ from the prediction.
 
         Returns:
-          What differs, and what to do; print it.
+          The differences and their remedies; print it.
 
         Raises:
-          PlacementError: there are not as many devices as the machine has.
+          PlacementError: the machine has another number of devices.
           MemoryLimitError: the compiler refuses the program, because it does not fit.
-          PartitionError: nothing is predicted: an earlier version wrote the plan's file.
-          ProfileError: the compiler does not say what the program takes.
+          PartitionError: there is no prediction, since an earlier version wrote the plan's file.
+          ProfileError: the compiler reports no memory for the program.
         """
         if isinstance(tolerance, str) or not isinstance(tolerance, SupportsFloat) or not tolerance >= 0:
             raise PartitionError(f"tolerance: expected a share such as {TOLERANCE}, not {tolerance!r}")
@@ -284,7 +284,7 @@ class Plan(Drawn, Bound):
         )
 
     def pickle_remedy(self) -> str:
-        """The remedy for pickling it."""
+        """The remedy for an attempt to pickle it."""
         return "save it, plan.save(path), and read it where it is needed: vnode.partition.Plan.load(path, step, args)"
 
     def _predicted(self) -> Prediction:
@@ -292,15 +292,15 @@ class Plan(Drawn, Bound):
         if self.prediction is None:
             raise PartitionError(
                 layout_message(
-                    "nothing is predicted of this plan: an earlier version of vnode wrote its file.",
-                    facts=["how it divides the step is as it was; what it takes was predicted otherwise"],
-                    remedies=["run it: plan.step()", "or search again, for what it takes: vnode.partition.search(...)"],
+                    "this plan has no prediction: an earlier version of vnode, with another model, wrote its file.",
+                    facts=["the plan itself is as it was, and can run"],
+                    remedies=["run it: plan.step()", "or search again for a prediction: vnode.partition.search(...)"],
                 )
             )
         return self.prediction
 
     def _refused(self, needed: int | None) -> str:
-        """The message for when the compiler refuses the program."""
+        """The message for a program that the compiler refuses."""
         facts = [f"{self.memory}, of {size(self.limit)} that the plan may take"]
         remedies = ["search again with less memory: vnode.partition.search(..., memory=...)"]
         if needed is not None:
@@ -313,10 +313,10 @@ class Plan(Drawn, Bound):
         """Writes the plan to a file, as JSON; `Plan.load` reads it.
 
         Args:
-          path: of the file; what was there before stays until the whole is written.
+          path: the path of the file; an old file stays until the new one is complete.
 
         Raises:
-          PartitionError: it cannot be written there.
+          PartitionError: the file cannot be written.
         """
         from vnode.partition.plan.plan_file import write_plan
 
@@ -327,16 +327,16 @@ class Plan(Drawn, Bound):
         """Reads a plan.
 
         Args:
-          path: of the file.
-          step: the step that it was made for, as it was given to `vnode.partition.search`.
+          path: the path of the file.
+          step: the step that the plan was made for, as it was given to `vnode.partition.search`.
           args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-          **options: of `virtualize`, as they were; the number of nodes may be left out.
+          **options: the same options of `virtualize`; the number of nodes may be left out.
 
         Returns:
           The plan.
 
         Raises:
-          PartitionError: the file is not there, or damaged, or the step is another.
+          PartitionError: the file is missing or damaged, or the plan was made for another step.
         """
         from vnode.partition.plan.plan_file import read_plan
 
@@ -344,10 +344,10 @@ class Plan(Drawn, Bound):
 
     @with_jit
     def explain(self) -> Explanation:
-        """Says what becomes of the step, and how the plan divides it; no devices are needed.
+        """Explains the transformed step, and how the plan divides it; no devices are needed.
 
         Returns:
-          The plan beside what `VirtualStep.explain` says; print it.
+          The plan's report beside that of `VirtualStep.explain`; print it.
         """
         together = len(self.machine.devices) // len(self.counts)
         options = dataclasses.replace(self.pattern.options, planned=True)
@@ -358,7 +358,7 @@ class Plan(Drawn, Bound):
         return Explanation(self, dataclasses.replace(report, planned=sent))
 
     def _parts_of_sums(self, schedule: Schedule) -> dict[Var, tuple[int, ...]]:
-        """The shapes of one device's parts of what passes sum."""
+        """The shapes of one device's parts of the sums of passes."""
         axes, share = dividing_axes(self.mesh), share_of(patterns(self.specs))
         if not axes:
             return {}
@@ -366,8 +366,10 @@ class Plan(Drawn, Bound):
         return parts_of_sums(replica, self.records, axes) if share is None else parts_in_blocks(replica, share)
 
     def unknown(self) -> int:
-        """How many of the step's passes the plan knows nothing of, though it divides what nodes compute: options of
-        the step are others then, or jax is."""
+        """The number of the step's passes that the plan has no division for; 0 if it divides no node's computation.
+
+        Such a pass means that the step's options, or the version of jax, changed since the search.
+        """
         return (
             unknown(self._replica_program(subject_of(self.pattern, self.args).schedule), self.records)
             if self.records
@@ -387,7 +389,7 @@ class Plan(Drawn, Bound):
         return replica_program(schedule, Spread.from_counts(self.counts), axes, platform, exact, rooms=rooms)
 
     def pictures(self) -> str:
-        """Memory over time and the timeline, as HTML; nothing of a plan from a file."""
+        """Memory over time and the timeline, as HTML; empty for a plan from a file."""
         found = []
         if self.prediction is not None and self.prediction.levels:
             figures, levels = self.figures, self.prediction.levels
@@ -456,8 +458,8 @@ class Plan(Drawn, Bound):
         for axis in dict.fromkeys(group.axis for group in groups):
             along = [group for group in groups if group.axis == axis]
             most = max(len(group.branches) for group in along)
-            said = f"{most} along {axis}, in {several(len(along), 'stage')} of what a node computes"
-            way = "devices of one index evaluate one branch, and nothing of the others"
+            said = f"{most} along {axis}, in {several(len(along), 'stage')} of a node's computation"
+            way = "devices at one index compute one branch, and none of the others"
             found.append(Fact("branches side by side", said, way))
         return found
 
@@ -466,13 +468,13 @@ class Plan(Drawn, Bound):
         if self.host:
             parts.append(("of the state", several(len(self.host), "array"), "host"))
         if self.offloaded:
-            parts.append(("of what loops keep", several(len(self.offloaded), "value"), "aside"))
+            parts.append(("of residuals", several(len(self.offloaded), "value"), "aside"))
         if self.far:
-            parts.append(("of sums that wait for others", f"at most {self.far} of each", "far"))
+            parts.append(("of pending sums", f"at most {self.far} of each", "far"))
         if self.prediction is None:
             return [Fact("on the host", ", ".join(f"{arrays} {what}" for what, arrays, _ in parts))][: len(parts)]
         sizes = [f"{size(getattr(self.figures, name))} {what}, in {arrays}" for what, arrays, name in parts]
-        way = f"their way to the device and back: {seconds(self.figures.transfer)} a step"
+        way = f"transfers to the device and back: {seconds(self.figures.transfer)} a step"
         return [Fact("on the host", "; ".join(sizes), way)][: len(parts)]
 
     def _beside(self) -> Table:
@@ -525,7 +527,7 @@ class Plan(Drawn, Bound):
         inner = [name for name in self.mesh if name != NODES]
 
         def part_name(part: str) -> str:
-            """One of `PARTS`: without the number of a branch."""
+            """One of `PARTS`: the name without the number of a branch."""
             return part.split()[0]
 
         def row(each: DividedOperation) -> tuple[Cell, ...]:
@@ -552,7 +554,7 @@ class Plan(Drawn, Bound):
         )
         used = dict.fromkeys(part_name(part) for each in self.divisions for part in each.axes.values())
         key = "; ".join(f"{part}: {PARTS[part]}" for part in PARTS if part in used)
-        note = f"products and windows of what a node computes, and what each axis of the mesh divides; {key}"
+        note = f"products and convolutions of a node, and the dimension that each mesh axis divides; {key}"
         return [Table("operations by axes", columns, rows[:40], note.rstrip("; "), rest_of(rows, 40))]
 
 
@@ -562,7 +564,7 @@ class Explanation(Drawn):
 
     Attributes:
       plan: the plan.
-      report: what is said of the step.
+      report: the step's report.
     """
 
     plan: Plan
@@ -579,13 +581,13 @@ class Explanation(Drawn):
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A number, and who says so.
+    """A number with its source.
 
     Attributes:
       value: bytes or seconds.
       source: ``"compiled"``; ``"draft"``, compiled with few optimizations; or ``"estimated"``.
-      shown: how it is written.
-      spread: compiled / this value, of programs that were compared: quantiles 10%, 50% and 90%; None if not known.
+      shown: the function that formats it.
+      spread: quantiles 10%, 50% and 90% of compiled / this value over programs that were compared; None if not known.
 
     Example:
       >>> print(Figure(2**20, "estimated", size))
@@ -605,11 +607,11 @@ DRAFT_MEMORY, DRAFT_TIME = (0.73, 0.92, 1.0), (0.41, 0.55, 0.85)
 """Spreads of drafts: 13 plans of five models, compiled for v5e:2x4."""
 
 SHOWN = 8
-"""Notes that are printed; the others are counted."""
+"""The most notes that are printed; the others are counted."""
 
 
 def shortened(notes: Sequence[str]) -> list[str]:
-    """The first of several notes, and how many more there are.
+    """The first few notes, and the number of the others.
 
     >>> shortened(["a"] * 10)[-1]
     'and 2 more: plan.notes'
@@ -625,12 +627,12 @@ def figures_source(figures: Figures) -> str:
 
 
 def kind_of(device: Any) -> str:
-    """The platform and kind of a device, which decide about its compiler."""
+    """The platform and kind of a device; its compiler depends on both."""
     return f"{device.platform} {getattr(device, 'device_kind', '')}"
 
 
 def without_numbers(name: str) -> str:
-    """A leaf's name as it is shown together with those that are alike but for numbers.
+    """A leaf's name with numbers replaced by `*`; leaves that differ only in numbers are shown together.
 
     >>> without_numbers("opt/0/mu/Dense_12/kernel"), without_numbers("params/w2")
     ('opt/*/mu/Dense_*/kernel', 'params/w2')
@@ -644,7 +646,7 @@ def rest_of(rows: Sequence[Any], shown: int) -> str:
 
 
 def uneven_counts_text(counts: Sequence[int]) -> str:
-    """How many nodes rows have, where one has more than another and a lane.
+    """The numbers of nodes of replicas, where they differ.
 
     >>> uneven_counts_text((4, 4)), uneven_counts_text((5, 5, 3, 3))
     ('', ': 5 on each of 2 rows, 3 on each of 2')
@@ -657,7 +659,7 @@ def uneven_counts_text(counts: Sequence[int]) -> str:
 
 
 def spec_text(spec: PartitionSpec | UnevenSpec) -> str:
-    """A spec in words."""
+    """A spec as text."""
     if isinstance(spec, UnevenSpec):
         return f"dimension {spec.dim} over {spec.axis}: {', '.join(map(str, spec.counts))}"
     parts = [

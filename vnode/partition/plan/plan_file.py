@@ -1,10 +1,10 @@
-"""Plans as JSON files.
+"""A plan <-> a JSON file.
 
 Knows JSON, plans, and which entries describe one. Must not know how a plan is found or carried out.
 
-A file holds the machine (as `Machine.save` writes it), the fingerprint of the step, specs by name, how passes are
-divided, and what was predicted. Reading it analyses the step again, and refuses it where the step is another. What an
-earlier version predicted is not read: the same layouts may take something else today.
+A file holds the machine (as `Machine.save` writes it), the step's fingerprint, specs by name, the division of each
+pass, and the prediction. Reading a file analyses the step again, and refuses the file if the step is another. An
+earlier version's prediction is not read: today's model may predict other figures for the same layouts.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ T = TypeVar("T")
 
 FORMAT = "vnode plan"
 VERSION = 6
-"""Of the file: 2 knew nothing of what loops keep on the host, 3 had neither options nor a checksum, 4 no shares, 5
-nothing of compilers."""
+"""The file's version. 2 had no offloaded residuals, 3 neither options nor a checksum, 4 no uneven shares, 5 no compiled
+figures."""
 
 CHECKED = 4
-"""The first version whose files have the step's options, and a checksum that says whether they are as written."""
+"""The first version whose files have the step's options, and a checksum."""
 
 PREDICTED = 2
 """The first version whose predictions hold: 1 was for sums over nodes in a tree of two branches everywhere."""
@@ -58,7 +58,7 @@ WRITTEN = "plans are written by plan.save(path)"
 
 
 def write_plan(plan: Any, path: str | os.PathLike[str]) -> None:
-    """Writes a plan; what was there before stays until the whole is written.
+    """Writes a plan; an old file stays until the new one is complete.
 
     Args:
       plan: the plan.
@@ -99,13 +99,13 @@ def write_plan(plan: Any, path: str | os.PathLike[str]) -> None:
 
 
 def checksum(content: Mapping[str, Any]) -> str:
-    """What tells a plan's content from any other: a layout that was changed could still be one, of other values."""
+    """The checksum of a plan's content. Without it, an edited layout could pass for the layout of other values."""
     rest = {key: value for key, value in content.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def saved_options(options: Options) -> dict[str, Any]:
-    """The options of a step that decide about its results, and about what it takes."""
+    """The options of a step that decide about its results, time and memory."""
     return {
         "reduction": options.reduction,
         "lanes": options.lanes,
@@ -115,7 +115,7 @@ def saved_options(options: Options) -> dict[str, Any]:
 
 
 def argument_types(args: Sequence[Any]) -> dict[str, str]:
-    """The arguments of a step, leaf by leaf; what differs there is said first of a plan that is for another step."""
+    """The types of a step's arguments, leaf by leaf; an error about a plan for another step lists the changed ones."""
     leaves = jax.tree.leaves_with_path(tuple(args))
     return {f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])}": type_text(leaf) for path, leaf in leaves}
 
@@ -126,7 +126,7 @@ def type_text(leaf: Any) -> str:
 
 
 def other_arguments(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Which arguments differ, and how.
+    """The arguments that differ, with both types.
 
     >>> other_arguments({"argument 0": "int8[2]", "argument 1": "int8[2]"}, {"argument 0": "int8[3]"})
     ['argument 0 then: int8[2], now: int8[3]', 'argument 1 then: int8[2], now: none']
@@ -137,17 +137,17 @@ def other_arguments(then: Mapping[str, str], now: Mapping[str, str]) -> list[str
 
 
 def spec_to_json(spec: PartitionSpec | UnevenSpec) -> Any:
-    """How a leaf lies, as plain data: a list of axes for each dimension, or the counts of one."""
+    """A leaf's spec as plain data: a list of axes for each dimension, or the counts of one dimension."""
     if isinstance(spec, UnevenSpec):
         return dataclasses.asdict(spec)
     return [list(e) if isinstance(e, tuple) else e for e in spec]
 
 
 def spec_from_json(content: Any, mesh: Mapping[str, int]) -> PartitionSpec | UnevenSpec:
-    """What `spec_to_json` gave.
+    """The spec from the data of `spec_to_json`.
 
     Raises:
-      ValueError, KeyError or TypeError: it did not, or devices have other counts than the mesh has indices.
+      ValueError, KeyError or TypeError: the data are not such, or have more or fewer counts than the mesh has indices.
     """
     if not isinstance(content, dict):
         return PartitionSpec(*[tuple(map(str, e)) if isinstance(e, list) else e for e in content])
@@ -158,10 +158,10 @@ def spec_from_json(content: Any, mesh: Mapping[str, int]) -> PartitionSpec | Une
 
 
 def check_shares(subject: Subject, specs: Mapping[str, PartitionSpec | UnevenSpec]) -> None:
-    """Checks that dimensions are as long as they are shared out, all in the same proportions.
+    """Checks that uneven specs fit the lengths of their dimensions, all in the same proportions.
 
     Raises:
-      ValueError: one is not.
+      ValueError: a spec does not fit.
     """
     share_of(patterns(specs))
     for name, var in zip(subject.names, subject.inputs, strict=False):
@@ -171,7 +171,7 @@ def check_shares(subject: Subject, specs: Mapping[str, PartitionSpec | UnevenSpe
 
 
 def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
-    """What is kept of a prediction."""
+    """The saved part of a prediction."""
     return {
         "figures": dataclasses.asdict(prediction.figures),
         "exchanges": [dataclasses.asdict(each) for each in prediction.exchanges],
@@ -181,7 +181,7 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
 
 
 def prediction_from_json(content: Mapping[str, Any]) -> Prediction:
-    """What `prediction_to_json` gave."""
+    """The prediction from the data of `prediction_to_json`."""
     exchanges = tuple(Exchange(**each) for each in content["exchanges"])
     return Prediction(Figures(**content["figures"]), exchanges, str(content["platform"]), int(content["turns"]))
 
@@ -196,11 +196,11 @@ def read_plan(
     with damaged_plan_error(path):
         content = json.loads(text)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ValueError(f"it is no {FORMAT}")
+            raise ValueError(f"it is not a {FORMAT}")
         if content.get("version") not in range(1, VERSION + 1):
             raise ValueError(f"it is of version {content.get('version')!r}, and this library reads 1 to {VERSION}")
         if content["version"] >= CHECKED and content.get("checksum") != checksum(content):
-            raise ValueError("it is not as it was written: its checksum is another")
+            raise ValueError("it was changed after it was written: its checksum differs")
         fingerprint = Fingerprint.from_json(content["step"])
         donated = {int(i) for i in content.get("donate_argnums", ())}
         arguments = {str(name): str(said) for name, said in content.get("arguments", {}).items()}
@@ -224,11 +224,11 @@ def read_plan(
         divisions = tuple(DividedOperation(**each) for each in content["divisions"])
         host = tuple(map(str, content.get("host", ())))
         if not set(host) <= set(specs):
-            raise ValueError(f"host: {', '.join(sorted(set(host) - set(specs)))} is no leaf of the state")
+            raise ValueError(f"host: {', '.join(sorted(set(host) - set(specs)))} is not a leaf of the state")
         again, away = ([(int(k), int(j)) for k, j in content.get(name, ())] for name in ("again", "away"))
         far = int(content.get("far", 0))
         if not 0 <= far <= nodes:
-            raise ValueError(f"far: {far} sums cannot wait for others")
+            raise ValueError(f"far: {far} is not a possible number of pending sums")
         limit, name = int(content["limit"] if "limit" in content else content["memory"]), str(content["name"])
         word = content.get("compiled")
         compiled = None if made is None or word is None else Figures(**word)
@@ -241,10 +241,10 @@ def read_plan(
     step = on_nodes(step, nodes if wanted == "auto" else wanted, options)
     subject = subject_of(step, args)
     facts = subject.fingerprint.differences(fingerprint)
-    others: dict[str, Any] = {}  # options that it had then, and has otherwise now
+    others: dict[str, Any] = {}  # options whose values differ from the plan's
     if step.options.virtual_nodes != nodes:
         facts, others = [f"virtual nodes then: {nodes}, now: {step.options.virtual_nodes}"], {"virtual_nodes": nodes}
-    elif facts:  # of other arguments all else is computed otherwise, too
+    elif facts:  # with other arguments everything else differs, too
         facts = (other_arguments(arguments, argument_types(subject.args)) if arguments else []) or facts
     elif before is not None:
         now = saved_options(step.options)
@@ -298,9 +298,9 @@ def read_plan(
         raise PartitionError(
             layout_message(
                 f"the plan in {os.fspath(path)} is for another step.",
-                facts=[f"nodes compute something else in {several(unknown, 'pass', 'passes')} of the same step"],
+                facts=[f"the nodes' computation differs in {several(unknown, 'pass', 'passes')} of the step"],
                 remedies=[
-                    "give the options of vnode.virtualize that it was made with: in_axes, recompute_budget, coupling",
+                    "pass the plan's options of vnode.virtualize: in_axes, recompute_budget, coupling",
                     "or search a plan for this step",
                 ],
             )
@@ -310,10 +310,10 @@ def read_plan(
 
 @contextlib.contextmanager
 def damaged_plan_error(path: str | os.PathLike[str]) -> Iterator[None]:
-    """What goes wrong here is said of the file.
+    """Turns errors of reading into a `PartitionError` that names the file.
 
     Raises:
-      PartitionError: something does.
+      PartitionError: reading fails.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""A step as a search sees it: its schedule, what its inputs are called, and which of them are handed on.
+"""A step and its arguments -> what a search needs of them: schedule, names of inputs, donation, residuals of loops.
 
 Knows steps, calls and how they are analysed. Must not know machines, layouts nor costs.
 """
@@ -36,16 +36,16 @@ class Subject:
     """A step for arguments of some shapes.
 
     Attributes:
-      step: a `VirtualStep`.
+      step: the step, a `VirtualStep`.
       args: its arguments, as shapes.
-      schedule: what it computes.
-      fingerprint: of the user's function.
-      names: what the inputs of its program are called in patterns; None for those that no pattern can mean.
-      batch: inputs of which every node has its own part.
-      donated: inputs that are given away.
+      schedule: its schedule of passes.
+      fingerprint: the fingerprint of the user's function.
+      names: the names of its program's inputs in patterns; None for inputs that no pattern can name.
+      batch: the inputs that are divided among nodes, by number.
+      donated: the donated inputs, by number.
       carried: for outputs, by number, the input that they become in the next step.
-      examples: of the whole batch.
-      kept: what its loops keep for later ones, and could be computed again.
+      examples: the number of examples in the whole batch.
+      kept: the residuals of its loops that could be recomputed.
     """
 
     step: Any
@@ -61,7 +61,7 @@ class Subject:
 
     @property
     def state(self) -> tuple[int, ...]:
-        """The inputs that are handed on from step to step."""
+        """The inputs that go from step to step, by number."""
         return tuple(sorted(set(self.carried.values())))
 
     @property
@@ -70,7 +70,7 @@ class Subject:
 
     @functools.cached_property
     def leaves(self) -> tuple[str | None, ...]:
-        """The names, with their shapes where one name is of leaves of several, as of two networks."""
+        """The names; with shapes where leaves of several shapes share a name, as in two networks."""
         named = [(name, tuple(var.aval.shape)) for name, var in zip(self.names, self.inputs, strict=False)]
         shapes: dict[str | None, set[tuple[int, ...]]] = {}
         for name, shape in named:
@@ -81,7 +81,7 @@ class Subject:
 
     @functools.cached_property
     def parameters(self) -> frozenset[str]:
-        """Names of the leaves of the state that passes read, or what is made of them before: no slots."""
+        """Names of the state's leaves that passes read, or that values read by passes come from: no slots."""
         program = self.schedule.flow.program
         read = {var for nodes in self.schedule.passes for var in nodes.whole_inputs}
         for eqn in reversed(program.equations):
@@ -92,7 +92,7 @@ class Subject:
 
     @property
     def indistinguishable_inputs(self) -> list[list[int]]:
-        """Inputs that no plan can tell apart, of one name and shape: as of a network and its average, given apart."""
+        """Groups of inputs that no plan can tell apart: of one name and shape, as a network's and its average's."""
         found: dict[str, list[int]] = {}
         for i, name in enumerate(self.leaves):
             if name is not None:
@@ -114,47 +114,47 @@ def on_nodes(fun: Any, virtual_nodes: int | str, options: Mapping[str, Any]) -> 
     """A step on a number of virtual nodes.
 
     Args:
-      fun: a function, or a step that is virtualized already.
+      fun: a function, or a virtualized step.
       virtual_nodes: V.
-      options: of `virtualize`.
+      options: options of `virtualize`.
 
     Raises:
-      PartitionError: options are given of a step that is virtualized already, or such as a plan decides about.
+      PartitionError: the step is virtualized already and options are given; or a plan decides about one of them.
     """
     decided = options.keys() & {"partition", "placement", "memory"}
     if decided:
         raise PartitionError(f"a plan decides about {', '.join(sorted(decided))}: leave it out")
     if not callable(fun):
-        raise PartitionError(f"a plan is for a step, a function or what vnode.virtualize made of one, not {fun!r}")
+        raise PartitionError(f"a plan is for a function, or a step that vnode.virtualize made of one, not {fun!r}")
     if isinstance(fun, Step) and not isinstance(fun, VirtualStep):
         raise PartitionError(
             layout_message(
-                f"a plan is for a step of a fixed number of nodes, of pytrees, not for {fun!r}.",
+                f"a plan is for a step with a fixed number of nodes, of pytrees, not for {fun!r}.",
                 remedies=[
                     "give the function itself: the search tries numbers of nodes, virtual_nodes='auto'",
-                    "of a step that changes objects, a function of their state (nnx.split, nnx.merge)",
+                    "for a step that changes objects, give a function of their state (nnx.split, nnx.merge)",
                 ],
             )
         )
     if isinstance(fun, VirtualStep):
         if options:
-            raise PartitionError(f"the step is virtualized already: options {', '.join(options)} come too late")
+            raise PartitionError(f"the step is virtualized already: pass {', '.join(options)} to vnode.virtualize")
         return fun
     return cast(Any, virtualize)(fun, virtual_nodes=node_count(virtual_nodes), **options)
 
 
 def check_args(args: Any) -> None:
-    """Refuses what are no arguments.
+    """Checks that a step's arguments are a tuple.
 
     Raises:
-      PartitionError: it is no tuple.
+      PartitionError: they are not a tuple.
     """
     if not isinstance(args, tuple | list):
-        raise PartitionError(f"args are the arguments of the step, in a tuple, not {type(args).__name__}")
+        raise PartitionError(f"args must be a tuple of the step's arguments, not {type(args).__name__}")
 
 
 def with_recomputation(step: Any, several: Collection[ResultIndex], away: Collection[ResultIndex] = ()) -> Any:
-    """A step, a `VirtualStep`, that computes some values again where they are read late, and has others on the host."""
+    """The `VirtualStep` with some residuals recomputed where they are read late, and others offloaded to the host."""
     options = dataclasses.replace(step.options, recomputed=tuple(sorted(several)), offloaded=tuple(sorted(away)))
     return VirtualStep(dataclasses.replace(step.spec, options=options), None)
 
@@ -167,7 +167,7 @@ def subject_of(step: Any, args: Sequence[Any]) -> Subject:
       args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
-      VnodeError: as calling the step does.
+      VnodeError: as for calling the step.
     """
     spec = step.spec
     shapes, _ = shapes_of((tuple(args), {}), sharding="drop")
@@ -184,8 +184,8 @@ def subject_of(step: Any, args: Sequence[Any]) -> Subject:
     kept = loop_residuals(program)
     results = output.unflatten([jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in program.outputs])
     before = successors(results, placed, [i in wholes for i, _ in leaves])
-    forms = made.schedule.flow.output_forms  # what nodes return a part of succeeds nothing that all of them have
-    more = len(program.inputs) - len(leaves)  # what the function closed over and is being traced
+    forms = made.schedule.flow.output_forms  # an output that nodes return parts of replaces no input of all nodes
+    more = len(program.inputs) - len(leaves)  # values being traced that the function closes over
     return Subject(
         step,
         shapes,

@@ -1,4 +1,4 @@
-"""Searches for the best strategies, all with one interface and one cost; and programs as what is searched."""
+"""A program, a mesh and a cost model -> the best strategy of each operator: several searches behind one interface."""
 
 from vnode.partition.searches.exact import exact
 from vnode.partition.searches.exhaustive import exhaustive

@@ -1,10 +1,11 @@
-"""Which equations are cut together: what works element by element goes with what it shares its largest values with.
+"""A flat program -> clusters of equations that share one strategy: element-wise equations join their neighbours.
 
 Knows lists of equations and the sizes of values. Must not know layouts, costs, nor strategies.
 
-Contractions, convolutions, look-ups and the like decide for themselves. All else is joined along values, the largest
-first, so that a chain of element-wise and moving equations is one, forward and backward, since these read the same
-activations. A value that is small beside those of both sides (a mean, a learning rate) joins nothing.
+A contraction, a convolution or a look-up starts a cluster of its own. Every other equation joins a neighbour along a
+value that they share, the largest values first. A chain of element-wise and data-moving equations so becomes one
+cluster; its forward and backward parts join too, since both read the same activations. A value that is small beside
+the values on both sides (a mean, a learning rate) joins nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from jax.extend.core import Var
 from vnode.partition.searches.flattened_program import FlatProgram, UnionFind, has_own_strategy, size_of, variables
 
 SMALL = 0.5
-"""A value is small if it has less than this share of the largest on either side."""
+"""A value is small if it has less than this share of the largest value on either side."""
 
 
 def clusters(program: FlatProgram) -> list[list[int]]:
-    """The numbers of the nodes that are cut together, in the order of the program."""
+    """The clusters as lists of node numbers, in the order of the program."""
     nodes = program.nodes
     alone = [has_own_strategy(node.description) for node in nodes]
     makers = {var: number for number, node in enumerate(nodes) for var in node.eqn.outvars}
@@ -56,7 +57,7 @@ def _join(names: UnionFind, largest: dict[Hashable, float], pairs: list[tuple[in
 
 
 def _siblings(program: FlatProgram, alone: list[bool]) -> list[tuple[int, int, int]]:
-    """Equations that read the same value which some other equation decides about."""
+    """Pairs of equations without strategies of their own that read one computed value in the same body."""
     read: dict[Var, list[int]] = {}
     for number, node in enumerate(program.nodes):
         if not alone[number]:
@@ -73,5 +74,5 @@ def _siblings(program: FlatProgram, alone: list[bool]) -> list[tuple[int, int, i
 
 
 def members(found: list[list[int]]) -> Mapping[int, int]:
-    """For each node the number of its cluster."""
+    """The number of each node's cluster."""
     return {number: k for k, cluster in enumerate(found) for number in cluster}

@@ -1,4 +1,4 @@
-"""Making an assignment better by changing one operator at a time, and making it fit.
+"""An assignment -> a better one, or one that fits: one operator changes its strategy at a time.
 
 Knows problems. Must not know where assignments come from.
 """
@@ -10,14 +10,14 @@ import numpy as np
 from vnode.partition.searches.problem import SLACK, Array, Problem
 
 SWEEPS = 20
-"""Over all operators at most."""
+"""The most sweeps over all operators."""
 
 
 def descend_to_limit(problem: Problem, strategies: Array) -> Array:
-    """An assignment changed until it fits, by what costs least for each byte above the limit that it saves.
+    """Changes strategies until the assignment fits: each time the change that costs least per byte saved.
 
     Args:
-      problem: with a limit.
+      problem: a problem with a memory limit.
       strategies: int64 ``[operators]``.
 
     Returns:
@@ -51,16 +51,16 @@ def descend_to_limit(problem: Problem, strategies: Array) -> Array:
 
 
 def excess(used: Array, limit: float) -> Array:
-    """Bytes above the limit at all points together, of footprints ``[points, ...]``."""
+    """The bytes above the limit, summed over all points, of footprints ``[points, ...]``."""
     return np.maximum(used - limit, 0).sum(axis=0)
 
 
 def coordinate_descent(problem: Problem, strategies: Array) -> Array:
-    """An assignment changed by the best strategy of each operator in turn, until none is better; what fits still does.
+    """Gives each operator in turn its best strategy, until none improves; what fits stays within the limit.
 
     Args:
-      problem: with a limit or without.
-      strategies: int64 ``[operators]``.
+      problem: with a memory limit or without.
+      strategies: the start, int64 ``[operators]``.
     """
     chosen = strategies.copy()
     used = problem.footprints(chosen[None])[0] if problem.bounded else None

@@ -1,11 +1,11 @@
-"""A lower bound of a problem's cost, by moving cost between operators and their edges.
+"""A problem -> a lower bound of its cost: times are moved between operators and their edges.
 
 Knows problems. Must not know memory limits, nor who asks.
 
-Times may be moved from an operator to its edges and back without changing what any assignment costs. The sum of the
-least entry of each is a lower bound, and moving times along an order of the operators, forwards and backwards, raises
-it: Kolmogorov, "Convergent tree-reweighted message passing for energy minimization" (IEEE TPAMI 28, 2006), section 4;
-each step moves what an operator and all its edges need at least to the edges ahead.
+Times can move from an operator to its edges and back without changing the cost of any assignment. The sum of the
+smallest entry of each table is a lower bound. Moving times along an order of the operators, forwards and backwards,
+raises it: Kolmogorov, "Convergent tree-reweighted message passing for energy minimization" (IEEE TPAMI 28, 2006),
+section 4. Each step moves the least cost of an operator and all its edges to the edges ahead.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import numpy as np
 from vnode.partition.searches.problem import Array, Edge, Problem
 
 SWEEPS = 60
-"""Forwards and backwards at most."""
+"""The most sweeps, each forwards and backwards."""
 
 SLOW = 1e-4
-"""It ends when two sweeps raise the bound by less than this share."""
+"""Sweeps end when two of them raise the bound by less than this share."""
 
 
 def diffuse(problem: Problem, pause: Callable[[], None] = lambda: None) -> tuple[float, Problem]:
-    """Moves times so that the least of each operator and edge say much.
+    """Moves times so that the smallest entries of the tables sum to a high lower bound.
 
     Args:
-      problem: what is searched.
+      problem: the problem.
       pause: called now and then; may raise.
 
     Returns:
-      A cost that nothing is below, and a problem in which every assignment costs that much less.
+      A lower bound of the cost, and a problem in which every assignment costs that much less.
 
     Example:
       >>> move = np.array([[0.0, 3.0], [3.0, 0.0]])
@@ -40,9 +40,9 @@ def diffuse(problem: Problem, pause: Callable[[], None] = lambda: None) -> tuple
       (4.0, 0.0, 1.0)
     """
     tables = [*problem.seconds, *(edge.seconds for edge in problem.edges)]
-    dear = 10 * sum(x[np.isfinite(x)].max(initial=0.0) for x in tables)  # dearer than any assignment, and yet a number
+    dear = 10 * sum(x[np.isfinite(x)].max(initial=0.0) for x in tables)  # costs more than any assignment, but finite
     own = [np.where(np.isfinite(x), x, dear) for x in problem.seconds]
-    edges = [np.where(np.isfinite(e.seconds), e.seconds, dear) for e in problem.edges]  # as they are after moving
+    edges = [np.where(np.isfinite(e.seconds), e.seconds, dear) for e in problem.edges]  # the times after moving
     near: list[list[tuple[int, int, int]]] = [[] for _ in own]  # edge, side, other operator
     for k, e in enumerate(problem.edges):
         near[e.start].append((k, 0, e.end))
@@ -52,7 +52,7 @@ def diffuse(problem: Problem, pause: Callable[[], None] = lambda: None) -> tuple
         return float(sum(x.min() for x in own) + sum(x.min() for x in edges))
 
     def move(i: int, ahead: int) -> None:
-        """Gathers what an operator and its edges need, and hands it on."""
+        """Gathers the least cost of an operator and its edges, and moves it to the edges ahead."""
         onwards = [(other - i) * ahead > 0 for _, _, other in near[i]]
         share = 1 / max(sum(onwards), len(onwards) - sum(onwards), 1)
         total = own[i]
@@ -84,7 +84,7 @@ def diffuse(problem: Problem, pause: Callable[[], None] = lambda: None) -> tuple
 
 
 def least_more(problem: Problem) -> list[Array]:
-    """For each strategy of each operator what its own entries and those of its edges are above nothing at least."""
+    """For each strategy, its own time plus the smallest entries of its edges: its least excess over the bound."""
     found = [x.copy() for x in problem.seconds]
     for e in problem.edges:
         found[e.start] += e.seconds.min(axis=1)

@@ -1,12 +1,12 @@
-"""The least cost of a problem without a memory limit, one operator after another eliminated.
+"""A problem without a memory limit -> its least cost, found by eliminating one operator after another.
 
 Knows times of strategies and edges. Must not know memory limits, nor why times are asked for.
 
-Eliminating an operator takes, for every choice of its neighbours, its best strategy: the dynamic program over
+Eliminating an operator finds its best strategy for every choice of its neighbours. This is the dynamic program over
 graphs (bucket elimination: Dechter, "Bucket elimination: a unifying framework for reasoning", Artificial Intelligence
-113, 1999). Graphs of models are long and narrow, so that few neighbours are left at any time. Where they are too many
-for one table, what an operator takes part in is divided, each part choosing for itself, which gives a lower bound
-(mini-buckets: Dechter and Rish, Journal of the ACM 50, 2003).
+113, 1999). Graphs of models are long and narrow, so few neighbours are left at any time. Where one table would be too
+large, the operator's tables are divided into several groups, and each group chooses the operator's strategy for itself.
+The result is then a lower bound (mini-buckets: Dechter and Rish, Journal of the ACM 50, 2003).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from vnode.partition.searches.problem import Array, Edge
 Scope = tuple[int, ...]
 
 ENTRIES = 2_000_000
-"""Most entries of a table: 16 MB."""
+"""The most entries of a table: 16 MB."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """A part of what one operator takes part in.
+    """One of the tables from which an operator is eliminated.
 
     Attributes:
-      operator: that is eliminated.
-      scope: operators of the table, the eliminated one among them, in order.
-      edges: numbers of edges in it.
-      messages: numbers of earlier buckets whose result is in it.
-      share: of the operator's own times.
+      operator: the operator that is eliminated.
+      scope: the operators of the table, in order; `operator` is one of them.
+      edges: the numbers of the edges in the table.
+      messages: the numbers of the earlier buckets whose results are in the table.
+      share: the share of the operator's own times that is in the table.
     """
 
     operator: int
@@ -45,18 +45,18 @@ class Bucket:
 
     @property
     def rest(self) -> Scope:
-        """The operators on which its result depends."""
+        """The operators that the bucket's result depends on."""
         return tuple(i for i in self.scope if i != self.operator)
 
 
 class Elimination:
-    """An order in which the operators of a graph are eliminated; used for any times of the operators.
+    """An order in which a graph's operators are eliminated; the operators may have any times.
 
     Args:
-      sizes: strategies of each operator.
-      edges: between them.
-      entries: of a table at most.
-      order: in which operators are eliminated; by default the one next whose table is smallest.
+      sizes: the number of strategies of each operator.
+      edges: the edges between operators.
+      entries: the most entries of a table.
+      order: the order of elimination; by default the next operator is the one whose table is smallest.
 
     Example:
       >>> chain = Elimination([2, 2], [Edge(0, 1, np.array([[0.0, 3.0], [3.0, 0.0]]))])
@@ -73,7 +73,7 @@ class Elimination:
         self.of: list[list[int]] = [[] for _ in sizes]
         self._fill(entries)
         self.exact = all(len(several) == 1 for several in self.of)
-        """Whether no operator was divided: then the bound is the least cost."""
+        """Whether no operator's tables were divided, so that the bound is the least cost."""
 
     def _fill(self, entries: int) -> None:
         waiting: dict[tuple[str, int], Scope] = {
@@ -114,7 +114,7 @@ class Elimination:
                         holding[i][key] = None
 
     def _spread(self, table: Array, scope: Scope, within: Scope) -> Array:
-        """A table over some operators, to be added to one over more."""
+        """A table over some operators, broadcast over more."""
         return table.reshape([self.sizes[i] if i in scope else 1 for i in within])
 
     def _table(self, bucket: Bucket, times: Sequence[Array], messages: Sequence[Array | None]) -> Array:
@@ -133,7 +133,7 @@ class Elimination:
         return self.edges[k].start, self.edges[k].end
 
     def _open(self, k: int) -> Scope:
-        """Those of an edge's operators that have a choice."""
+        """The operators of an edge that have more than one strategy."""
         return tuple(i for i in self._ends(k) if self.sizes[i] > 1)
 
     def _messages(self, times: Sequence[Array], pause: Callable[[], None]) -> list[Array]:
@@ -152,11 +152,11 @@ class Elimination:
         """The least cost, and an assignment.
 
         Args:
-          times: of the strategies of each operator, float64.
+          times: the times of each operator's strategies, float64.
           pause: called now and then; may raise.
 
         Returns:
-          A cost that nothing is below, and an assignment; if `exact`, the best one, at that cost.
+          A lower bound of the cost, and an assignment. If `exact`, the assignment is the best one and has that cost.
         """
         messages = self._messages(times, pause)
         bound = self._bound(messages)
@@ -176,14 +176,14 @@ class Elimination:
         return bound, chosen
 
     def marginals(self, times: Sequence[Array], pause: Callable[[], None] = lambda: None) -> list[Array]:
-        """For each strategy of each operator a cost that nothing with that strategy is below.
+        """A lower bound of the cost for each strategy of each operator.
 
         Args:
-          times: of the strategies of each operator, float64.
+          times: the times of each operator's strategies, float64.
           pause: called now and then; may raise.
 
         Returns:
-          For each operator float64 ``[strategies]``; if `exact`, the least costs.
+          For each operator float64 ``[strategies]``. If `exact`, these are the least costs with that strategy.
         """
         messages = self._messages(times, pause)
         bound = self._bound(messages)
@@ -209,7 +209,7 @@ class Elimination:
 
 
 def smallest_first(sizes: Sequence[int], edges: Sequence[Edge]) -> list[int]:
-    """The order in which the operator is next whose table, with all its neighbours, is smallest."""
+    """The order that always eliminates next the operator whose table, over all its neighbours, is smallest."""
     near: list[set[int]] = [set() for _ in sizes]
     for edge in edges:
         if min(sizes[edge.start], sizes[edge.end]) > 1:

@@ -1,11 +1,11 @@
-"""The exact search: the best assignment, and a proof of how far from it the best can be.
+"""A problem -> its best assignment, and a proof of how far any other can be below it.
 
 Knows problems, elimination and integer programs. Must not know equations or machines.
 
-Without a memory limit that matters, elimination finds the best. With one, each point of time gets a price per byte:
-at any prices, the least sum of times and of prices of what is held above the limit is a lower bound (Geoffrion,
-"Lagrangean relaxation for integer programming", 1974), and what elimination finds at good prices is near the best.
-Strategies with which the bound is above the best so far are dropped. The remaining problem goes to an integer program.
+Without a memory limit that matters, elimination finds the best assignment. With one, each point of time gets a price
+per byte. At any prices, the least sum of times and of prices of the bytes above the limit is a lower bound (Geoffrion,
+"Lagrangean relaxation for integer programming", 1974). At good prices, elimination finds an assignment near the best.
+A strategy is dropped if its bound is above the best cost so far. An integer program solves the remaining problem.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from vnode.partition.searches.problem import SLACK, Array, Problem
 from vnode.partition.searches.solution import Solution, Watch, run_search
 
 PROVEN = 1e-9
-"""A gap that is rounding."""
+"""A relative gap that is only rounding."""
 
 TURNS = 60
-"""How often prices are changed at most."""
+"""The most changes of prices."""
 
 VARIABLES = 1_500_000
-"""Of an integer program at most."""
+"""The most variables of an integer program."""
 
 
 def exact(
@@ -42,21 +42,21 @@ def exact(
     entries: int = ENTRIES,
     progress: bool | None = None,
 ) -> Solution:
-    """Finds the best assignment, or one of which it is known how far from the best it is.
+    """Finds the best assignment, or a good one with a bound on its distance from the best.
 
     Args:
-      problem: what is searched.
-      gap: it ends when the solution's gap is this or less; 0 for the best.
-      budget: seconds after which it ends with the best so far.
-      candidates: assignments that the result is not worse than, as far as they fit.
-      entries: of a table of the elimination at most; 1 leaves everything to the integer program.
-      progress: a bar; by default in notebooks and on terminals.
+      problem: the problem.
+      gap: the search ends when the solution's gap is this or less; 0 for the best assignment.
+      budget: seconds after which the search ends with the best assignment so far.
+      candidates: assignments; the result is not worse than any of them that fits.
+      entries: the most entries of an elimination table; 1 leaves everything to the integer program.
+      progress: whether to show a bar; by default in notebooks and on terminals.
 
     Returns:
       The best assignment, with its lower bound.
 
     Raises:
-      MemoryLimitError: nothing fits, and by how much.
+      MemoryLimitError: no assignment fits; the message says by how much.
       SearchError: no assignment has a finite cost.
 
     Example:
@@ -72,7 +72,7 @@ def exact(
     def body(watch: Watch) -> str:
         ended = _Exact(problem, watch, max(gap, PROVEN), entries).run()
         if watch.best is not None and watch.cost - watch.lower_bound <= 4 * PROVEN * watch.cost:
-            watch.lower_bound = watch.cost  # what differs is rounding
+            watch.lower_bound = watch.cost  # they differ by rounding
         return ended
 
     return run_search(problem, "exact", body, candidates=candidates, budget=budget, progress=progress)
@@ -83,13 +83,13 @@ class BudgetSpent(Exception):
 
 
 class _Exact:
-    """One search."""
+    """The state of one search."""
 
     def __init__(self, problem: Problem, watch: Watch, gap: float, entries: int) -> None:
         self.problem, self.watch, self.gap, self.entries = problem, watch, gap, entries
-        self.kept = undominated(problem)  # strategies that are still looked at
-        self.base = 0.0  # what the problem that is looked at costs less than the whole
-        self.floor = math.inf  # what those that were dropped cost at least
+        self.kept = undominated(problem)  # the strategies not yet dropped
+        self.base = 0.0  # the remaining problem costs this much less than the whole problem
+        self.floor = math.inf  # a lower bound for assignments with a dropped strategy
         finite = 0 < problem.limit < math.inf
         self.unit, self.allowed = (problem.limit, 1.0) if finite else (1.0, 0.0)  # of bytes; the limit, if it matters
 
@@ -124,11 +124,11 @@ class _Exact:
             raise BudgetSpent
 
     def bound(self, value: float) -> None:
-        """What is still looked at costs at least this."""
+        """Records a lower bound for the assignments of the remaining problem."""
         self.watch.lower_bound = max(self.watch.lower_bound, min(value, self.floor))
 
     def offer(self, strategies: Array) -> None:
-        """An assignment of what is still looked at, and what is easily made of it."""
+        """Offers an assignment of the remaining problem, and quick improvements of it."""
         chosen = np.array([kept[s] for kept, s in zip(self.kept, strategies, strict=True)], np.int64)
         self.watch.offer(chosen)
         if not self.problem.bounded:
@@ -150,7 +150,7 @@ class _Exact:
             raise self.problem.nothing_fits(self.watch.smallest)
 
     def tightened(self) -> Problem | None:
-        """What is still looked at, less `base`, without what can no longer be better; None if nothing can."""
+        """The remaining problem, less `base`, without strategies that cannot be better; None if none is left."""
         self.base, rest = diffuse(self.problem.restricted(self.kept), self.pause)
         self.bound(self.base)
         if not rest.bounded:
@@ -167,10 +167,10 @@ class _Exact:
         return rest.restricted(good)
 
     def relax(self, rest: Problem, elimination: Elimination) -> Array:
-        """Improves the lower bound by prices of memory, and offers what is best at each; returns the best prices."""
+        """Raises the lower bound by prices of memory; offers the best assignment at each; returns the best prices."""
         over = rest.most > rest.limit
         held = [each[over] / self.unit for each in rest.memory]
-        cuts: list[tuple[float, Array]] = []  # cost and what is used above the limit, of assignments
+        cuts: list[tuple[float, Array]] = []  # of each assignment seen: its cost, and its bytes above the limit
         if self.watch.best is not None and over.any():
             best = self.watch.best[None]
             used = self.problem.footprints(best)[0][over] / self.unit - self.allowed
@@ -204,7 +204,7 @@ class _Exact:
 
     @staticmethod
     def master(cuts: Sequence[tuple[float, Array]], scale: float) -> tuple[Array, float]:
-        """The prices at which the bound is greatest, as far as the assignments seen so far say (Kelley 1960)."""
+        """The prices with the greatest bound, judging by the assignments seen so far (Kelley 1960)."""
         finite = [(c, g) for c, g in cuts if math.isfinite(c)]
         slopes = np.array([g for _, g in finite])
         unit = max(scale, 1e-300)
@@ -219,7 +219,7 @@ class _Exact:
         return result.x[:-1] * scale, float(result.x[-1] * scale)
 
     def drop(self, rest: Problem, elimination: Elimination, prices: Array) -> bool:
-        """Drops strategies that nothing better has; whether any assignment is left."""
+        """Drops strategies that no better assignment has; returns whether any assignment is left."""
         if self.watch.best is None:
             return True
         enough = self.watch.cost * (1 - self.gap)
@@ -237,7 +237,7 @@ class _Exact:
         return True
 
     def integer_program(self, rest: Problem) -> str:
-        """The remaining problem as an integer program."""
+        """Solves the remaining problem as an integer program."""
         if variables(rest) > VARIABLES:
             return f"an integer program of {variables(rest)} variables was not tried"
         scale = self.watch.cost if math.isfinite(self.watch.cost) else 1.0
@@ -252,11 +252,11 @@ class _Exact:
 
 
 def undominated(problem: Problem) -> list[Array]:
-    """For each operator its strategies without those of which another is nowhere worse: in time, memory and edges."""
+    """The strategies of each operator, without those that another equals or beats in time, memory and all edges."""
     kept = []
     for i, seconds in enumerate(problem.seconds):
         columns = [seconds[None], problem.memory[i], *(moved.T for _, moved in problem.neighbours[i])]
-        every = np.concatenate(columns)  # [what is compared, strategy]
+        every = np.concatenate(columns)  # [compared figure, strategy]
         keep = np.ones(len(seconds), bool)
         for s in np.argsort(every[0], kind="stable"):
             if not keep[s]:

@@ -1,4 +1,4 @@
-"""The search that looks at every assignment: what others are compared with on small graphs.
+"""A small problem -> its best assignment, found by costing every one; tests compare other searches with it.
 
 Knows problems. Must not know any shortcut.
 """
@@ -15,7 +15,7 @@ from vnode.partition.searches.problem import Array, Cost, Problem
 from vnode.partition.searches.solution import Solution, Watch, run_search
 
 MOST = 20_000_000
-"""Assignments that are looked at at most."""
+"""The most assignments that are costed one by one."""
 
 AT_ONCE = 65_536
 
@@ -27,20 +27,20 @@ def exhaustive(
     candidates: Sequence[Sequence[int] | Array] = (),
     progress: bool | None = None,
 ) -> Solution:
-    """Looks at every assignment.
+    """Costs every assignment and returns the best.
 
     Args:
-      problem: of at most `MOST` assignments.
-      cost: what an assignment costs, if not the problem's sum.
-      candidates: looked at first.
-      progress: a bar; by default in notebooks and on terminals.
+      problem: a problem with at most `MOST` assignments.
+      cost: the cost of an assignment; by default the problem's sum.
+      candidates: assignments that are costed first.
+      progress: whether to show a bar; by default in notebooks and on terminals.
 
     Returns:
-      The best; its lower bound is its cost.
+      The best assignment; its lower bound is its cost.
 
     Raises:
-      MemoryLimitError: nothing fits.
-      SearchError: there are too many.
+      MemoryLimitError: no assignment fits.
+      SearchError: there are too many assignments.
 
     Example:
       >>> solution = exhaustive(Problem((np.array([4.0, 2.0, 3.0]),)))

@@ -1,17 +1,22 @@
 """A program as a problem -> the splits that experts write today, found by pattern: data parallel, FSDP, Megatron (with
 sequence parallelism), context parallelism, expert parallelism, one weird trick.
 
-Knows programs as problems, and named dimensions. Must not know how a search goes about it.
+Knows programs as problems, and named dimensions. Must not know how a search works.
 
-Sources: Krizhevsky, "One weird trick for parallelizing convolutional neural networks" (2014): examples divide the
-convolutions, units the dense layers; Shoeybi et al., "Megatron-LM" (2019), section 3: of two products in a row the
-first is cut along its columns, the second along its rows, so that one sum is exchanged; Korthikanti et al., "Reducing
-activation recomputation in large transformer models" (MLSys 2023), section 4.2: what is between these products is cut
-along the sequence (sequence parallelism); Llama 3 (2024), section 3.3.2: everything is cut along the sequence, and
-attention gathers keys and values (context parallelism); Lepikhin et al., "GShard" (ICLR 2021): experts' weights are cut
-by experts, all else by examples, with all-to-all in between (expert parallelism); Rajbhandari et al., "ZeRO"
-(SC 2020), and Zhao et al., "PyTorch FSDP" (VLDB 2023): examples divide the work, and everything that is kept from step
-to step is divided over the same devices.
+Sources:
+
+- data parallel convolutions, dense layers cut by units: Krizhevsky, "One weird trick for parallelizing convolutional
+  neural networks" (2014);
+- Megatron: Shoeybi et al., "Megatron-LM" (2019), section 3. The first of two products is cut along its columns, the
+  second along its rows, so that one sum is exchanged;
+- sequence parallelism: Korthikanti et al., "Reducing activation recomputation in large transformer models" (MLSys
+  2023), section 4.2. The equations between these products are cut along the sequence;
+- context parallelism: Llama 3 (2024), section 3.3.2. Everything is cut along the sequence; attention gathers keys and
+  values;
+- expert parallelism: Lepikhin et al., "GShard" (ICLR 2021). The experts' weights are cut by experts, everything else
+  by examples, with an all-to-all in between;
+- FSDP: Rajbhandari et al., "ZeRO" (SC 2020), and Zhao et al., "PyTorch FSDP" (VLDB 2023). Examples divide the work, and
+  the state is divided over the same devices.
 """
 
 from __future__ import annotations
@@ -30,10 +35,10 @@ from vnode.partition.searches.strategies import PIECES, Cluster
 from vnode.spmd.layout import Layout
 
 SEQUENCE, CONTEXT, EXPERT = "Megatron with sequence parallelism", "context parallel", "expert parallel"
-"""How splits are called that not every program has."""
+"""The names of splits that only some programs have."""
 
 Wishes = Sequence[Sequence[Hashable]]
-"""For each axis the named dimensions that it shall divide, the most wanted first."""
+"""For each axis the named dimensions that it should divide, the most wanted first."""
 
 
 def experts(search: Search, batch: Sequence[int], examples: Collection[Hashable] = ()) -> dict[str, Array]:
@@ -42,10 +47,10 @@ def experts(search: Search, batch: Sequence[int], examples: Collection[Hashable]
     Args:
       search: a program as a problem.
       batch: numbers of the inputs whose first dimension counts examples.
-      examples: named dimensions that do so as well, of parts of the batch.
+      examples: named dimensions that also count examples, of parts of the batch.
 
     Returns:
-      By name, assignments of `search.problem`. Where a program has nothing to divide so, they may be the same.
+      Assignments of `search.problem` by name. Two of them are the same where a program has nothing for them to divide.
     """
     return _Experts(search, batch, examples).all()
 
@@ -55,10 +60,10 @@ class _Experts:
         self.search, self.flat = search, search.flat
         inputs, self.batch = search.program.inputs, batch
         several = [*(self.flat.named(inputs[i], 0) for i in batch if inputs[i].aval.shape), *examples]
-        self.examples = dict.fromkeys(several)  # the order of a set would be another in each process
+        self.examples = dict.fromkeys(several)  # a set's order would differ from process to process
         self.given = set(inputs)
         self.devices = math.prod(search.axes.values())
-        self.first: dict[int, int] = {}  # of each operator, a cluster or value that it stands for
+        self.first: dict[int, int] = {}  # for each operator, the first cluster or value in it
         for place, operator in enumerate(search.groups):
             self.first.setdefault(operator, place)
         self.counts_experts = self.experts()
@@ -97,10 +102,10 @@ class _Experts:
         return found
 
     def units(self, dense: bool = False) -> list[Hashable]:
-        """The named dimensions that are columns of one product of weights and rows of the next, in the program's order.
+        """The named dimensions that are columns of one product with weights and rows of the next, in program order.
 
         Args:
-          dense: only those of matrix products, no convolutions.
+          dense: only dimensions of matrix products, none of convolutions.
         """
         cut: dict[Hashable, None] = {}
         passing: set[Hashable] = set(self.examples)
@@ -130,8 +135,11 @@ class _Experts:
         return [*cut]
 
     def sequence(self) -> list[Hashable]:
-        """The named dimensions that count places of a sequence: the second of numbers of words, or of vectors, that are
-        given for each example, unless windows slide along it."""
+        """The named dimensions that count positions of a sequence.
+
+        Each is the second dimension of an input that has words, or vectors, for each example. A dimension along which
+        windows slide is not one.
+        """
         inputs = [self.search.program.inputs[i] for i in self.batch]
         words = [var for var in inputs if len(var.aval.shape) > 1 + (not np.issubdtype(var.aval.dtype, np.integer))]
         found = {self.flat.named(var, 1): None for var in words if var.aval.shape[1] > 1}
@@ -143,7 +151,7 @@ class _Experts:
         return [name for name in found if name not in self.examples]
 
     def experts(self) -> list[Hashable]:
-        """The named dimensions that count experts: a product has a matrix of weights for each, and a result."""
+        """The named dimensions that count experts: a product has a weight matrix for each, and so has its result."""
         found: dict[Hashable, None] = {}
         for number, node in enumerate(self.flat.nodes):
             d = node.description
@@ -155,7 +163,7 @@ class _Experts:
         return [*found]
 
     def multiplies_matrices(self, number: int) -> bool:
-        """Whether a product has one of several matrices of weights for an operand, or gives their gradient."""
+        """Whether a product reads one of several weight matrices, or computes their gradient."""
         d = self.flat.nodes[number].description
         if d is None or not d.has(Algebra.CONTRACTS) or len(d.operands) != 2 or len(d.results) != 1:
             return False
@@ -164,12 +172,12 @@ class _Experts:
 
     @functools.cached_property
     def weights(self) -> list[set[Hashable]]:
-        """The named dimensions of each leaf that is no batch."""
+        """The named dimensions of each leaf that is not part of the batch."""
         leaves = [var for i, var in enumerate(self.search.program.inputs) if i not in self.batch]
         return [{self.flat.named(var, d) for d in range(len(var.aval.shape))} for var in leaves]
 
     def computed_by_experts(self, cluster: Cluster) -> bool:
-        """Whether a cluster is what experts compute; what sends tokens to them, and back, is not."""
+        """Whether experts compute a cluster; sending tokens to experts and back does not count."""
         has = {name for each in cluster.dimensions for name in each}
         experts = has & {*self.counts_experts}
         products = [n for n in cluster.nodes if self.contracts(n)]
@@ -188,12 +196,12 @@ class _Experts:
     def assigned(
         self, wishes: Wishes, *, kept: str, other: Callable[[Cluster], Wishes | None] = lambda _: None
     ) -> Array:
-        """An assignment in which clusters divide what is wished, and all else is what goes best with it.
+        """An assignment in which clusters divide the wished dimensions; everything else follows at least cost.
 
         Args:
-          wishes: for each axis.
-          kept: what is kept from step to step is ``"whole"``, ``"cut"`` over all axes, or ``"open"``.
-          other: wishes of a cluster that has others; None if it has these.
+          wishes: the wishes for each axis.
+          kept: the layout of the state: ``"whole"``, ``"cut"`` over all axes, or ``"open"``.
+          other: the wishes of a cluster that has its own; None if `wishes` apply to it.
         """
         search, problem = self.search, self.search.problem
         chosen = np.array([int(np.argmin(s)) for s in problem.seconds], np.int64)
@@ -218,7 +226,7 @@ class _Experts:
         return np.array([own[k] for own, k in zip(kept_, best, strict=True)], np.int64)
 
     def closest(self, operator: int, dimensions: Sequence[Sequence[Hashable]], wishes: Wishes) -> int:
-        """The possible strategy that does most of what is wished, and nothing else."""
+        """The possible strategy that divides as many wished dimensions, and as few others, as possible."""
         seconds = self.search.problem.seconds[operator]
 
         def distance(s: int) -> tuple[bool, int, float]:
@@ -231,7 +239,7 @@ class _Experts:
         return min(range(len(seconds)), key=distance)
 
     def layout(self, value: int, kept: str, wishes: Wishes) -> int | None:
-        """The layout of a value that an expert insists on."""
+        """The layout of a value where the expert's split fixes it; None where it does not."""
         of = self.search.values[value]
         shape = of.var.aval.shape
         if of.var not in self.given:

@@ -1,9 +1,9 @@
-"""A program as one list of equations, those of loops' bodies among them, with dimensions that belong together.
+"""A program -> one list of its equations, loop bodies included, with names for the dimensions that belong together.
 
-Knows programs, loops and descriptions. Must not know layouts that are chosen, costs, nor strategies.
+Knows programs, loops and descriptions. Must not know chosen layouts, costs, nor strategies.
 
-Dimensions that one factor of an equation indexes are one *named dimension*: the batch, a layer's hidden units. They are
-found by following the factors of all equations (union-find).
+A *named dimension* is a set of array dimensions that equations index by the same factor: the batch, a layer's hidden
+units. Union-find over the factors of all equations finds them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Node:
     """An equation.
 
     Attributes:
-      path: where it is in the program.
+      path: its place in the program.
       eqn: the equation.
       description: its description; None if it cannot be divided.
-      times: how often it is evaluated in a step.
-      unsplit_axes: axes along which devices evaluate other branches, so that none of them divides it.
+      times: how often a step evaluates it.
+      unsplit_axes: axes along which devices evaluate other branches; none of them divides it.
     """
 
     path: Path
@@ -45,16 +45,17 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Link:
-    """A value that is handed into a loop or branch, from turn to turn, or out of it.
+    """A value that enters a loop or branch, goes on to the next iteration, or leaves.
 
     Attributes:
-      source: the variable that is handed on.
-      target: what it is called there.
-      times: how often.
-      dropped: leading dimensions that the target lacks (a slice of what is scanned), or has more (what is stacked).
-      back: it is handed to the next turn.
-      leaves: the axis whose devices of one index alone have it, as pieces of a sum: it leaves a branch.
-      stays: the axis along which pieces need not be combined: it is read by the devices that have it.
+      source: the variable outside, or of the iteration before.
+      target: the variable that receives it.
+      times: how often in a step.
+      dropped: the number of leading dimensions that the target lacks (a slice of a scanned array); negative if it has
+        more (a stacked result).
+      back: whether the value goes to the next iteration.
+      leaves: set if the value leaves a branch: the axis of which the devices at one index hold it, as partial sums.
+      stays: the axis along which partial sums need not be combined, since the devices that hold them read them.
     """
 
     source: Var
@@ -68,16 +69,16 @@ class Link:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoopOrBranches:
-    """A loop, or branches of which one is taken.
+    """A loop, or branches of which a step takes one.
 
     Attributes:
       first: its first node.
       last: its last node; the one before `first` if it has none.
       reads: for each operand variable of the bodies, the outer value; None for constants.
       scanned: operands of which each iteration reads a slice.
-      carried: operands that iterations carry.
+      carried: the loop's carries.
       makes: its results.
-      stacked: results of which each iteration computes a slice.
+      stacked: results that get a slice from each iteration.
     """
 
     first: int
@@ -115,18 +116,18 @@ class FlatProgram:
 
     Attributes:
       program: the program.
-      nodes: its equations, without those that are computed from constants alone wherever needed.
-      links: between its parts.
-      names: the named dimensions: of (variable, dimension), and of (number of a node, factor).
-      free: variables computed from constants alone, wherever they are needed.
+      nodes: its equations, except those of constants alone, which each reader evaluates for itself.
+      links: the values that enter, leave or go round its loops and branches.
+      names: the named dimension of each (variable, dimension) and of each (number of a node, factor).
+      free: variables that are computed from constants alone, wherever they are needed.
       sums: carries that begin as zero, which may be carried as partial sums.
-      unified: variables of several bodies that are one operand of their loop or branch, and have one layout.
+      unified: variables of several bodies that are one operand of their loop or branches, and have one layout.
       read_whole: values that every device needs whole, and how often: branch indices and conditions of loops.
       ends: for a loop's final carry, the value that its last iteration hands on.
-      uncut: number of a variable's leading dimensions that are not divided, such as iterations of a loop.
+      uncut: the number of a variable's leading dimensions that are not divided, such as iterations of a loop.
       unsplit_axes: for variables in branches that run side by side, the axes that divide nothing there.
       branch_axis: for results of such branches, the axis along which the devices of one index hold them.
-      parts: loops, and branches of which one is taken, inner ones first.
+      parts: loops, and branches of which a step takes one, inner ones first.
     """
 
     program: Program
@@ -145,7 +146,7 @@ class FlatProgram:
 
     @functools.cached_property
     def constants_only(self) -> frozenset[Var]:
-        """The free variables, and what bodies of loops and branches are given that is such, or made of such alone."""
+        """The free variables, and the variables in bodies of loops and branches that depend on free ones alone."""
         found = set(self.free)
         for part in reversed(self.parts):  # outer ones first
             for var, source in part.reads.items():
@@ -166,8 +167,8 @@ def flatten(program: Program, axes: Axes) -> FlatProgram:
     """Lists a program's equations and names its dimensions.
 
     Args:
-      program: with calls inlined.
-      axes: of a mesh, those longer than one.
+      program: the program, with calls inlined.
+      axes: the mesh's axes that are longer than one.
     """
     flow = follow(program, [replicated(len(getattr(var.aval, "shape", ()))) for var in program.inputs], axes)
     walk = _Walk()
@@ -240,7 +241,7 @@ class _Walk:
     def side_by_side(
         self, step: Step, branches: Branches, path: Path, times: float, made: Mapping[Var, tuple[str, int]]
     ) -> None:
-        """Branches that run at a time; what they take is added up all the same, so that each is divided well."""
+        """Branches that run at the same time. Their times are still summed, so that each branch is divided well."""
         eqn, axis, first = step.eqn, branches.axis, dict[int, Var]()
         before, self.without = self.without, self.without | {axis}
         for k, (body, reads) in enumerate(zip(step.bodies, branches.operands, strict=True)):
@@ -324,7 +325,7 @@ class _Walk:
 
 
 def only_added_to(program: Program, var: Var) -> bool:
-    """Whether all that reads a variable adds to it: pieces of it would be added to pieces of something else."""
+    """Whether every reader of a variable adds to it, so that partial sums can be added to other partial sums."""
     reading = [eqn for eqn in program.equations if var in eqn.invars]
     several = [None if region_of(eqn) is not None else program.describe(eqn) for eqn in reading]
     return bool(reading) and all(
@@ -351,8 +352,11 @@ def _name(names: UnionFind, number: int, node: Node) -> None:
 
 
 def has_own_strategy(description: OperatorDescription | None) -> bool:
-    """Whether an equation is a kernel of its own, and has a strategy of its own: a contraction, a window, a look-up, a
-    running sum. What works element by element, or moves elements, is fused with its neighbours."""
+    """Whether an equation compiles to a kernel of its own and so has a strategy of its own.
+
+    Contractions, windows, look-ups and running sums do. Element-wise and data-moving equations are fused with their
+    neighbours.
+    """
     if description is None:
         return True
     own = any(isinstance(x.split, LookedUp | Windowed | Prefix) for x in description.factors)
@@ -365,12 +369,12 @@ def size_of(atom: Atom) -> int:
 
 
 def variables(atoms: Sequence[Atom]) -> Iterator[tuple[int, Var]]:
-    """The atoms that are variables, with their positions."""
+    """The atoms that are variables, each with its position."""
     return ((i, atom) for i, atom in enumerate(atoms) if not isinstance(atom, Literal))
 
 
 def readers(nodes: Sequence[Node]) -> Mapping[Var, list[tuple[int, int]]]:
-    """For each value the nodes that read it, and as which operand."""
+    """The readers of each value: the node's number, and the operand's."""
     found: dict[Var, list[tuple[int, int]]] = {}
     for number, node in enumerate(nodes):
         for i, var in variables(node.eqn.invars):

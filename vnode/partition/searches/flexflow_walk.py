@@ -1,11 +1,11 @@
-"""FlexFlow's search: a walk through assignments that changes one operator at a time, seldom for the worse.
+"""A problem and a start -> a good assignment: FlexFlow's random walk, which changes one operator at a time.
 
 Knows problems, and that costs may come from elsewhere. Must not know equations, machines or simulators.
 
-Source: Jia, Zaharia, Aiken, "Beyond data and model parallelism for deep neural networks" (SysML 2019), section 6:
-Metropolis-Hastings; an operator drawn at random gets a strategy drawn at random, and the change is accepted with
-probability ``min(1, exp(beta * (cost before - cost after)))``; from several starts; each walk ends when half of it
-brought nothing better. Here `beta` counts in shares of the start's cost, so that it needs no unit.
+Source: Jia, Zaharia, Aiken, "Beyond data and model parallelism for deep neural networks" (SysML 2019), section 6,
+Metropolis-Hastings. A random operator gets a random strategy; the change is accepted with probability
+``min(1, exp(beta * (cost before - cost after)))``. There are several starts. A walk ends when the second half of it
+found nothing better. Here `beta` counts shares of the start's cost, so it needs no unit.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from vnode.partition.searches.problem import SLACK, Array, Cost, Problem
 from vnode.partition.searches.solution import Solution, Watch, run_search
 
 COLD = 20.0
-"""The default of `beta` for each operator."""
+"""The default of `beta`, per operator."""
 
 
 class Walk(Protocol):
-    """What assignments cost, one change after another: a simulator that keeps its last timeline can be one."""
+    """The cost of an assignment, one change after another; a simulator that keeps its last timeline can be a walk."""
 
     def start(self, strategies: Array) -> float:
-        """Seconds of an assignment, from which changes are made."""
+        """Starts from an assignment; returns its seconds."""
         ...
 
     def changed(self, operator: int, strategy: int) -> float:
-        """Seconds if one operator had another strategy."""
+        """The seconds if one operator had another strategy."""
         ...
 
     def take(self) -> None:
-        """The last change is made."""
+        """Accepts the last change."""
         ...
 
 
 class LocalCost:
-    """The problem's own cost: a change looks at one operator and its edges."""
+    """The problem's own cost: a change updates the terms of one operator and its edges."""
 
     def __init__(self, problem: Problem) -> None:
         finite = [each[np.isfinite(each)].sum() for each in problem.seconds]
         finite += [edge.seconds[np.isfinite(edge.seconds)].max(initial=0) for edge in problem.edges]
-        never = 1e3 * (sum(finite) + 1.0)  # dearer than anything, and still a number
+        never = 1e3 * (sum(finite) + 1.0)  # costs more than any assignment, but finite
         self.seconds = [np.where(np.isfinite(s), s, never) for s in problem.seconds]
         self.near = [[(j, np.where(np.isfinite(m), m, never)) for j, m in each] for each in problem.neighbours]
 
@@ -73,7 +73,7 @@ class LocalCost:
 
 
 class FullCost:
-    """A function of a whole assignment."""
+    """A cost function that takes a whole assignment."""
 
     def __init__(self, cost: Cost) -> None:
         self.cost = cost
@@ -105,27 +105,27 @@ def metropolis(
     budget: float = math.inf,
     progress: bool | None = None,
 ) -> Solution:
-    """Walks through assignments.
+    """Walks through assignments at random, seldom to a worse one.
 
     Args:
-      problem: what is searched. With a memory limit, changes to what does not fit are refused.
-      starts: assignments to start from: data parallel, an expert's, what another search found.
-      random_starts: how many others, drawn at random.
-      proposals: changes that each walk tries at most.
-      beta: how unlikely changes for the worse are: one that costs a share x more than the walk's start is accepted with
-        probability ``exp(-beta * x)``. By default 20 for each operator.
-      seed: of all that is drawn.
-      cost: seconds of an assignment, in place of the problem's sum.
-      walk: the same, where it is cheaper one change after another.
-      candidates: assignments that the result is not worse than, as far as they fit; `starts` are among them.
-      budget: seconds after which it ends.
-      progress: a bar; by default in notebooks and on terminals.
+      problem: the problem. With a memory limit, changes to an assignment that does not fit are refused.
+      starts: assignments to start from: data parallel, an expert's split, another search's result.
+      random_starts: the number of further starts, drawn at random.
+      proposals: the most changes that each walk tries.
+      beta: how seldom a change for the worse is accepted: one that costs a share x more than the walk's start is
+        accepted with probability ``exp(-beta * x)``. By default 20 for each operator.
+      seed: the seed of all random draws.
+      cost: the seconds of an assignment, in place of the problem's sum.
+      walk: the cost as a `Walk`, where costing one change is cheaper than costing an assignment.
+      candidates: assignments; the result is not worse than any of them that fits. `starts` are among them.
+      budget: seconds after which the search ends.
+      progress: whether to show a bar; by default in notebooks and on terminals.
 
     Returns:
-      The best that was met; it proves nothing.
+      The best assignment met; its lower bound is 0.
 
     Raises:
-      MemoryLimitError: nothing was found that fits.
+      MemoryLimitError: the search met no assignment that fits.
       SearchError: an argument makes no sense.
 
     Example:
@@ -158,7 +158,7 @@ def metropolis(
 def walk_from(
     problem: Problem, of: Walk, start: Array, beta: float, proposals: int, generator: np.random.Generator, watch: Watch
 ) -> bool:
-    """One walk; whether it ended before the budget was spent."""
+    """Runs one walk; returns whether it ended before the budget was spent."""
     movable = np.flatnonzero(np.asarray(problem.sizes) > 1)
     chosen, now = start.copy(), of.start(start)
     unit = now if now > 0 else 1.0
@@ -179,7 +179,7 @@ def walk_from(
         i = operators[number % 1024]
         before, n = int(chosen[i]), problem.sizes[i]
         s = int(draws[number % 1024] * (n - 1))
-        s += s >= before  # another one
+        s += s >= before  # skips the present strategy
         watch.evaluations += 1
         since += 1
         after, more = used, 0.0

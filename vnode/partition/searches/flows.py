@@ -19,9 +19,9 @@ def seconds_of(flow: Flow, model: CostModel) -> float:
     """Seconds of one evaluation on one device of a mesh.
 
     Args:
-      flow: layouts through a program; a value stays in each layout into which it was brought, and is brought into
-        another from the one from which that takes least, as `vnode.spmd.device_program` does.
-      model: what equations and moves take.
+      flow: the layouts of a program's values. A value stays in each layout that it was brought into. It is brought into
+        another layout from the one that makes the move cheapest, as `vnode.spmd.device_program` does.
+      model: the cost of equations and moves.
     """
     held: dict[Var, dict[Layout, None]] = {
         var: {x: None} for var, x in zip(flow.program.inputs, flow.inputs, strict=True)
@@ -58,7 +58,7 @@ def seconds_of(flow: Flow, model: CostModel) -> float:
 
 
 def reshard_seconds(step: Step, before: Sequence[Layout], after: Sequence[Layout], model: CostModel) -> float:
-    """Seconds of bringing the results of a step from some layouts to others."""
+    """Seconds of moving the results of a step from their layouts to others."""
     return sum(
         model.move_time(a, b, var.aval.shape, var.aval.dtype)
         for var, a, b in zip(step.eqn.outvars, before, after, strict=True)

@@ -1,10 +1,10 @@
-"""A program as a problem: clusters and values that several read are its operators, moves between them its edges.
+"""A program -> a problem: clusters and shared values are its operators, moves between them its edges.
 
-Knows lists of equations, clusters with their strategies, and problems. Must not know how a search goes about it, nor
-what experts do.
+Knows lists of equations, clusters with their strategies, and problems. Must not know how a search works, nor the
+experts' splits.
 
-A value that is given, handed from turn to turn, or read by several clusters, is an operator of its own: its strategies
-are layouts, so that bringing it into one is counted once for all who read it there.
+An argument, a loop's carry, or a value that several clusters read is an operator of its own. Its strategies are
+layouts, so that bringing the value into a layout is counted once for all its readers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vnode.spmd.resharding import is_even
 from vnode.spmd.sharding_flow import Flow, follow, monoid_of_one, present_at_one
 
 ROUNDS = 2
-"""How far operators are told apart by their neighbours, before those that are alike are tied."""
+"""The number of refinement rounds by which operators are told apart by their neighbours, before equal ones are tied."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,8 +38,8 @@ class Value:
     """A value with a layout of its own.
 
     Attributes:
-      var: which.
-      layouts: what may be chosen.
+      var: the variable.
+      layouts: the layouts to choose from.
     """
 
     var: Var
@@ -51,12 +51,12 @@ class Handover:
     """A move of a value from one cluster or value to another.
 
     Attributes:
-      start: the cluster or value, values after clusters.
-      end: where it is read; None for what leaves the step.
-      seconds: float64 ``[strategies of start, strategies of end]``, in a step.
-      after: the position of the node that makes it; None of a value.
-      before: positions of the nodes that read it.
-      back: it is read in the next turn, or step.
+      start: the number of the cluster or value that it comes from; values are numbered after clusters.
+      end: the number of the one that reads it; None for a result of the step.
+      seconds: the time in a step, float64 ``[strategies of start, strategies of end]``.
+      after: the position of the node that computes it; None if `start` is a value.
+      before: the positions of the nodes that read it.
+      back: whether the next iteration, or the next step, reads it.
     """
 
     start: int
@@ -69,18 +69,18 @@ class Handover:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Search:
-    """A program that is searched.
+    """A program as a problem to search.
 
     Attributes:
       program: the program.
-      axes: of the mesh.
-      flat: the program as one list.
-      clusters: of its equations.
-      values: with layouts of their own.
-      problem: an operator for each group of clusters and values that share a strategy.
-      groups: for each cluster, then each value, its operator.
+      axes: the mesh's axes.
+      flat: the program as one list of equations.
+      clusters: the clusters of its equations.
+      values: the values that have layouts of their own.
+      problem: the problem, with an operator for each group of clusters and values that share a strategy.
+      groups: the operator of each cluster, then of each value.
       carried: for outputs (by number) the input that they become in the next step.
-      handed: what the edges of the problem stand for, before those that are alike share a strategy.
+      handed: the moves that the problem's edges stand for, before equal clusters share a strategy.
     """
 
     program: Program
@@ -94,7 +94,7 @@ class Search:
     handed: tuple[Handover, ...]
 
     def spread(self, strategies: Array) -> tuple[Array, Array]:
-        """The strategy of each cluster, and the layout's number of each value, of an assignment."""
+        """The strategy of each cluster, and the layout's number of each value, in an assignment."""
         each = np.asarray(strategies)[list(self.groups)]
         return each[: len(self.clusters)], each[len(self.clusters) :]
 
@@ -116,13 +116,13 @@ class Search:
         return found
 
     def flow(self, strategies: Array) -> Flow:
-        """Layouts through the program as an assignment says, for `vnode.spmd.sharded_program.flow_over_mesh`.
+        """The layouts of an assignment, for `vnode.spmd.sharded_program.flow_over_mesh`.
 
         Args:
           strategies: int64 ``[operators]`` of the problem.
 
         Raises:
-          SearchError: they cannot be chosen together: their cost is infinite.
+          SearchError: the strategies cannot be chosen together: their cost is infinite.
         """
         problem = self.problem
         if math.isinf(problem.cost(strategies)):
@@ -153,23 +153,24 @@ def as_problem(
     together: Sequence[Sequence[int]] = (),
     donated: Collection[int] = (),
 ) -> Search:
-    """Makes a problem of a program.
+    """Turns a program into a problem.
 
     Args:
-      program: with calls inlined.
-      axes: of the mesh, those longer than one.
-      model: what equations and moves take.
-      carried: for outputs, by number, the input that they become in the next step: they are handed on as it lies.
-      memory: bytes of each device.
-      tied: clusters that are alike, and whose neighbours are, share one strategy.
-      backward: so do products over the same named dimensions: one of the forward pass, and the two of the backward pass
-        that belong to it. Element-wise equations are together in any case.
-      fixed: how single inputs lie, by number.
-      together: inputs of one shape, by number, that lie alike.
-      donated: inputs that are given away, by number: what they become takes their place.
+      program: the program, with calls inlined.
+      axes: the mesh's axes that are longer than one.
+      model: the cost of equations and moves.
+      carried: for outputs, by number, the input that they become in the next step. Such an output gets the input's
+        layout.
+      memory: the bytes of each device.
+      tied: whether equal clusters with equal neighbours share one strategy.
+      backward: whether products over the same named dimensions also share one: a forward product and its two backward
+        products. Element-wise equations share one in any case.
+      fixed: fixed layouts of single inputs, by number.
+      together: groups of inputs of one shape, by number, that get one layout.
+      donated: the donated inputs, by number; their new values take their memory.
 
     Returns:
-      The problem, and what its strategies mean.
+      The problem, with the meaning of its strategies.
     """
     return _Builder(program, axes, model, carried or {}, memory, tied, backward, fixed or {}, together, donated).build()
 
@@ -193,7 +194,7 @@ class _Builder:
         self.program, self.axes, self.model, self.carried = program, axes, model, carried
         self.memory, self.tied, self.backward = memory, tied, backward
         self.flat = flatten(program, axes)
-        self.same = dict(self.flat.unified)  # what lies as something else does
+        self.same = dict(self.flat.unified)  # variables that have the layout of another
         for several in ([program.inputs[i] for i in each] for each in together):
             first = max(several, key=lambda var: self.flat.uncut.get(var, 0))
             self.same.update((var, first) for var in several if var is not first)
@@ -206,7 +207,7 @@ class _Builder:
             var: (*self.place[n], j) for n, node in enumerate(self.flat.nodes) for j, var in enumerate(node.eqn.outvars)
         }
         self.reads: dict[Var, dict[int, list[tuple[int, int]]]] = {}  # by cluster: positions and operands
-        self.nowhere: dict[int, list[tuple[int, int]]] = {}  # what is made of nothing, and so is nowhere in pieces
+        self.nowhere: dict[int, list[tuple[int, int]]] = {}  # operands computed from constants; never partial sums
         for var, several in readers(self.flat.nodes).items():
             for n, i in several:
                 k, p = self.place[n]
@@ -216,11 +217,11 @@ class _Builder:
                     self.reads.setdefault(var, {}).setdefault(k, []).append((p, i))
         self.into: dict[Var, list[Link]] = {}  # by target
         self.tables: dict[Hashable, Array] = {}  # of moves
-        self.out: dict[Var, int] = {}  # how many links and outputs hand a value on
+        self.out: dict[Var, int] = {}  # the number of links and outputs that hand a value on
         for link in self.flat.links:
             self.into.setdefault(link.target, []).append(link)
             self.out[link.source] = self.out.get(link.source, 0) + 1
-        self.handed: dict[Var, list[int]] = {}  # inputs that a value becomes
+        self.handed: dict[Var, list[int]] = {}  # the inputs that a value becomes in the next step
         for var, _ in self.flat.read_whole:
             self.out[var] = self.out.get(var, 0) + 1
         for j, atom in enumerate(program.outputs):
@@ -238,7 +239,7 @@ class _Builder:
             asked = [any(layout.partial for layout in want) for want in self.operand_layouts(k, several)]
             seconds[k] = np.where(asked, math.inf, seconds[k])
         edges: list[Edge] = []
-        alike: list[list[tuple[int, Hashable]]] = [[] for _ in seconds]  # what is known of an operator's edges
+        alike: list[list[tuple[int, Hashable]]] = [[] for _ in seconds]  # for each operator, the keys of its edges
 
         handed: list[Handover] = []
 
@@ -327,20 +328,20 @@ class _Builder:
         return self.flat.nodes[self.clusters[cluster].nodes[position]].times
 
     def result_layouts(self, cluster: int, position: int, result: int) -> list[Layout]:
-        """How a result lies, for each strategy."""
+        """The layout of a result, for each strategy."""
         node = self.flat.nodes[self.clusters[cluster].nodes[position]]
         none = replicated(len(getattr(node.eqn.outvars[result].aval, "shape", ())))
         return [s.made.get((position, result), none) for s in self.clusters[cluster].strategies]
 
     def operand_layouts(self, cluster: int, several: Sequence[tuple[int, int]]) -> list[tuple[Layout, ...]]:
-        """In which layouts a value is read, for each strategy, each once and in the order of those who read it."""
+        """The layouts in which a value is read, for each strategy: each once, in the order of the readers."""
         strategies = self.clusters[cluster].strategies
         return [tuple(dict.fromkeys(s.wanted[key] for key in several if key in s.wanted)) for s in strategies]
 
     def table(
         self, starts: Sequence[Layout], ends: Sequence[Layout | tuple[Layout, ...]], var: Var, times: float
     ) -> Array:
-        """Seconds of moves from each of some layouts to each of others, float64 ``[starts, ends]``."""
+        """Seconds of the moves from each of some layouts to each of others, float64 ``[starts, ends]``."""
         key = tuple(starts), tuple(ends), tuple(var.aval.shape), var.aval.dtype
         if key not in self.tables:
             first, second = dict.fromkeys(starts), dict.fromkeys(ends)
@@ -362,12 +363,12 @@ class _Builder:
         value: Value,
         link: Link,
     ) -> None:
-        """A value that becomes another: what is scanned or stacked lies whole along the dimension of turns."""
+        """Adds the edge of a link. A scanned or stacked value is whole along the dimension of iterations."""
         source, times, dropped, back = link.source, link.times, link.dropped, link.back
         ends = value.layouts
         if dropped > 0:
             ends = tuple(Layout((None, *layout.dims)) for layout in ends)
-        if dropped < 0:  # a piece of the stack moves at every turn
+        if dropped < 0:  # every iteration moves a slice of the stack
             ends = tuple(Layout(layout.dims[1:]) for layout in ends)
         if source in number:
             starts = self._values[number[source] - len(self.clusters)].layouts
@@ -380,7 +381,7 @@ class _Builder:
         edge(maker, at, self.table(self.by_branches(starts, link), ends, source, times), out, dropped, back)
 
     def by_branches(self, starts: Sequence[Layout], link: Link) -> Sequence[Layout]:
-        """How a value lies that leaves a branch, or that is read by one where it is."""
+        """The layouts of a value that leaves a branch, or that a branch reads where it is."""
         if link.stays is not None:
             return [present_at_one(layout, link.stays) for layout in starts]
         if link.leaves is None:
@@ -390,7 +391,7 @@ class _Builder:
         return [Layout(layout.dims, tuple(pieces)) for layout, pieces in several]
 
     def values(self) -> list[Value]:
-        """Values that have a layout of their own."""
+        """The values that have a layout of their own."""
         found: list[Value] = []
         inputs = set(self.program.inputs)
         same = self.same
@@ -416,7 +417,7 @@ class _Builder:
         return found
 
     def possible_layouts(self, var: Var) -> list[Layout]:
-        """Each axis on a dimension that it divides evenly, or on none; or with pieces, where a loop adds up."""
+        """Layouts with each axis on a dimension that it divides evenly, or on none; or as partial sums of a loop."""
         shape = getattr(var.aval, "shape", ())
         found = []
         apart, beside = self.flat.unsplit_axes.get(var, frozenset()), self.flat.branch_axis.get(var)
@@ -437,7 +438,7 @@ class _Builder:
         return found
 
     def live_bytes(self, values: Sequence[Value]) -> list[Array]:
-        """Bytes at each point of time, for each strategy: arguments, what crosses between clusters, what loops have."""
+        """Bytes at each point for each strategy: arguments, values between clusters, and operands of loops."""
         makers = {var: self.clusters[k].nodes[p] for var, (k, p, _) in self.makers.items()}
         crossing = {var: n for var, n in makers.items() if var in self.reads or var in self.out}
         number = {value.var: len(self.clusters) + k for k, value in enumerate(values)}
@@ -456,7 +457,7 @@ class _Builder:
             return memo[key]
 
         def bytes_of(var: Var) -> Array:
-            """Bytes of a value for each strategy of what decides about it."""
+            """Bytes of a value for each strategy of the cluster or value that decides about it."""
             own = () if var in crossing else values[number[var] - len(self.clusters)].layouts
             return np.array([bytes_in(layout, var) for layout in own or self.result_layouts(*self.makers[var])])
 
@@ -496,7 +497,7 @@ class _Builder:
         return 0.0 if d is None else d.flops
 
     def groups(self, values: Sequence[Value], alike: Sequence[Sequence[tuple[int, Hashable]]]) -> list[int]:
-        """For each cluster and value its operator: those that are alike, and whose neighbours are, have one.
+        """The operator of each cluster and value; equal ones with equal neighbours share an operator.
 
         Source: Weisfeiler and Leman's refinement (1968).
         """
@@ -539,7 +540,7 @@ class _Builder:
 
 
 def numbered(labels: Sequence[Hashable]) -> list[int]:
-    """Equal labels as equal numbers, from 0 without gaps; None is equal to nothing.
+    """Equal labels as equal numbers, from 0 without gaps; None equals nothing.
 
     >>> numbered(["a", "b", "a", None, None])
     [0, 1, 0, 2, 3]

@@ -1,9 +1,10 @@
-"""Problems as integer programs, solved by HiGHS.
+"""A problem -> an integer program, which HiGHS solves.
 
 Knows problems and `scipy.optimize.milp`. Must not know how problems were made smaller before, nor who asks.
 
-One binary variable for each strategy, and one for each two strategies of an edge, which is 1 if both are chosen: Alpa's
-program (Zheng et al., OSDI 2022, section 4.2). That of an edge may be fractional: its sums are the strategies'.
+There is one binary variable for each strategy, and one for each pair of strategies of an edge. The pair's variable is 1
+if both are chosen: Alpa's program (Zheng et al., OSDI 2022, section 4.2). Pair variables may be fractional, since rows
+tie their sums to the strategies' variables.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SCALE = 1e4
 """The approximate largest sum of each row after scaling: HiGHS has absolute tolerances of 1e-6."""
 
 POLL = 0.1
-"""Seconds between two looks at whether it is solved."""
+"""Seconds between two looks at whether the solver is done."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,8 +35,8 @@ class Solved:
     """The solution of an integer program.
 
     Attributes:
-      strategies: int64 ``[operators]``; None if none was found.
-      bound: of what is minimised, from below; infinite if nothing is possible.
+      strategies: int64 ``[operators]``; None if no assignment was found.
+      bound: a lower bound of the objective; infinite if no assignment is possible.
     """
 
     strategies: Array | None
@@ -43,7 +44,7 @@ class Solved:
 
 
 def variables(problem: Problem) -> int:
-    """How many variables the program has."""
+    """The number of variables of a problem's integer program."""
     return sum(problem.sizes) + sum(int(np.isfinite(edge.seconds).sum()) for edge in problem.edges)
 
 
@@ -51,11 +52,11 @@ def least_time(problem: Problem, scale: float, gap: float, seconds: float, pause
     """The assignment of least cost that fits.
 
     Args:
-      problem: what is searched.
-      scale: about what the least cost is.
-      gap: the relative gap at which it ends.
-      seconds: after which it ends.
-      pause: called now and then while it is solved; may raise.
+      problem: the problem.
+      scale: roughly the least cost.
+      gap: the relative gap at which the solver ends.
+      seconds: the time after which the solver ends.
+      pause: called now and then while the solver runs; may raise.
     """
     first = np.cumsum([0, *problem.sizes])
     times = [np.concatenate(problem.seconds)]
@@ -93,7 +94,7 @@ def least_time(problem: Problem, scale: float, gap: float, seconds: float, pause
 
 
 def least_memory(problem: Problem, seconds: float, pause: Callable[[], None]) -> Solved:
-    """The assignment of smallest footprint among those of finite cost; arguments as of `least_time`."""
+    """The assignment of smallest footprint among those of finite cost; arguments as for `least_time`."""
     total = sum(problem.sizes)
     first = np.cumsum([0, *problem.sizes])
     unit = SCALE / problem.limit if problem.limit else 1.0
@@ -105,7 +106,7 @@ def least_memory(problem: Problem, seconds: float, pause: Callable[[], None]) ->
     ]
     for edge in problem.edges:
         never = ~np.isfinite(edge.seconds)
-        for s in np.flatnonzero(never.any(axis=1)):  # a strategy, or one that does not go with it
+        for s in np.flatnonzero(never.any(axis=1)):  # a strategy that is impossible, alone or with another
             row = np.zeros(total + 1)
             row[first[edge.start] + s] = 1
             row[first[edge.end] + np.flatnonzero(never[s])] = 1
@@ -161,12 +162,12 @@ def milp(
     """Runs `scipy.optimize.milp` in a thread, so that this one receives Ctrl-C.
 
     Args:
-      cost: what is minimised, float ``[variables]``.
+      cost: the objective, float ``[variables]``.
       whole: 1 for variables that have to be whole numbers, ``[variables]``.
-      bounds: of variables.
-      constraints: rows.
-      options: of the solver.
-      pause: called now and then while it is solved; may raise.
+      bounds: the bounds of variables.
+      constraints: the rows.
+      options: the solver's options.
+      pause: called now and then while the solver runs; may raise.
     """
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 

@@ -23,12 +23,12 @@ from vnode.partition.searches.solution import Solution
 from vnode.partition.searches.tofu_bisection import bisection
 
 STARTS = 2
-"""Experts' assignments from which the walk starts, the best ones. Random ones are often impossible."""
+"""The number of experts' assignments that the walk starts from, the best ones. Random starts are often impossible."""
 
 Method = Callable[[Search, Problem, float, float, Sequence[Array]], Solution]
-"""Arguments: the program as a problem; the same problem with its memory limit in bytes; the budget in seconds; the gap
-to the lower bound at which a search may end, as a share; assignments that the result must not be worse than. Raises
-MemoryLimitError if nothing fits, SearchError if no assignment has a finite cost."""
+"""A search. Arguments: the program as a problem; the same problem with its memory limit in bytes; the budget in
+seconds; the gap to the lower bound at which a search may end, as a share; and assignments that the result must not be
+worse than. Raises MemoryLimitError if no assignment fits, SearchError if no assignment has a finite cost."""
 
 
 def by_integer_program(
@@ -70,7 +70,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 
 
 def method_named(name: str) -> Method:
-    """The search of a name.
+    """The search method with a name.
 
     Args:
       name: one of `METHODS`.

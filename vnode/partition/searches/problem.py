@@ -2,9 +2,8 @@
 
 Knows arrays of times and bytes. Must not know equations, layouts, machines, nor how it is searched.
 
-The cost is the sum of each operator's time and, for every two operators with an edge between them, the time that it
-takes to bring what one makes into the form that the other reads: the model of Alpa (Zheng et al., OSDI 2022,
-section 4.2).
+The cost of an assignment is the sum of each operator's time and of each edge's. An edge's time is that of bringing one
+operator's result into the form that the other reads: the model of Alpa (Zheng et al., OSDI 2022, section 4.2).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from vnode.errors import MemoryLimitError, SearchError, layout_message
 
 Array = np.ndarray
 SLACK = 1e-9
-"""By which share of the limit a sum of bytes may be above it: rounding."""
+"""The share by which a sum of bytes may exceed the limit, for rounding."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,9 +27,9 @@ class Edge:
     """The cost of a value that one operator hands to another.
 
     Attributes:
-      start: the operator that makes it.
+      start: the operator that makes the value.
       end: the operator that reads it.
-      seconds: of moving it, float64 ``[strategies of start, strategies of end]``; infinite where that cannot be.
+      seconds: the time of the move, float64 ``[strategies of start, strategies of end]``; infinite where impossible.
     """
 
     start: int
@@ -40,19 +39,19 @@ class Edge:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """Operators, their strategies, and what choices cost.
+    """Operators, their strategies, and the costs of choices.
 
-    Edges between the same two operators are added up, and those from an operator to itself are added to its times, so
-    that there is at most one between two, from the lower number to the higher.
+    Several edges between the same two operators are summed into one, from the lower number to the higher. An edge from
+    an operator to itself is added to the operator's times.
 
     Attributes:
-      seconds: for each operator the time of each strategy, float64 ``[strategies]``, as often as it is run in a step;
-        infinite where it cannot be.
-      edges: what it takes to hand values on.
+      seconds: for each operator the time that each strategy takes in a step, float64 ``[strategies]``; infinite where
+        the strategy is impossible.
+      edges: the costs of handing values on.
       memory: for each operator the bytes that a strategy holds at each of several points of time, float64
-        ``[points, strategies]``; nothing by default.
-      limit: bytes that there may be at any point.
-      names: of the operators, for people.
+        ``[points, strategies]``; empty by default.
+      limit: the most bytes that there may be at any point.
+      names: the operators' names, for people.
 
     Raises:
       SearchError: the arrays do not fit together, or a figure is negative or not a number.
@@ -104,17 +103,17 @@ class Problem:
 
     @property
     def operators(self) -> int:
-        """How many there are."""
+        """The number of operators."""
         return len(self.seconds)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many strategies each operator has."""
+        """The number of strategies of each operator."""
         return tuple(each.size for each in self.seconds)
 
     @property
     def bounded(self) -> bool:
-        """Whether memory may stand in the way at all."""
+        """Whether some assignment could exceed the memory limit."""
         return bool((self.most > self.limit).any())
 
     @functools.cached_property
@@ -126,7 +125,7 @@ class Problem:
 
     @functools.cached_property
     def neighbours(self) -> tuple[tuple[tuple[int, Array], ...], ...]:
-        """For each operator the others that it has an edge with, and the times ``[own strategy, the other's]``."""
+        """For each operator its neighbours, with the edge's times ``[own strategy, the neighbour's]``."""
         found: list[list[tuple[int, Array]]] = [[] for _ in self.seconds]
         for edge in self.edges:
             found[edge.start].append((edge.end, edge.seconds))
@@ -160,18 +159,18 @@ class Problem:
         return float(self.footprints(np.asarray(strategies)[None])[0].max(initial=0))
 
     def fits(self, strategies: Sequence[int] | Array) -> bool:
-        """Whether an assignment keeps to the limit."""
+        """Whether an assignment stays within the memory limit."""
         return self.footprint(strategies) <= self.limit * (1 + SLACK)
 
     def marginal(self, operator: int, strategies: Array) -> Array:
-        """The cost of each strategy of one operator with its edges, float64 ``[strategies]``; the others stay."""
+        """The cost of each strategy of one operator with its edges, float64 ``[strategies]``, if the others stay."""
         total = self.seconds[operator].copy()
         for other, seconds in self.neighbours[operator]:
             total += seconds[:, strategies[other]]
         return total
 
     def restricted(self, kept: Sequence[Array]) -> Problem:
-        """The same with some of the strategies, given as positions for each operator."""
+        """The problem with some of the strategies, given as positions for each operator."""
         return Problem(
             tuple(each[k] for each, k in zip(self.seconds, kept, strict=True)),
             tuple(Edge(e.start, e.end, e.seconds[np.ix_(kept[e.start], kept[e.end])]) for e in self.edges),
@@ -184,14 +183,14 @@ class Problem:
         """The problem in which operators of a group share one strategy.
 
         Args:
-          groups: for each operator the number of its group, from 0 without gaps.
+          groups: the number of each operator's group, from 0 without gaps.
 
         Returns:
-          One operator for each group, whose cost at any choice is that of this problem with the choice of its group for
-          each operator.
+          A problem with one operator for each group. A choice for a group costs as much as the same choice for each
+          operator of the group costs here.
 
         Raises:
-          SearchError: operators of a group do not have equally many strategies.
+          SearchError: the operators of a group do not have equally many strategies.
 
         Example:
           >>> same = Problem((np.array([4.0, 2.0]), np.array([1.0, 2.0])), (Edge(0, 1, np.ones((2, 2))),)).tied([0, 0])
@@ -213,14 +212,14 @@ class Problem:
         )
 
     def name(self, operator: int) -> str:
-        """The name of an operator."""
+        """The operator's name."""
         return self.names[operator] if self.names else f"operator {operator}"
 
     def checked(self, strategies: Sequence[int] | Array) -> Array:
         """An assignment as an array, int64 ``[operators]``.
 
         Raises:
-          SearchError: it is none.
+          SearchError: it is not an assignment.
         """
         chosen = np.asarray(strategies)
         if chosen.shape != (self.operators,) or (self.operators and chosen.dtype.kind not in "iu"):
@@ -231,11 +230,11 @@ class Problem:
         return chosen.astype(np.int64)
 
     def nothing_fits(self, smallest: float, *, proven: bool = True) -> MemoryLimitError:
-        """The error for when nothing fits.
+        """The error for a problem that no assignment fits.
 
         Args:
-          smallest: the smallest footprint that can be reached, bytes.
-          proven: whether it is that, or the smallest that was found.
+          smallest: the smallest footprint, bytes.
+          proven: whether `smallest` is proven; else it is the smallest that a search found.
         """
         over = smallest - self.limit
         which = "The smallest footprint that can be reached" if proven else "The smallest footprint that was found"
@@ -252,4 +251,4 @@ class Problem:
 
 
 Cost = Callable[[Array], float]
-"""Seconds of an assignment, int ``[operators]``, by whatever means: a simulator's time in place of the sum."""
+"""The seconds of an assignment, int ``[operators]``, however they are found: a simulator's time instead of the sum."""

@@ -1,10 +1,11 @@
-"""A program as one list -> the live values at each point: values between clusters, operands and results of loops.
+"""A flat program -> the live values at each point: values between clusters, operands and results of loops.
 
 Knows lists of equations, and where values are made. Must not know layouts, costs, nor strategies.
 
-What a loop reads is in memory in the layout in which its bodies read it, while the loop runs; what that was made of
-only before. If that is there anyway (an argument, what a loop around it reads, what is read again later), the loop's
-own takes memory only as far as it lies otherwise. What is made of nothing, wherever it is needed, takes none.
+While a loop runs, its operands are in memory in the layout in which its bodies read them. The value that such an
+operand was made of is in memory only before the loop. It may also be there anyway: as an argument, as an operand of an
+outer loop, or for a later reader. Then the loop's operand takes memory only if its layout differs. A value that is
+computed from constants wherever it is needed takes none.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from vnode.partition.searches.flattened_program import FlatProgram, LoopOrBranch
 from vnode.partition.searches.problem import Array
 
 POINTS = 16
-"""Number of points of time at which memory is counted."""
+"""The number of points of time at which memory is counted."""
 
 
 class DecidedBy(enum.Enum):
-    """Whose choice says how much memory a value takes."""
+    """The choice that fixes how much memory a value takes."""
 
     LAYOUT = "its own"
     READERS = "that of those who read it, whose copies are made once, before all turns"
@@ -33,16 +34,16 @@ class DecidedBy(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Span:
-    """A value that is in memory for some time.
+    """A live value.
 
     Attributes:
-      var: which.
-      first: the node with which it begins.
-      last: that with which it ends.
-      counts: whose choice says how much it takes.
-      turns: how many such are in memory at a time: slices of what is scanned.
-      beside: what is there anyway, and is the same if it lies so.
-      copied: what it is copied of, once for all turns of a loop; copies that lie alike are one.
+      var: the variable.
+      first: the first node at which it is live.
+      last: the last one.
+      counts: the choice that fixes how much memory it takes.
+      turns: how many copies are live at a time: slices of a scanned array.
+      beside: a value that is live anyway; the span takes no memory if both have the same layout.
+      copied: the value that it is a copy of, once for all iterations of a loop; copies of one layout share memory.
     """
 
     var: Var
@@ -59,13 +60,13 @@ def spans_of(flat: FlatProgram, made: Mapping[Var, int], replaced: Collection[Va
 
     Args:
       flat: the program.
-      made: what nodes make and others read, with the numbers of these nodes.
-      replaced: what takes the place of an argument.
+      made: values that a node makes and others read, with the number of that node.
+      replaced: values that take the memory of an argument.
     """
     nodes = readers(flat.nodes)
     last = {var: max(n for n, _ in several) for var, several in nodes.items()}
     handed: set[Var] = set()
-    same: dict[Var, LoopOrBranches] = {}  # in each turn
+    same: dict[Var, LoopOrBranches] = {}  # loop-invariant operands
     for part in flat.parts:
         same.update(dict.fromkeys(part.reads.keys() - part.scanned - part.carried, part))
         for source in filter(None, part.reads.values()):
@@ -79,7 +80,7 @@ def spans_of(flat: FlatProgram, made: Mapping[Var, int], replaced: Collection[Va
         if var in part.carried or source is None:
             return Span(var, part.first, part.last)
         outer, copied = part, source
-        while copied in same:  # copies of what is the same in each turn are made before the first
+        while copied in same:  # loop-invariant values are copied before the first iteration
             outer = same[copied]
             copied = outer.reads[copied]
         beside = source if source in anyway or last[source] > part.last else None
@@ -97,11 +98,11 @@ def spans_of(flat: FlatProgram, made: Mapping[Var, int], replaced: Collection[Va
 
 
 def points_of(spans: Sequence[Span], count: int) -> Array:
-    """The nodes at which memory is counted: that with most of it whole, and others at equal distances.
+    """The nodes at which memory is counted: the one with most bytes live if nothing is divided, and evenly spaced ones.
 
     Args:
-      spans: what is in memory when.
-      count: how many nodes there are.
+      spans: the live values.
+      count: the number of nodes.
     """
     change = np.zeros(count + 2)
     for span in spans:

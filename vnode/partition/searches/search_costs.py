@@ -1,6 +1,6 @@
 """An equation or a move between layouts -> its seconds and bytes on one device, for searches.
 
-Knows equations, layouts and machines by their figures. Must not know which strategies there are.
+Knows equations, layouts and a machine's figures. Must not know which strategies there are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CostModel(Protocol):
     """The cost of equations and moves on one device of a mesh."""
 
     def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
-        """Seconds of a device's copy of an equation, with what it fetches of its neighbours' operands."""
+        """Seconds of a device's copy of an equation, including fetching its neighbours' parts of operands."""
         ...
 
     def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
@@ -45,16 +45,16 @@ class CostModel(Protocol):
 class Estimate:
     """A cost model of a machine.
 
-    Times are those of the slowest kind of device, since all wait for it, and bytes of collectives go over the busiest
-    link of the mesh (`Machine.collective`). Equations that compilers fuse with their neighbours take their operations
-    or the writing of their results, whichever is longer.
+    Times are those of the slowest kind of device, since all devices wait for it. Bytes of collectives cross the busiest
+    link of the mesh (`Machine.collective`). An equation that compilers fuse with its neighbours takes the time of its
+    operations or of writing its results, whichever is longer.
 
     Args:
-      machine: whose devices they are.
+      machine: the machine.
       mesh: its devices with named axes; or only the axes, which `Machine.mesh` lays out.
-      times: of fused ops, measured ones for example; by default the roofline (Williams, Waterman, Patterson,
+      times: the times of fused ops, for example measured ones; by default the roofline (Williams, Waterman, Patterson,
         Communications of the ACM 52, 2009).
-      platform: what is compiled for, where times are asked for.
+      platform: the platform that is compiled for, where `times` needs it.
 
     Example:
       >>> from vnode.spmd.layout import Cut, replicated
@@ -62,7 +62,7 @@ class Estimate:
       >>> model.bytes(Layout((Cut(("y",), 1, 8), None)), (8, 3), "float32")
       24.0
       >>> rows = Layout((Cut(("y",), 1, 8), None))
-      >>> model.move_time(replicated(2), rows, (8, 3), "float32")  # cutting what one has takes nothing
+      >>> model.move_time(replicated(2), rows, (8, 3), "float32")  # a device cuts its own copy in no time
       0.0
     """
 
@@ -79,7 +79,7 @@ class Estimate:
 
     @property
     def memory(self) -> int:
-        """Bytes that each device has."""
+        """The memory of each device, bytes."""
         return min(kind.memory for kind in self.machine.kinds)
 
     def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
@@ -102,11 +102,11 @@ class Estimate:
         return self._slowest[key]
 
     def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
-        """The collectives of the route, one after another."""
+        """The seconds of the route's collectives, one after another."""
         return sum(map(self._seconds, self.transfers(start, end, shape, dtype)), 0.0)
 
     def transfers(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> tuple[Transfer, ...]:
-        """The collectives of bringing a value from one layout to another."""
+        """The collectives that bring a value from one layout to another."""
         return transfers_of_route(plan_resharding(start, end, shape, self.axes, dtype), _size(dtype), self.axes)
 
     def _seconds(self, transfer: Transfer) -> float:
@@ -124,7 +124,7 @@ class Estimate:
 def of_machine(
     machine: Machine, mesh: MachineMesh | Mapping[str, int], times: Times | None = None, platform: str = ""
 ) -> Estimate:
-    """The cost model of a machine's mesh; arguments as of `Estimate`.
+    """The cost model of a machine's mesh; arguments as for `Estimate`.
 
     Example:
       >>> machine = Machine.tpu("v5e:4x4")
@@ -139,7 +139,7 @@ def copy_cost(eqn: JaxprEqn, choice: OpSharding) -> Cost:
 
     Args:
       eqn: the whole equation.
-      choice: how it is cut.
+      choice: the sharding.
     """
     description = choice.description
     share = 1.0
@@ -159,12 +159,12 @@ def copy_cost(eqn: JaxprEqn, choice: OpSharding) -> Cost:
 
 
 def fetched(eqn: JaxprEqn, choice: OpSharding, axes: Axes) -> list[Transfer]:
-    """The data that a device's copy of an equation gets from neighbours: halos of windows, running sums.
+    """The data that a device's copy of an equation fetches from neighbours: halos of windows, running sums.
 
     Args:
       eqn: the whole equation.
-      choice: how it is cut.
-      axes: of the mesh.
+      choice: the sharding.
+      axes: the mesh's axes.
     """
     d, sent = choice.description, list[Transfer]()
     for atom, dims, lies in zip(eqn.invars, d.operands, choice.operands, strict=True):

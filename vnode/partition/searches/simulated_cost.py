@@ -1,11 +1,11 @@
-"""What an assignment takes on a simulated timeline, on which devices compute while they exchange.
+"""An assignment -> its seconds on a simulated timeline, where devices compute and exchange at the same time.
 
-Knows programs as problems, and the simulator. Must not know how a search goes about it, nor machines.
+Knows programs as problems, and the simulator. Must not know how a search works, nor machines.
 
-FlexFlow's task graph (Jia, Zaharia, Aiken, SysML 2019, section 5): a task for each equation, one for each value that is
-brought elsewhere. All devices do the same, so that one stands for all: equations follow each other on it, exchanges
-queue for the links, and both run at the same time. All turns of a loop are one task for each of its equations. When one
-operator changes its strategy, its tasks and those of its edges do, and the timeline is simulated from there on.
+This is FlexFlow's task graph (Jia, Zaharia, Aiken, SysML 2019, section 5): one task for each equation, and one for each
+value that moves. All devices do the same, so one stands for all. Equations follow each other on the device, exchanges
+queue for the links, and both run at the same time. All iterations of a loop are one task for each of its equations. If
+one operator changes its strategy, its tasks and those of its edges change; the timeline is simulated from the first.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from vnode.partition.simulator import Builder, Edit, Timeline, picoseconds, resi
 DEVICE, LINKS = 0, 1
 
 Part = tuple[int, int] | tuple[int, int, int] | Handover | int
-"""What a task is: a node (cluster, position), what is brought to it (cluster, position, operand), what is brought from
-one cluster or value to another, or a value being there."""
+"""A task's key: a node (cluster, position), an operand brought to it (cluster, position, operand), a move from one
+cluster or value to another, or the arrival of a value."""
 
 
 class Simulated:
-    """Seconds of assignments of a program's problem, by simulation; a `vnode.partition.searches.Walk`.
+    """The seconds of a problem's assignments, by simulation; a `vnode.partition.searches.Walk`.
 
     Args:
       search: the program as a problem.
 
     Attributes:
-      timeline: of the assignment that was looked at last.
+      timeline: the timeline of the last assignment.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -54,7 +54,7 @@ class Simulated:
         self.search = search
         self.parts: list[Part] = []
         self.waits: list[list[int]] = []
-        self.of: list[list[int]] = [[] for _ in range(len(search.clusters) + len(search.values))]  # tasks of a place
+        self.of: list[list[int]] = [[] for _ in range(len(search.clusters) + len(search.values))]  # tasks by place
         self.members: list[list[int]] = [[] for _ in range(search.problem.operators)]
         for place, operator in enumerate(search.groups):
             self.members[operator].append(place)
@@ -72,13 +72,13 @@ class Simulated:
         return len(self.parts) - 1
 
     def _wire(self) -> None:
-        """Makes the tasks, and says which wait for which: the same for all assignments."""
+        """Makes the tasks and their dependencies, which are the same for all assignments."""
         search, clusters = self.search, self.search.clusters
         made: dict[Var, tuple[int, int, int]] = {}  # cluster, position, task
         nodes: dict[tuple[int, int], int] = {}
         order = sorted((n, k, p) for k, each in enumerate(clusters) for p, n in enumerate(each.nodes))
         for n, k, p in order:
-            nodes[k, p] = self._add((k, p), [k], [])  # in the program's order, in which they are served
+            nodes[k, p] = self._add((k, p), [k], [])  # in program order, in which the device serves them
             for var in search.flat.nodes[n].eqn.outvars:
                 made[var] = k, p, nodes[k, p]
         there = {len(clusters) + i: self._add(len(clusters) + i, [], []) for i in range(len(search.values))}
@@ -94,13 +94,13 @@ class Simulated:
                 continue
             for follower in [there[each.end]] if each.end in there else [nodes[each.end, p] for p in each.before]:
                 self.waits[follower].append(task)
-        for i, value in enumerate(search.values):  # what a loop has carried is there when its last turn has ended
+        for i, value in enumerate(search.values):  # a loop's carry arrives when the last iteration has ended
             last = search.flat.ends.get(value.var)
             if isinstance(last, Var) and last in made:
                 self.waits[there[len(clusters) + i]].append(made[last][2])
 
     def _seconds(self, part: Part, chosen: Mapping[int, int] | Array) -> float:
-        """What a task takes."""
+        """The seconds of a task."""
         if isinstance(part, Handover):
             return float(part.seconds[chosen[part.start], 0 if part.end is None else chosen[part.end]])
         if isinstance(part, int):
@@ -111,7 +111,7 @@ class Simulated:
         return strategy.times[part[1]] if len(part) == 2 else strategy.inner.get((part[1], part[2]), 0.0)
 
     def _on(self, part: Part, seconds: float) -> list[int]:
-        """What a task occupies: nothing, if it takes no time."""
+        """The resources that a task occupies: none if it takes no time."""
         return [DEVICE if isinstance(part, tuple) and len(part) == 2 else LINKS] if seconds > 0 else []
 
     def start(self, strategies: Array) -> float:
@@ -121,7 +121,7 @@ class Simulated:
           strategies: int64 ``[operators]`` of the problem.
 
         Returns:
-          Seconds; infinite where the assignment cannot be.
+          Seconds; infinite where the assignment is impossible.
         """
         self.chosen = np.concatenate(self.search.spread(np.asarray(strategies)))
         self.taken = np.array([self._seconds(part, self.chosen) for part in self.parts])

@@ -1,6 +1,6 @@
-"""A search's function -> its solution; with the best so far, a budget, progress and interruption, as all searches have.
+"""A search's function -> its solution; gives every search a best so far, a budget, progress and interruption.
 
-Knows problems. Must not know how any search goes about it.
+Knows problems. Must not know how any search works.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vnode.partition.searches.problem import Array, Cost, Problem
 from vnode.show.progress import Display, display
 
 STEPS = 1000
-"""Into how many parts a progress bar divides the budget."""
+"""The number of parts into which a progress bar divides the budget."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,11 +28,11 @@ class Solution:
     Attributes:
       strategies: int64 ``[operators]``.
       cost: seconds.
-      lower_bound: seconds below which nothing can be; 0 where the search proves nothing.
+      lower_bound: no assignment costs less; 0 where the search proves nothing. Seconds.
       elapsed: seconds that the search took.
-      evaluations: how many assignments, or changes of one, it looked at; for the exact search how many relaxed problems
-        it solved.
-      how: which search, and how it ended.
+      evaluations: how many assignments, or changes of one, the search costed; for the exact search the number of
+        relaxed problems that it solved.
+      how: the search's name, and how it ended.
       footprint: the most bytes at any point.
     """
 
@@ -46,7 +46,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """By which share of its cost the solution may be above the best that there is; 0 if it is the best."""
+        """The share of its cost by which the solution may be above the best; 0 if it is the best."""
         return max(0.0, 1 - self.lower_bound / self.cost) if self.cost > 0 else 0.0
 
     @property
@@ -61,14 +61,14 @@ class Solution:
 
 
 class Watch:
-    """The best assignment that a search has come upon so far.
+    """The best assignment that a search has found so far.
 
     Attributes:
-      problem: what is searched.
-      best: the best assignment that fits; None so far.
-      cost: its cost; infinite so far.
-      lower_bound: seconds below which nothing can be, as far as is known.
-      evaluations: how many were looked at.
+      problem: the problem.
+      best: the best assignment that fits; None before the first.
+      cost: its cost; infinite before the first.
+      lower_bound: the best known lower bound of the cost, seconds.
+      evaluations: the number of assignments costed.
     """
 
     def __init__(self, problem: Problem, cost: Cost | None, budget: float, shown: Display) -> None:
@@ -78,7 +78,7 @@ class Watch:
         self.cost = math.inf
         self.lower_bound = 0.0
         self.evaluations = 0
-        self.smallest = math.inf  # footprint of all that were offered
+        self.smallest = math.inf  # the smallest footprint of all offered assignments
         self.began = time.monotonic()
 
     @property
@@ -91,7 +91,7 @@ class Watch:
         return self.budget - self.elapsed
 
     def offer(self, strategies: Array, cost: float | None = None) -> None:
-        """An assignment, and what it costs if that is known."""
+        """Offers an assignment, with its cost if that is known."""
         if self.problem.bounded:
             footprint = self.problem.footprint(strategies)
             self.smallest = min(self.smallest, footprint)
@@ -103,7 +103,7 @@ class Watch:
         self.show()
 
     def show(self) -> None:
-        """Shows how far the search is."""
+        """Shows the search's progress."""
         if self.shown.due:
             done = min(self.elapsed / self.budget, 1.0) if math.isfinite(self.budget) else 0.0
             self.shown.update(round(STEPS * done), f"{self.cost:.4g} s, at least {self.lower_bound:.4g} s")
@@ -122,19 +122,19 @@ def run_search(
     """Runs a search.
 
     Args:
-      problem: what is searched.
-      how: which search.
-      body: goes about it: offers what it finds, and says how it ended in a few words, or none.
-      candidates: assignments that nothing given is worse than, as far as they fit.
-      cost: what an assignment costs, if not the problem's sum.
-      budget: seconds after which it ends.
-      progress: a bar; by default in notebooks and on terminals.
+      problem: the problem.
+      how: the search's name.
+      body: the search itself: offers assignments, and returns how it ended in a few words, or none.
+      candidates: assignments; the result is not worse than any of them that fits.
+      cost: the cost of an assignment; by default the problem's sum.
+      budget: seconds after which the search ends.
+      progress: whether to show a bar; by default in notebooks and on terminals.
 
     Returns:
       The best assignment. After Ctrl-C it is the best so far, if there is one.
 
     Raises:
-      MemoryLimitError: nothing was found that fits.
+      MemoryLimitError: the search found no assignment that fits.
       SearchError: a candidate is no assignment, or no assignment has a finite cost.
     """
     if not budget > 0:
@@ -153,7 +153,7 @@ def run_search(
     if watch.best is None:
         if watch.smallest < math.inf:
             raise problem.nothing_fits(watch.smallest, proven=False)
-        raise SearchError("every choice of strategies has an infinite cost: some edge allows no two strategies")
+        raise SearchError("every assignment has an infinite cost: some edge has no possible pair of strategies")
     return Solution(
         watch.best,
         watch.cost,

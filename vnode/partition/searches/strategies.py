@@ -1,10 +1,11 @@
-"""The strategies of equations that are cut together: how axes divide them, what that takes, what goes in and comes out.
+"""A cluster of equations -> its strategies: how axes divide it, its seconds, the layouts that it reads and makes.
 
 Knows lists of equations, layouts, how one equation is cut, and a cost model. Must not know how a search chooses, nor
-what others do.
+the other clusters' strategies.
 
-An equation that decides for itself may give every axis to any way in which it can be cut. Of several that are cut
-together each gives an axis to the same named dimension, as far as it has it. What it lacks is brought there within.
+An equation with a strategy of its own may give every axis to any factor that can be cut. The equations of a larger
+cluster give an axis to the same named dimension, where they have it. Operands in another layout are moved inside the
+cluster.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from vnode.spmd.op_sharding import FactorSharding, OperandSharding, OpSharding, 
 from vnode.spmd.sharding_flow import Path, RequestedSharding
 
 MOST = 130
-"""Strategies of one cluster at most: beyond it fewer dimensions are looked at."""
+"""The most strategies of one cluster; beyond it fewer dimensions are considered."""
 
 Pick = int | None
-"""The division by an axis: the number of a factor sharding, or of a named dimension; None for none."""
+"""The division by one axis: the number of a factor sharding, or of a named dimension; None if it divides nothing."""
 
 PIECES = "pieces of a sum"
-"""In place of a named dimension: devices along an axis have pieces of a sum, and add pieces to them."""
+"""In place of a named dimension: devices along the axis hold partial sums, and add partial sums to them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +41,13 @@ class Strategy:
     """One way to cut a cluster.
 
     Attributes:
-      picks: what each axis divides, in the order of the axes.
-      seconds: on one device, in a step; infinite where it cannot be.
-      made: how what others read lies, by (position of the node, result).
-      wanted: how what others make must lie, by (position of the node, operand).
-      asked: of each node, in order; None for what every device evaluates whole.
-      times: of `seconds`, what each node takes, without what is brought to it.
-      inner: of `seconds`, what bringing values from node to node takes, by (position of the node, operand).
+      picks: the thing that each axis divides, in the order of the axes.
+      seconds: the time on one device, in a step; infinite where the strategy is impossible.
+      made: the layouts of results that others read, by (position of the node, result).
+      wanted: the layouts that operands from outside must have, by (position of the node, operand).
+      asked: the sharding of each node, in order; None for a node that every device evaluates whole.
+      times: the part of `seconds` of each node, without moving its operands.
+      inner: the part of `seconds` of moving values from node to node, by (position of the node, operand).
     """
 
     picks: tuple[Pick, ...]
@@ -63,9 +64,9 @@ class Cluster:
     """Equations that are cut together.
 
     Attributes:
-      nodes: their numbers.
-      strategies: equally many, and in the same order, for clusters of one `shape`.
-      shape: equal for clusters that are the same but for the values that they read.
+      nodes: the nodes' numbers.
+      strategies: the strategies; clusters of one `shape` have equally many, in the same order.
+      shape: equal for clusters that differ only in the values that they read.
       dimensions: for each strategy the named dimension that each axis divides; None for nothing.
     """
 
@@ -80,10 +81,10 @@ class EqnChoice:
     """The cost of an equation in one sharding.
 
     Attributes:
-      operands: how each has to lie.
-      results: how each lies then.
-      seconds: on one device.
-      asked: how it is cut.
+      operands: the layout that each operand needs.
+      results: the layout that each result gets.
+      seconds: the time on one device.
+      asked: the sharding.
     """
 
     operands: tuple[Layout, ...]
@@ -94,15 +95,15 @@ class EqnChoice:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PreparedNode:
-    """The facts about a cluster's node that hold for all strategies.
+    """The facts about a cluster's node that hold for all of its strategies.
 
     Attributes:
       node: the node.
       kind: the number of its equation's kind.
-      leads: for each thing that an axis may divide how the equation is cut then; None if it is not concerned.
-      numbers: of these, so that they are compared quickly; -1 for None.
+      leads: for each thing that an axis may divide, how the equation is cut then; None if it is not affected.
+      numbers: numbers of `leads`, for fast comparison; -1 for None.
       operands: for each operand its place among the cluster's values; `OUTSIDE`, `LITERAL` or `ZERO` for others.
-      results: places of the results.
+      results: the places of the results.
     """
 
     node: Node
@@ -117,12 +118,12 @@ OUTSIDE, LITERAL, ZERO = -1, -2, -3
 
 
 class Strategies:
-    """Enumerates strategies of a program's clusters, each shape of cluster once.
+    """Enumerates the strategies of a program's clusters; clusters of one shape are enumerated once.
 
     Args:
       program: the program.
-      axes: of the mesh, those longer than one.
-      model: what equations and moves take.
+      axes: the mesh's axes that are longer than one.
+      model: the cost of equations and moves.
     """
 
     def __init__(self, program: FlatProgram, axes: Axes, model: CostModel) -> None:
@@ -134,13 +135,13 @@ class Strategies:
         self._layouts: dict[Layout, int] = {}
         self._numbered: list[Layout] = []
         self._kinds: dict[Hashable, int] = {}
-        self._known: dict[int, tuple[int, list[tuple[Hashable, Lead, Split]]]] = {}  # by the node's number
+        self._known: dict[int, tuple[int, list[tuple[Hashable, Lead, Split]]]] = {}  # by the number of the node
         self._moves: dict[Hashable, float] = {}
         self._ways: dict[int, list[tuple[Lead, Split]]] = {}
         self._met: dict[Hashable, int] = {}
 
     def cluster(self, numbers: Sequence[int]) -> Cluster:
-        """A cluster of nodes, given by their numbers in order."""
+        """A cluster of nodes, given by their numbers in program order."""
         nodes = [self.program.nodes[n] for n in numbers]
         shape = self.shape_of(nodes)
         if len(nodes) == 1 and nodes[0].description is not None:
@@ -159,7 +160,7 @@ class Strategies:
         return Cluster(tuple(numbers), self._strategies[shape], shape, dimensions)
 
     def adds_up(self, nodes: Sequence[Node]) -> bool:
-        """Whether a cluster adds to what a loop carries, so that it may be carried in pieces."""
+        """Whether a cluster adds to a loop's carry, so that the carry may be partial sums."""
         read = {var for node in nodes for _, var in variables(node.eqn.invars)}
         linear = all(node.description is not None and node.description.linear for node in nodes)
         return linear and not read.isdisjoint(self.program.sums)
@@ -186,12 +187,12 @@ class Strategies:
         return tuple(parts), dims
 
     def most_picks(self) -> int:
-        """How many things an axis may divide, so that strategies do not become too many."""
+        """The most things that an axis may divide, to keep the number of strategies in bounds."""
         several = (n for n in range(1, MOST) if len(axis_picks(n + 1, len(self.axes))) > MOST)
         return next(several, 1)
 
     def ways_of(self, node: Node, number: int) -> list[tuple[Lead, Split]]:
-        """The ways to cut an equation that one axis at least divides, those of the largest factors first."""
+        """The ways to cut an equation along factors of at least the smallest axis's size, the largest factors first."""
         if number in self._ways:
             return self._ways[number]
         d = node.description
@@ -205,11 +206,11 @@ class Strategies:
         return self._ways[number]
 
     def _order(self, name: Hashable) -> int:
-        """The same order of named dimensions for all equations: in which they are met."""
+        """A rank of named dimensions that is the same for all equations: the order in which they were first met."""
         return self._met.setdefault(name, len(self._met))
 
     def dimensions(self, numbers: Sequence[int]) -> list[Hashable]:
-        """The named dimensions along which most bytes of a cluster's values lie."""
+        """The named dimensions that most bytes of a cluster's values lie along."""
         weight: dict[Hashable, float] = {}
         least = min(self.axes.values(), default=1)
         for n in numbers:
@@ -222,7 +223,7 @@ class Strategies:
         return sorted(weight, key=lambda name: -weight[name])[: self.most_picks()]
 
     def prepared(self, numbers: Sequence[int], nodes: Sequence[Node], named: Sequence[Hashable]) -> list[PreparedNode]:
-        """A cluster's nodes, made ready for all strategies."""
+        """Prepares a cluster's nodes for all strategies."""
         places: dict[Var, int] = {}
         found = []
         for number, node in zip(numbers, nodes, strict=True):
@@ -231,7 +232,7 @@ class Strategies:
             if len(nodes) == 1 and node.description is not None:
                 own = self.ways_of(node, number)
                 leads = [own[p] if p < len(own) else None for p in range(len(named))]
-            else:  # free ones rather than others
+            else:  # prefers free dimensions
                 by_name = {name: (lead, split) for name, lead, split in reversed(several)}
                 leads = [by_name.get(name) for name in named]
             numbered = tuple(-1 if x is None else self._leads.setdefault((of, x), len(self._leads)) for x in leads)
@@ -248,7 +249,7 @@ class Strategies:
         return found
 
     def strategy(self, nodes: Sequence[PreparedNode], named: Sequence[Hashable], picks: tuple[Pick, ...]) -> Strategy:
-        """The cost of a cluster for given divisions by the axes."""
+        """The strategy of a cluster for given divisions by the axes."""
         states: list[int] = []
         times: list[float] = []
         inner: dict[tuple[int, int], float] = {}
@@ -296,14 +297,14 @@ class Strategies:
         return Strategy(picks, seconds, made, wanted, tuple(taken), tuple(times), inner)
 
     def number(self, layout: Layout) -> int:
-        """A layout's number, the same for equal ones."""
+        """A layout's number; equal layouts have the same."""
         if layout not in self._layouts:
             self._layouts[layout] = len(self._numbered)
             self._numbered.append(layout)
         return self._layouts[layout]
 
     def ways(self, node: PreparedNode, divided: Sequence[tuple[str, int]]) -> tuple[int, tuple[FactorSharding, ...]]:
-        """The ways of an equation that divide what axes shall divide, as far as it has it; with a number for them."""
+        """The ways to cut an equation along the given divisions, where it has them; with a number for the ways."""
         key = node.kind, tuple([(axis, node.numbers[p]) for axis, p in divided])
         if key not in self._grouped:
             leads = [(axis, node.leads[p]) for axis, p in divided]
@@ -333,7 +334,7 @@ class Strategies:
         states: Sequence[int],
         pieces: tuple[tuple[str, Monoid], ...],
     ) -> EqnChoice | None:
-        """The cost of an equation in some shardings, with partial operands; None if it cannot be sharded so."""
+        """The cost of an equation in given shardings, with partial operands; None if it cannot be sharded so."""
         number, ways = numbered
         key = prepared.kind, number, tuple([p if p < 0 else states[p] for p in prepared.operands]), pieces
         if key not in self._choices:
@@ -358,7 +359,7 @@ class Strategies:
         return self._choices[key]
 
     def expected(self, node: Node, operand: int, ways: tuple[FactorSharding, ...]) -> Layout:
-        """How an operand that somebody else makes would best lie: what is cut, in blocks."""
+        """The best layout of an operand from outside: its cut dimensions in blocks."""
         d = node.description
         assert d is not None
         cuts: list[Cut | None] = []
@@ -372,7 +373,7 @@ class Strategies:
         return Layout(tuple(cuts))
 
     def rounding(self, node: Node, choice: OpSharding) -> float:
-        """Seconds in which pieces of narrow sums are combined at once."""
+        """Seconds of combining the partial sums of low-precision results at once."""
         return sum(
             self.move(before, after, var)
             for var, before, after in zip(
@@ -382,7 +383,7 @@ class Strategies:
         )
 
     def move(self, start: Layout, end: Layout, var: Var) -> float:
-        """Seconds of bringing a value from one layout to another; infinite into pieces that it is not in."""
+        """Seconds of moving a value between layouts; infinite into partial sums that it does not have."""
         if start == end:
             return 0.0
         if not set(end.partial) <= set(start.partial):
@@ -396,7 +397,7 @@ class Strategies:
 
 @functools.cache
 def axis_picks(things: int, axes: int) -> tuple[tuple[Pick, ...], ...]:
-    """The combinations of divisions: any for up to two axes; of more, leading axes divide one thing, the rest another.
+    """The combinations of divisions. Up to two axes: any. More axes: leading ones divide one thing, the rest another.
 
     So three axes of 2 are searched as meshes of 2 x 4, 4 x 2 and 8, each equation in the one that suits it.
 
@@ -411,7 +412,7 @@ def axis_picks(things: int, axes: int) -> tuple[tuple[Pick, ...], ...]:
 
 
 def group_ways(several: Sequence[tuple[str, tuple[Lead, Split]]]) -> tuple[FactorSharding, ...]:
-    """Ways, from what each axis divides: axes that divide the same are one way."""
+    """One way for each divided thing: axes that divide the same thing are joined."""
     found: dict[tuple[Lead, Split], list[str]] = {}
     for axis, each in several:
         found.setdefault(each, []).append(axis)
@@ -419,6 +420,6 @@ def group_ways(several: Sequence[tuple[str, tuple[Lead, Split]]]) -> tuple[Facto
 
 
 def asked_by_path(program: FlatProgram, cluster: Cluster, strategy: int) -> dict[Path, RequestedSharding]:
-    """The shardings of a cluster's equations that `vnode.spmd.sharding_flow.follow` gets, by path."""
+    """The shardings of a cluster's equations by path, as `vnode.spmd.sharding_flow.follow` takes them."""
     asked = cluster.strategies[strategy].asked
     return {program.nodes[n].path: each for n, each in zip(cluster.nodes, asked, strict=True) if each is not None}

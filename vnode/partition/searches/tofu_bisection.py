@@ -1,12 +1,12 @@
-"""Tofu's search: devices are halved again and again, and for each halving a dynamic program divides every operator.
+"""A problem -> an assignment by Tofu's search: devices are halved again and again, each time by a dynamic program.
 
-Knows problems, elimination, and what each strategy does at each halving. Must not know equations or machines.
+Knows problems, elimination, and each strategy's part in each halving. Must not know equations or machines.
 
 Source: Wang, Huang, Li, "Supporting very large models using automatic dataflow graph partitioning" (EuroSys 2019),
-section 5: a step divides every operator among two groups of devices, all that is known being what earlier steps chose;
-the program goes through the operators in order, with the choices of those that still have readers as its state.
-Later steps are not thought of, so the result need not be the best. Memory is not in it either; here it gets a price,
-which is raised until the result fits.
+section 5. A step divides every operator among two groups of devices, and knows only the choices of earlier steps. It
+goes through the operators in order; its state is the choices of operators that still have readers. No step considers
+later ones, so the result need not be the best. Tofu does not consider memory; here memory has a price, which rises
+until the result fits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from vnode.partition.searches.problem import Array, Problem
 from vnode.partition.searches.solution import Solution, Watch, run_search
 
 STATES = 2_000_000
-"""Of the dynamic program at a time; beyond it operators' readers choose for themselves."""
+"""The most states of the dynamic program at a time; beyond it operators' readers choose for themselves."""
 
 RAISES = 40
-"""How often the price of memory is doubled at most."""
+"""The most doublings of the price of memory."""
 
 
 def bisection(
@@ -36,31 +36,31 @@ def bisection(
     budget: float = math.inf,
     progress: bool | None = None,
 ) -> Solution:
-    """Chooses what each halving of the devices divides, one halving after another.
+    """Chooses the division of every operator for each halving of the devices, one halving after another.
 
     Args:
-      problem: its operators in the order of the program.
-      steps: for each operator what its strategies do at each step, int ``[strategies, steps]``; 0 for nothing: both
-        halves of the devices do the same. Equal rows mean the cheaper strategy.
-      candidates: assignments that the result is not worse than, as far as they fit.
-      budget: seconds after which it ends.
-      progress: a bar; by default in notebooks and on terminals.
+      problem: a problem with its operators in program order.
+      steps: for each operator the action of its strategies at each step, int ``[strategies, steps]``; 0 if both halves
+        of the devices do the same. Of strategies with equal rows, the cheaper one is taken.
+      candidates: assignments; the result is not worse than any of them that fits.
+      budget: seconds after which the search ends.
+      progress: whether to show a bar; by default in notebooks and on terminals.
 
     Returns:
-      What was found; it proves nothing.
+      The assignment found; its lower bound is 0.
 
     Raises:
-      MemoryLimitError: nothing was found that fits.
+      MemoryLimitError: the search found no assignment that fits.
       SearchError: `steps` does not fit the problem.
 
     Example:
-      >>> times = np.array([8.0, 4.0, 4.0, 2.0])  # nothing, one step, the other, both
+      >>> times = np.array([8.0, 4.0, 4.0, 2.0])  # divided by no step, by one, by the other, by both
       >>> bisection(Problem((times,)), [np.array([[0, 0], [1, 0], [0, 1], [1, 1]])]).strategies
       array([3])
     """
     count = {np.shape(each)[1:] for each in steps}
     if [len(each) for each in steps] != list(problem.sizes) or len(count) > 1 or any(len(c) != 1 for c in count):
-        raise SearchError("steps: expected what each strategy of each operator does at every step")
+        raise SearchError("steps: expected the action of each strategy of each operator at every step")
 
     def body(watch: Watch) -> str:
         price = 0.0
@@ -81,7 +81,7 @@ def bisection(
 
 
 def halved(problem: Problem, steps: Sequence[Array], times: Sequence[Array], watch: Watch) -> Array:
-    """One strategy for each operator, by one step after another."""
+    """One strategy for each operator, chosen step after step."""
     number = np.shape(steps[0])[1] if steps else 0
     within = [np.arange(n) for n in problem.sizes]
     order = range(problem.operators)
@@ -98,7 +98,7 @@ def halved(problem: Problem, steps: Sequence[Array], times: Sequence[Array], wat
 
 
 def representatives(within: Array, does: Array, times: Array, step: int) -> Array:
-    """For each thing that can be done at a step, the strategy that does it and then least."""
+    """For each action at a step, the fastest strategy that takes it."""
     found = []
     for choice in np.unique(does[within, step]):
         having = within[does[within, step] == choice]

@@ -1,4 +1,4 @@
-"""Task graphs -> their timelines; and timelines of changed graphs in less time."""
+"""A task graph -> its timeline; a change of the graph -> the changed timeline, in less time."""
 
 from vnode.partition.simulator.delta import resimulate
 from vnode.partition.simulator.graph import SECOND, TaskGraph, picoseconds

@@ -1,4 +1,4 @@
-"""Timelines as traces, for viewers that let one zoom: https://ui.perfetto.dev, chrome://tracing.
+"""A timeline -> a trace file for viewers with zoom: https://ui.perfetto.dev, chrome://tracing.
 
 Knows the JSON of Chrome's trace events ("Trace Event Format", complete events and metadata). Must not know how a
 timeline was found, nor pictures.
@@ -17,7 +17,7 @@ from vnode import files
 from vnode.errors import TaskGraphError
 
 Timeline = Any
-"""A `vnode.partition.simulator.timeline.Timeline`, which knows this module and not the other way round."""
+"""A `vnode.partition.simulator.timeline.Timeline`. That module imports this one, so it cannot be imported here."""
 
 MICROSECOND = 10**6
 """Picoseconds in the format's unit of time."""
@@ -27,18 +27,18 @@ def write(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     """Writes one event a line: each task once on every resource that it occupies.
 
     Args:
-      timeline: what to write.
-      path: of the file.
+      timeline: the timeline.
+      path: the path of the file.
 
     Raises:
-      TaskGraphError: it cannot be written.
+      TaskGraphError: the file cannot be written.
     """
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events(timeline))
     files.write_text(path, f'{{"displayTimeUnit":"ns","traceEvents":[\n{lines}\n]}}\n', TaskGraphError)
 
 
 def events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """A thread for each resource that is used, and one for tasks on none; then all tasks in order of time.
+    """The trace's events: a thread for each used resource and one for tasks without one; then all tasks by time.
 
     Times are microseconds, exact to the picosecond up to a step of two hours.
     """

@@ -1,18 +1,21 @@
-"""The timeline of a changed graph, from that of the graph before: FlexFlow's delta simulation.
+"""A timeline and a change of its graph -> the changed graph's timeline: FlexFlow's delta simulation.
 
-Knows a change and the timeline before it. Must not know what was changed for which reason.
+Knows a change and the timeline before it. Must not know the purpose of the change.
 
-FlexFlow (Jia et al., SysML 2019, section 5.3) keeps the timeline of the current strategy, and repeats the simulation
-only of tasks that a change concerns, in order of time. Here most of a changed step is concerned, if only because all of
-it comes later by the same time. What rarely changes is the *order* in which each resource serves its tasks. So nothing
-before the first effect of the change is looked at again; from there on tasks are taken in their old order, which needs
-no queue, and the new ones from a queue between them. Whenever a resource gets a task that it should have served before
-one that it has served already, that one is taken back with all that came of it, and served again out of the queue. In
-the end every resource has served in the order of the rule, and there is one timeline only that does: the same bits.
+FlexFlow (Jia et al., SysML 2019, section 5.3) keeps the timeline of the current strategy. It simulates again only the
+tasks that a change affects, in order of time. Here a change affects most of a step, if only because everything after it
+is later by the same time. But the *order* in which a resource serves its tasks rarely changes. So:
 
-Where devices do not wait for each other often, a change may reverse much of the order: an operator that is placed on
-other devices of a busy network reverses every tenth to sixth pair of neighbours on a resource. Then what comes before
-the first doubtful task is kept, and the rest simulated in full.
+- nothing before the first effect of the change is simulated again;
+- from there on tasks are taken in their old order, which needs no queue; only new tasks go through a queue;
+- if a resource gets a task that it should have served before one that it has served, the served one is undone with all
+  its successors, and served again from the queue.
+
+In the end every resource has served its tasks in the right order. Only one timeline does that: its bits are the same.
+
+A change may reverse much of the order. Example: an operator moves to other devices of a busy network, and every tenth
+to sixth pair of neighbours on a resource is reversed. Then the timeline before the first doubtful task is kept, and the
+rest is simulated in full.
 """
 
 from __future__ import annotations
@@ -23,21 +26,21 @@ from vnode.partition.simulator.simulate import circle
 from vnode.partition.simulator.timeline import Timeline
 
 PATIENCE = 0.05
-"""How many tasks may be taken back for each that is served, before simulating the rest in full is what takes less."""
+"""The most undone tasks per served task; with more of them, simulating the rest in full is faster."""
 
 
 def resimulate(timeline: Timeline, change: Change) -> Timeline:
-    """The timeline of a changed graph: that of `simulate`, bit for bit, in less time.
+    """The timeline of a changed graph: the same bits as `simulate`, in less time.
 
     Args:
-      timeline: of the graph that was changed.
-      change: as `Edit.build` returned it.
+      timeline: the timeline of the graph before the change.
+      change: the change, from `Edit.build`.
 
     Returns:
       The timeline of ``change.graph``.
 
     Raises:
-      TaskGraphError: the change is one of another graph, or makes tasks wait for each other in a circle.
+      TaskGraphError: the change belongs to another graph, or makes tasks wait for each other in a circle.
 
     Example:
       >>> from vnode.partition.simulator import Builder, Edit, simulate
@@ -53,7 +56,7 @@ def resimulate(timeline: Timeline, change: Change) -> Timeline:
     from vnode.partition.simulator.event_loops import events, replay
 
     if timeline.graph is not change.before:
-        raise TaskGraphError("the change is one of another graph than the timeline's; edit timeline.graph")
+        raise TaskGraphError("the change belongs to another graph than the timeline; edit timeline.graph")
     graph = change.graph
     *found, served = replay(
         *graph.arrays,

@@ -1,7 +1,7 @@
-"""Timelines as pictures: a row for each resource, a bar for each task.
+"""A timeline -> an SVG picture: a row for each resource, a bar for each task.
 
-Knows SVG, and how much one can see. Must not know how a timeline was found. Text and lines have the colour of the
-surroundings, bars are translucent over them, so that light and dark pages look right; nothing is loaded.
+Knows SVG, and how much one can see. Must not know how a timeline was found. Text and lines have the colour of the page,
+and bars are translucent, so that the picture suits light and dark pages. It loads no other file.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from vnode.partition.simulator.graph import SECOND
 from vnode.show.units import seconds, several
 
 Timeline = Any
-"""A `vnode.partition.simulator.timeline.Timeline`, which knows this module and not the other way round."""
+"""A `vnode.partition.simulator.timeline.Timeline`. That module imports this one, so it cannot be imported here."""
 
 ROW, BAR, TOP, CHARACTER = 24, 18, 34, 7.0
-"""Pixels: of a row, of the bar in it, above the first row, of a character."""
+"""Pixels: the height of a row, of its bar, and of the space above the first row; the width of a character."""
 MOST_ROWS = 48
-"""Resources that are drawn unless others are asked for."""
+"""The most resources that are drawn by default."""
 MOST_NAMED = 3000
-"""Bars up to which each says in a tooltip what it is."""
+"""The most bars that each have a tooltip."""
 MOST_COLORS = 12
-"""Labels with a colour of their own: those that take the most time."""
+"""The number of labels that have colours of their own: those that take the most time."""
 STYLE = (
     "svg.timeline{font:12px system-ui,-apple-system,'Segoe UI',sans-serif;fill:currentColor;max-width:100%;height:auto}"
     "svg.timeline .quiet{opacity:.65}svg.timeline .grid{stroke:currentColor;stroke-opacity:.16}"
@@ -81,7 +81,7 @@ def draw(timeline: Timeline, *, resources: ArrayLike | None = None, width: int =
 
 
 def drawn_resources(timeline: Timeline, resources: ArrayLike | None) -> tuple[list[int], str]:
-    """Which resources to draw, and what is left out in words."""
+    """The resources to draw, and a text that says which are left out."""
     count = len(timeline.graph.resources)
     if resources is not None:
         found = np.reshape(resources, -1)
@@ -94,7 +94,7 @@ def drawn_resources(timeline: Timeline, resources: ArrayLike | None) -> tuple[li
 
 
 def colors(timeline: Timeline) -> np.ndarray:
-    """The colour of each label: its rank by time, the rest share the last one; ``int64[labels]``."""
+    """The colour of each label, ``int64[labels]``: its rank by time; all labels beyond the last colour share it."""
     graph = timeline.graph
     places = np.diff(graph.resource_start)
     time = np.bincount(graph.label, graph.duration.astype(np.float64) * places, len(graph.labels))
@@ -104,7 +104,7 @@ def colors(timeline: Timeline) -> np.ndarray:
 
 
 def fill(rank: int) -> str:
-    """Neighbours in rank differ much in hue (the golden angle), those beyond the last are grey."""
+    """The colour of a rank. Neighbours differ much in hue (the golden angle); ranks beyond the last are grey."""
     if rank >= MOST_COLORS:
         return "hsla(0,0%,50%,.5)"
     return f"hsla({(210 + 137.508 * rank) % 360:.0f},{70 if rank % 2 == 0 else 55}%,{55 if rank % 3 else 48}%,.72)"
@@ -113,7 +113,7 @@ def fill(rank: int) -> str:
 def row(
     timeline: Timeline, tasks: np.ndarray, ranks: np.ndarray, left: int, y: int, scale: float, named: bool
 ) -> list[str]:
-    """The bars of a resource: each with its name, or, if they are many, all of one colour as one path."""
+    """The bars of a resource: each with its name; many bars are one path for each colour."""
     graph, found = timeline.graph, []
     if named:
         for t in tasks.tolist():
@@ -142,7 +142,7 @@ def row(
 
 
 def merged_bars(timeline: Timeline, tasks: np.ndarray, scale: float) -> list[tuple[int, int]]:
-    """Where tasks, in order of time, lie; those without a gap that one sees between them as one."""
+    """The extents of tasks in order of time; tasks without a visible gap between them are merged."""
     if not len(tasks):
         return []
     start, end = timeline.start[tasks], timeline.end[tasks]
@@ -152,7 +152,7 @@ def merged_bars(timeline: Timeline, tasks: np.ndarray, scale: float) -> list[tup
 
 
 def axis(makespan: int, left: int, bottom: int, scale: float) -> str:
-    """Times above the rows, with lines through them, at round distances."""
+    """The axis of times above the rows, with lines through them at round distances."""
     name, unit = next((name, unit) for name, unit in UNITS if makespan >= unit or unit == 1)
     rough = makespan / unit / 8
     power = 10.0 ** np.floor(np.log10(max(rough, 1e-9)))

@@ -1,12 +1,18 @@
-"""The loops: events in order, the order of another timeline as far as it is right, graphs with other rows.
+"""A task graph's arrays -> the times at which its tasks are ready and end: the inner loops of the simulator.
 
-Knows arrays, and the order of service (see `vnode.partition.simulator.simulate`). Must not know names, or who asks.
+Knows arrays, and the order of service (see `vnode.partition.simulator.simulate`). Must not know names, nor the caller.
 
-The loops are compiled by numba if it is installed: an event does little and depends on those before it, which is what
-NumPy and XLA are slow at. Of the same graphs (24 layers on 16 and 64 devices) numba simulated 12 to 35 million tasks a
-second, lists and a heap in plain Python 0.8 to 0.95, NumPy on batches of tasks that cannot disturb each other 0.1 (no
-two devices in step) to 1 (all in step), a `lax.while_loop` on the CPU 0.004 to 0.025. The machine code is cached beside
-this file, and made again when this file changes, but not when another does: so all loops are in one.
+There are three: `events` simulates a graph, `replay` uses the order of another timeline, `rewrite` edits a graph. numba
+compiles them if it is installed, since an event does little and depends on earlier ones; NumPy and XLA are slow at
+that. The tasks simulated per second, of the same graphs (24 layers on 16 and 64 devices):
+
+- numba: 12 to 35 million;
+- lists and a heap in plain Python: 0.8 to 0.95 million;
+- NumPy, on batches of independent tasks: 0.1 million (no two devices in step) to 1 million (all in step);
+- a `lax.while_loop` on the CPU: 0.004 to 0.025 million.
+
+numba caches the machine code beside this file, and compiles it again only if this file changes. So all loops are in one
+file.
 """
 
 from __future__ import annotations
@@ -18,12 +24,12 @@ import numpy as np
 
 try:
     import numba
-except ImportError:  # the extra `partition` is not installed: the same loops as plain Python
+except ImportError:  # without the extra `partition`, the same loops run as plain Python
     numba = None
 
 
 def compiled(loop: Callable[..., Any]) -> Any:
-    """Machine code that lets other threads run, cached unless there is nowhere to write it; without numba the loop."""
+    """Compiles a loop that releases the GIL, cached if a directory is writable; without numba, the loop itself."""
     if numba is None:
         return loop
     try:
@@ -57,7 +63,7 @@ def heap_push(times, tasks, size, time, task, priority):
 
 @compiled
 def heap_pop(times, tasks, size, priority):
-    """Takes the first away from a binary heap that has `size` entries afterwards."""
+    """Removes the first entry of a binary heap; `size` is the number of entries afterwards."""
     time, task = times[size], tasks[size]
     i = 0
     while True:
@@ -77,7 +83,7 @@ def heap_pop(times, tasks, size, priority):
 
 @compiled
 def readiness(t, end, dependency_start, dependency):
-    """When a task is ready, and -1; or, if it is not known yet, -1 and a task that it waits for."""
+    """The time at which a task is ready, and -1; if it is not known yet, -1 and a task that it waits for."""
     time = np.int64(0)
     for e in range(dependency_start[t], dependency_start[t + 1]):
         done = end[dependency[e]]
@@ -110,9 +116,9 @@ def events(
     duration, priority, resource_start, resource, dependency_start, dependency, resources,
     ready, end, order, served,
 ):  # fmt: skip
-    """Serves, in order, all tasks that have not been: those whose end is -1. Fills the arrays.
+    """Serves, in order, all tasks that are not served yet: those whose end is -1. Fills the arrays.
 
-    Returns how many are served in the end: all of them, or tasks wait for each other.
+    Returns the number of served tasks: all of them, unless tasks wait for each other in a circle.
     """
     n = len(duration)
     follower_start, follower = followers(dependency_start, dependency)
@@ -157,10 +163,10 @@ def events(
 
 @compiled
 def unaffected_until(ready, end, removed, moved, retimed, origin, dependency_start, dependency):
-    """A time before which a change has no effect: every task whose times differ is ready then or later, before and now.
+    """A time before which a change has no effect: each task with changed times is ready then or later, before and now.
 
-    A task that waits for others than before may be ready as soon as those are done that it still waits for and that
-    were there; if one of them is later or earlier than it was, then that one is concerned, and ready before it.
+    A task with changed dependencies may be ready when the last dependency that it keeps ends. If a kept dependency
+    itself ends at another time than before, then that one is affected, and was ready before this task.
     """
     first = np.int64(1) << 62
     for t in removed:
@@ -173,7 +179,7 @@ def unaffected_until(ready, end, removed, moved, retimed, origin, dependency_sta
         earliest = np.int64(0)
         for e in range(dependency_start[t], dependency_start[t + 1]):
             d = origin[dependency[e]]
-            if d < 0:  # waits for one that was added, which is ready before it and counts itself
+            if d < 0:  # waits for an added task, which is ready earlier and counts itself
                 earliest = np.int64(1) << 62
                 break
             earliest = max(earliest, end[d])
@@ -183,7 +189,7 @@ def unaffected_until(ready, end, removed, moved, retimed, origin, dependency_sta
 
 @compiled
 def queue_again(t, graph, end, queue, size, lists):
-    """Takes a task out of the old order: into the queue if it is ready, else on the list of one that it waits for.
+    """Takes a task out of the old order: into the queue if it is ready, else into the list of one that it waits for.
 
     Returns the number of tasks in the queue.
     """
@@ -205,7 +211,7 @@ def queue_again(t, graph, end, queue, size, lists):
 
 @compiled
 def resource_position(t, r, resource_start, resource):
-    """Where a task's row of resources has this one."""
+    """The position of a resource in a task's row."""
     j = resource_start[t]
     while resource[j] != r:
         j += 1
@@ -253,9 +259,9 @@ def undo_served(t, time, graph, ready, end, last, earlier, follower_start, follo
 
 @compiled
 def drop_uncertain(graph, ready, end, order, served):
-    """Keeps the tasks whose times are final, of tasks in the order of service, some of which were served repeatedly.
+    """Keeps the tasks whose times are final. Some of the tasks were served repeatedly; the last service counts.
 
-    The last service of a task counts. If some tasks were not served, only tasks before all of these are final.
+    If some tasks were not served, only the tasks before all of these are final.
 
     Returns the number of tasks kept.
     """
@@ -288,8 +294,9 @@ def replay(
 ):  # fmt: skip
     """Serves the tasks of a changed graph in their old order as far as that is right; see `delta`.
 
-    Returns when each was ready and ended, in which order, and how many were served: fewer than all if too many
-    had to be taken back, or tasks wait for each other. The others have the end -1, and `events` goes on.
+    Returns the times at which tasks were ready and ended, their order, and the number of served tasks. It is less than
+    all if too many tasks had to be undone, or tasks wait for each other. The others have the end -1; `events` serves
+    them.
     """
     n, olds = len(duration), len(old_ready)
     origin = np.full(n, -1, np.int32)
@@ -300,7 +307,7 @@ def replay(
 
     ready, end = np.empty(n, np.int64), np.full(n, -1, np.int64)
     order, last = np.empty(2 * n + 1, np.int32), np.full(resources, -1, np.int32)
-    earlier = np.empty(len(resource), np.int32)  # of each place of a task on a resource, who was there before
+    earlier = np.empty(len(resource), np.int32)  # for each place of a task on a resource, the task served before it
     at = 0
     while at < olds and old_ready[old_order[at]] < first:
         o = old_order[at]
@@ -310,7 +317,7 @@ def replay(
             last[resource[j]] = t
         at += 1
 
-    # Tasks apart from the old order: in a queue by time if they are ready, else each on the list of one it waits for.
+    # Tasks outside the old order: in a queue by time if they are ready, else each in the list of one it waits for.
     graph = priority, resource_start, resource, dependency_start, dependency
     times, tasks, size = np.empty(n + 1, np.int64), np.empty(n + 1, np.int32), 0
     queued, contested = np.zeros(n, np.bool_), np.zeros(resources, np.int32)
@@ -322,7 +329,7 @@ def replay(
         size = queue_again(t, graph, end, queue, size, lists)
     undone, follower_start, follower = np.empty(n, np.int32), np.empty(0, np.int32), np.empty(0, np.int32)
     kept, served, again, steps = at, at, 0, 0
-    # How much later than before the old order is now at least, judged by the last some hundred of it.
+    # The least delay of the old order, judged by its last few hundred tasks.
     lag, least, counted = np.int64(0), np.int64(0), 0
     while True:
         from_queue, t, time = False, np.int32(-1), np.int64(0)
@@ -349,7 +356,7 @@ def replay(
                     at += 1
                     continue
                 from_queue = True
-            elif size:  # the queue has its turn when its time has come, or when it is about a resource
+            elif size:  # the queue is next when its time has come, or when both need one resource
                 from_queue = times[0] < old_ready[old_order[at]] + min(lag, least)
                 for j in range(resource_start[t], resource_start[t + 1]):
                     if contested[resource[j]]:
@@ -363,7 +370,7 @@ def replay(
             for j in range(resource_start[t], resource_start[t + 1]):
                 contested[resource[j]] -= 1
             now, missing = readiness(t, end, dependency_start, dependency)
-            if now != time:  # one that it waits for was taken back
+            if now != time:  # a task that it waits for was undone
                 size = queue_again(t, graph, end, queue, size, lists)
                 continue
 
@@ -413,11 +420,12 @@ def replay(
 
 @compiled
 def rewrite(arrays, label, new_duration, gone, added, waiting, awaited):
-    """A graph without some tasks and with others at its end, and with more dependencies.
+    """A graph without some of its tasks, with new tasks at its end, and with more dependencies.
 
-    Args: those of the old graph; durations of all, and who goes; what is added; new dependencies by who waits.
+    Args: the old graph's arrays; durations of all tasks, and which are removed; the new tasks; new dependencies by the
+    waiting task.
 
-    Returns: the new graph's arrays, the number of each old or added task in it, and who waits for others than before.
+    Returns: the new graph's arrays, the number of each old or added task in it, and the tasks with new dependencies.
     """
     _, priority, resource_start, resource, dependency_start, dependency = arrays
     new_priority, new_label, added_on_start, added_on, added_after_start, added_after = added

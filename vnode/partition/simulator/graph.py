@@ -2,9 +2,9 @@
 
 Knows numbers and names. Must not know jaxprs, plans, machines, how a graph is made or how it is simulated.
 
-Times are whole picoseconds. Sums of integers are exact in any order, so that a timeline in which everything comes
-later by the same time is the same timeline, and one that is computed in another way has the same bits; a picosecond is
-far below what anything measures, and 2^62 of them are 53 days.
+Times are whole picoseconds, since sums of integers are exact in any order. So a timeline that is computed in another
+way has the same bits. A delay of everything by one time changes nothing else. A picosecond is far below what can be
+measured, and 2^62 of them are 53 days.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from vnode.show.units import several
 SECOND = 10**12
 """Picoseconds in a second: the unit of all times here."""
 LONGEST = 1 << 62
-"""All durations together are less, so that no time overflows."""
+"""The limit of the sum of all durations, so that no time overflows."""
 MOST = (1 << 31) - 1
-"""Tasks, and dependencies, and places of tasks on resources, that there may be."""
+"""The most tasks, the most dependencies, and the most places of tasks on resources."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class TaskGraph:
     """Tasks with durations, resources and dependencies. `Builder` makes one conveniently.
 
-    Rows of unequal length are stored one behind another: task t occupies
+    Rows of unequal length are stored in one array after another: task t occupies
     ``resource[resource_start[t]:resource_start[t + 1]]``, and waits for the tasks in
     ``dependency[dependency_start[t]:dependency_start[t + 1]]``. The arrays cannot be written to.
 
     Attributes:
-      duration: picoseconds, ``int64[n]``, at least 1: then a task is ready later than all that it waits for, and the
-        order in which tasks are served is a matter of times alone. What takes no time takes 1.
+      duration: picoseconds, ``int64[n]``, at least 1. So a task is ready later than all tasks that it waits for, and
+        times alone decide the order of service. A task that takes no time gets 1.
       resource_start: ``int32[n + 1]``.
-      resource: numbers of resources, ``int32``; none twice in a row.
+      resource: numbers of resources, ``int32``; a task names none twice.
       dependency_start: ``int32[n + 1]``.
       dependency: numbers of tasks, ``int32``.
-      priority: ``int32[n]``; of tasks that become ready at the same time those with the smaller one come first.
+      priority: ``int32[n]``. Of tasks that become ready at the same time, the smaller number is served first.
       label: number of each task's label, ``int32[n]``.
       resources: names of the resources, such as ``"gpu:0"``, ``"gpu:0 to gpu:1"``.
       labels: names of the labels, such as operators or ``"all-reduce"``.
 
     Raises:
-      TaskGraphError: the arrays do not fit together, a duration is not positive, or all together are too long.
+      TaskGraphError: the arrays do not fit together, a duration is not positive, or the sum of durations is too long.
 
     Example:
       >>> graph = TaskGraph([5, 7], [0, 1, 2], [0, 0], [0, 0, 1], [0], resources=("gpu",))
@@ -101,7 +101,7 @@ class TaskGraph:
 
     @staticmethod
     def unchecked(**fields: Any) -> TaskGraph:
-        """A graph of arrays that are known to fit together: a change to a graph checks what changes, not everything."""
+        """A graph of arrays that are known to fit together; a change of a graph checks only its own arrays."""
         graph = object.__new__(TaskGraph)
         graph._fill(fields)
         return graph
@@ -140,7 +140,7 @@ class TaskGraph:
         )
 
     def name(self, task: int) -> str:
-        """A task for people."""
+        """The task's label and number, for people."""
         label = self.labels[self.label[task]]
         return f"task {task}" + (f" ({label})" if label else "")
 
@@ -149,7 +149,7 @@ def picoseconds(seconds: ArrayLike) -> np.ndarray:
     """Times for a task graph: the nearest whole picoseconds, at least one.
 
     Args:
-      seconds: none negative.
+      seconds: times in seconds, 0 or more.
 
     Returns:
       ``int64`` of the same shape.
@@ -169,10 +169,10 @@ def picoseconds(seconds: ArrayLike) -> np.ndarray:
 
 
 def durations(given: ArrayLike) -> np.ndarray:
-    """Durations of tasks, looked at.
+    """Durations of tasks, checked.
 
     Raises:
-      TaskGraphError: they are no whole numbers, or not positive.
+      TaskGraphError: they are not whole numbers, or not positive.
     """
     times = bounded_integers(given, "duration", -LONGEST, LONGEST, np.int64)
     wrong = np.flatnonzero(times < 1)
@@ -181,17 +181,17 @@ def durations(given: ArrayLike) -> np.ndarray:
             layout_message(
                 f"a task takes at least one picosecond, not {times[wrong[0]]}.",
                 facts=[f"{several(len(wrong), 'duration')} of {len(times)}, the first that of task {wrong[0]}"],
-                remedies=["picoseconds(seconds) rounds times up to 1; what only joins others takes 1"],
+                remedies=["picoseconds(seconds) rounds times up to 1; a task that only joins others takes 1"],
             )
         )
     return times
 
 
 def check_total(times: np.ndarray) -> None:
-    """No timeline is longer than all durations together.
+    """Checks that the sum of all durations, which no timeline exceeds, does not overflow.
 
     Raises:
-      TaskGraphError: they are too long.
+      TaskGraphError: the sum is too long.
     """
     total = float(times.sum(dtype=np.float64))
     if total >= LONGEST:
@@ -204,15 +204,15 @@ def check_total(times: np.ndarray) -> None:
 
 
 def check_once(task: np.ndarray, resource: np.ndarray, resources: int) -> None:
-    """No task occupies a resource twice.
+    """Checks that no task occupies a resource twice.
 
     Args:
-      task: of each place of a task on a resource, ``int[k]``.
-      resource: likewise.
-      resources: how many there are.
+      task: the task of each place, ``int[k]``.
+      resource: the resource of each place, ``int[k]``.
+      resources: the number of resources.
 
     Raises:
-      TaskGraphError: one does.
+      TaskGraphError: a task occupies a resource twice.
     """
     places = np.sort(task * np.int64(resources) + resource)
     twice = np.flatnonzero(places[1:] == places[:-1])
@@ -225,7 +225,7 @@ def bounded_integers(given: ArrayLike, name: str, least: int, most: int, dtype: 
     """A new array of whole numbers within bounds.
 
     Raises:
-      TaskGraphError: it holds something else.
+      TaskGraphError: an entry is not a whole number, or out of bounds.
     """
     array = np.asarray(given)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -240,7 +240,7 @@ def integers(given: ArrayLike, name: str) -> np.ndarray:
     """Whole numbers of any shape.
 
     Raises:
-      TaskGraphError: they are none.
+      TaskGraphError: an entry is not a whole number.
     """
     array = np.asarray(given)
     if array.size and array.dtype.kind not in "iu":
@@ -249,7 +249,7 @@ def integers(given: ArrayLike, name: str) -> np.ndarray:
 
 
 def row_starts(given: ArrayLike, tasks: int, name: str, content: ArrayLike) -> np.ndarray:
-    """Where the rows of all tasks begin, and where the last one ends.
+    """The start of each task's row, and the end of the last row.
 
     Raises:
       TaskGraphError: they do not divide the content into so many rows.

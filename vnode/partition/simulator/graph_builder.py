@@ -1,4 +1,4 @@
-"""Making task graphs, and changes to them, many tasks at a time.
+"""Columns of durations, resources and dependencies -> a task graph, or a change of one, many tasks at a time.
 
 Knows how rows of resources and tasks are broadcast, and which new ids follow from a change. Must not know what tasks
 stand for, nor when they are served.
@@ -25,7 +25,7 @@ from vnode.partition.simulator.graph import (
 from vnode.show.units import several
 
 Rows = ArrayLike | tuple[ArrayLike, ...]
-"""For each of k new tasks a row of numbers: an array that is broadcast to ``(k, m)``, or several, side by side."""
+"""A row of numbers for each of k new tasks: an array that is broadcast to ``(k, m)``, or several, side by side."""
 
 
 class Draft:
@@ -51,16 +51,16 @@ class Draft:
     ) -> np.ndarray:
         """Adds k tasks.
 
-        Rows are broadcast as NumPy does it: of shape ``(m,)`` all tasks have the same m entries; of shape ``(k, 1)``
-        each has one of its own; of shape ``(k, m)`` each has m of its own. An entry -1 stands for none. A tuple holds
-        several such arrays, whose rows are joined.
+        Rows are broadcast as NumPy does it. With shape ``(m,)`` all tasks have the same m entries; with ``(k, 1)``
+        each has one entry of its own; with ``(k, m)`` each has m of its own. An entry -1 stands for none. A tuple
+        holds several such arrays, whose rows are joined.
 
         Args:
           duration: picoseconds, one for all or ``int[k]``.
-          on: the resources that each occupies; without any, a task takes its time and nothing else.
+          on: the resources that each task occupies; a task without resources only takes time.
           after: the tasks that each waits for.
-          label: what it is, one for all or one for each.
-          priority: who comes first among those that become ready at the same time: smaller ones; one or ``int[k]``.
+          label: the task's label, one for all or one for each.
+          priority: the rank among tasks that become ready at the same time, smaller first; one or ``int[k]``.
 
         Returns:
           The new tasks, ``int64[k]``.
@@ -105,11 +105,11 @@ class Draft:
         return np.arange(first, self._next)
 
     def depend(self, tasks: ArrayLike, on: ArrayLike) -> None:
-        """Makes tasks wait for others as well.
+        """Adds dependencies.
 
         Args:
-          tasks: which wait.
-          on: whom each waits for; both are broadcast against each other.
+          tasks: the tasks that wait.
+          on: the tasks that they wait for; both are broadcast against each other.
 
         Raises:
           TaskGraphError: there is no such task, or the shapes do not fit.
@@ -150,8 +150,8 @@ class Builder(Draft):
     """Makes a task graph.
 
     Args:
-      resources: names of what tasks occupy: a device's compute stream, a link, a copy engine. What may run at the same
-        time are different resources: what overlaps is decided here.
+      resources: names of the resources that tasks occupy: a device's compute stream, a link, a copy engine. Tasks
+        overlap only on different resources.
 
     Example:
       >>> builder = Builder(["gpu", "link"])
@@ -165,7 +165,7 @@ class Builder(Draft):
         super().__init__(tuple(map(str, resources)), (), 0)
 
     def build(self) -> TaskGraph:
-        """The graph of what was added.
+        """The graph of the added tasks.
 
         Raises:
           TaskGraphError: all durations together are too long.
@@ -193,16 +193,15 @@ class Builder(Draft):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Change:
-    """A graph made of another by an `Edit`, and what is different.
+    """An edited graph, and its differences from the old one.
 
     Attributes:
-      before: the graph that was changed.
-      graph: the new one: the tasks that were kept in their order, then those that were added.
-      renumbered: of each task of the old graph, and of each that was added, its number in the new one, ``int32``; -1 if
-        it is gone.
-      removed: the old numbers of those that are gone.
-      moved: the new numbers of those that were added, or wait for others than before.
-      retimed: the new numbers of those whose duration was set.
+      before: the old graph.
+      graph: the new graph: the kept tasks in their order, then the added ones.
+      renumbered: the new number of each old task and of each added one, ``int32``; -1 if it was removed.
+      removed: the old numbers of removed tasks.
+      moved: the new numbers of tasks that were added, or whose dependencies changed.
+      retimed: the new numbers of tasks whose duration was set.
     """
 
     before: TaskGraph
@@ -216,10 +215,10 @@ class Change:
         """Numbers in the new graph.
 
         Args:
-          tasks: of the old graph, or as `Edit.add` returned them.
+          tasks: numbers in the old graph, or as `Edit.add` returned them.
 
         Returns:
-          Their numbers in the new graph, ``int32`` of the same shape; -1 of those that are gone.
+          Their numbers in the new graph, ``int32`` of the same shape; -1 for removed tasks.
 
         Raises:
           TaskGraphError: there was no such task.
@@ -236,11 +235,11 @@ class Change:
 class Edit(Draft):
     """A change to a graph, which itself stays as it is: an operator is split otherwise, a transfer takes longer.
 
-    Tasks keep their numbers while the change is written, and those that are added get the next ones; `build` closes
-    the gaps (`Change.ids`).
+    Tasks keep their numbers while the change is written, and added tasks get the next ones. `build` closes the gaps
+    (`Change.ids`).
 
     Args:
-      graph: what to change.
+      graph: the graph to change.
 
     Example:
       >>> builder = Builder(["gpu"])
@@ -261,7 +260,7 @@ class Edit(Draft):
         self._retimed: list[tuple[np.ndarray, np.ndarray]] = []
 
     def remove(self, tasks: ArrayLike) -> None:
-        """Takes tasks of the old graph away; others no longer wait for them.
+        """Removes tasks of the old graph; others no longer wait for them.
 
         Raises:
           TaskGraphError: there is no such task.
@@ -287,10 +286,10 @@ class Edit(Draft):
         self._retimed.append((found, np.broadcast_to(times, len(found))))
 
     def build(self) -> Change:
-        """The changed graph, and what is different.
+        """The changed graph, and its differences.
 
         Raises:
-          TaskGraphError: a new dependency is on a task, or of one, that is removed; or durations are too long.
+          TaskGraphError: a new dependency names a removed task; or the sum of durations is too long.
         """
         from vnode.partition.simulator.event_loops import rewrite
 
@@ -330,10 +329,10 @@ def rows(given: Rows, name: str) -> list[np.ndarray]:
 
 
 def check_known(found: np.ndarray, what: str, count: int, least: int = 0) -> None:
-    """All numbers are of something that there is.
+    """Checks that all numbers are known.
 
     Raises:
-      TaskGraphError: one is not.
+      TaskGraphError: a number is unknown.
     """
     if found.size and (found.min() < least or found.max() >= count):
         wrong = found[(found < least) | (found >= count)][0]
@@ -341,7 +340,7 @@ def check_known(found: np.ndarray, what: str, count: int, least: int = 0) -> Non
 
 
 def ragged(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of all parts without their gaps: where each begins, and what they hold."""
+    """The rows of all parts without gaps: the start of each row, and the entries."""
     kept = [part >= 0 for part in parts]
     counts = [np.zeros(0, np.int64), *(mask.sum(axis=1) for mask in kept)]
     values = [np.zeros(0, np.int32), *(part[mask] for part, mask in zip(parts, kept, strict=True))]

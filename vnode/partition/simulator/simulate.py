@@ -1,7 +1,7 @@
-"""When every task begins and ends.
+"""A task graph -> its timeline: the times at which every task begins and ends.
 
-Knows the rule of service, and what is said of tasks that wait for each other. Must not know the loops themselves, how a
-timeline came to be changed, or how one is shown.
+Knows the order of service, and the message for tasks that wait for each other. Must not know the loops themselves, how
+a timeline was changed, or how one is shown.
 """
 
 from __future__ import annotations
@@ -14,25 +14,23 @@ from vnode.partition.simulator.timeline import Timeline
 from vnode.show.units import several
 
 SHOWN = 8
-"""Tasks of a circle that are named."""
+"""The most tasks of a circle that the message names."""
 
 
 def simulate(graph: TaskGraph) -> Timeline:
     """Simulates a task graph: the execution simulator of FlexFlow (Jia et al., SysML 2019, section 5.2).
 
-    A task is *ready* when the last of those that it waits for ends, or at 0. Each resource serves the tasks that occupy
-    it one at a time in the order in which they become ready; those that become ready at the same time in order of
-    priority, then of number. A task begins as soon as it is ready and all its resources have ended whatever comes
-    before it in that order, and occupies all of them until it ends. So of a task on several resources, such as a
-    collective on the links of all its members, each resource waits from the moment its turn comes there, and
-    nobody overtakes it.
+    A task is *ready* when the last of its dependencies ends, or at time 0. Each resource serves its tasks one at a
+    time, in the order in which they become ready. Tasks that become ready at the same time are ordered by priority,
+    then by number. A task begins as soon as it is ready and all its resources have served every task before it in that
+    order. It occupies all of them until it ends. Example: a collective occupies the links of all its members. Each of
+    these links waits from the moment the collective's turn comes there, and no other task overtakes it.
 
-    The order is one for all resources, so that the earliest task that has not begun can always begin, whatever others
-    occupy: nothing is deadlocked. A task becomes ready later than those it waits for (durations are positive), so that
-    the timeline is the only one that obeys the rule.
+    All resources use the same order, so the earliest task that has not begun can always begin: there is no deadlock. A
+    task becomes ready later than its dependencies (durations are positive), so only one timeline obeys the rule.
 
     Args:
-      graph: what to simulate.
+      graph: the task graph.
 
     Returns:
       The timeline, all times in picoseconds.
@@ -61,7 +59,7 @@ def simulate(graph: TaskGraph) -> Timeline:
 
 
 def circle(graph: TaskGraph, served: np.ndarray) -> str:
-    """Says which tasks wait for each other, given those that do not."""
+    """A message that names a circle of dependencies, given the tasks outside of it."""
     left = np.ones(len(graph), bool)
     left[served] = False
     task, seen = int(np.flatnonzero(left)[0]), {}

@@ -1,4 +1,4 @@
-"""When each task was ready, began and ended, and what follows from that.
+"""The times of a graph's tasks -> makespan, utilization, critical path, and memory over time.
 
 Knows a graph and times. Must not know how they were found, or how they are drawn.
 """
@@ -18,16 +18,16 @@ from vnode.partition.simulator.graph import SECOND, TaskGraph, integers
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
-    """What `simulate` found. All times are picoseconds, ``int64[n]``; the arrays cannot be written to.
+    """The result of `simulate`. All times are picoseconds, ``int64[n]``; the arrays cannot be written to.
 
     Attributes:
-      graph: what was simulated.
-      ready: when the last of those that a task waits for ended.
-      end: when it ended.
-      served: all tasks in an order in which they can be served, ``int32[n]``: after those that they wait for, and on
-        each resource as they were there. Tasks on different resources stand in any order.
-      idle: how long each resource has nothing to do in tasks that occupy it, ``int64[resources]``: those that stand for
-        several, as loops do; None if there are no such tasks.
+      graph: the task graph.
+      ready: the time at which the last of a task's dependencies ended.
+      end: the time at which the task ended.
+      served: all tasks in an order of service, ``int32[n]``: after their dependencies, and on each resource in the
+        order in which it served them. Tasks on different resources stand in any order.
+      idle: the time in which each resource waits inside tasks that occupy it, ``int64[resources]``; such tasks stand
+        for several, as loops do. None if there are none.
     """
 
     graph: TaskGraph
@@ -46,14 +46,14 @@ class Timeline:
 
     @functools.cached_property
     def start(self) -> np.ndarray:
-        """When each task began."""
+        """The time at which each task began."""
         found = self.end - self.graph.duration
         found.setflags(write=False)
         return found
 
     @functools.cached_property
     def makespan(self) -> int:
-        """When the last task ends."""
+        """The time at which the last task ends."""
         return int(self.end.max(initial=0))
 
     @property
@@ -63,23 +63,23 @@ class Timeline:
 
     @functools.cached_property
     def busy(self) -> np.ndarray:
-        """How long each resource is occupied, ``int64[resources]``."""
+        """The time for which each resource is occupied, ``int64[resources]``."""
         graph, found = self.graph, np.zeros(len(self.graph.resources), np.int64)
         np.add.at(found, graph.resource, np.repeat(graph.duration, np.diff(graph.resource_start)))
         return found
 
     @property
     def utilization(self) -> np.ndarray:
-        """The share of the makespan for which each resource works, ``float64[resources]``: occupied, and not `idle`."""
+        """The share of the makespan for which each resource works, ``float64[resources]``: busy without `idle` time."""
         return (self.busy - (0 if self.idle is None else self.idle)) / max(self.makespan, 1)
 
     @functools.cached_property
     def critical_path(self) -> np.ndarray:
-        """Tasks that follow each other without a gap from 0 to the makespan, each for the sake of the next.
+        """Tasks that follow each other without a gap from 0 to the makespan, each waiting for the one before.
 
-        A task waits for the one before it on the path because it needs what that one does, or else because that one
-        occupied a resource. Where there are several such paths, it is found from its end, and goes by the smallest
-        number, dependencies first.
+        A task waits for the one before it because it depends on it, or else because that one occupied a resource. The
+        path is traced from its end. If there are several, dependencies are preferred to resources, then smaller
+        numbers.
         """
         graph = self.graph
         if not len(graph):
@@ -109,13 +109,13 @@ class Timeline:
     def memory(self, tasks: ArrayLike, at_start: ArrayLike = 0, at_end: ArrayLike = 0) -> Memory:
         """The bytes in a memory over time, if tasks allocate and free some.
 
-        Of what happens at the same time, what is given back comes first: who begins when another ends may have its
+        At the same moment, memory is freed before it is allocated: a task that begins when another ends may use its
         memory.
 
         Args:
           tasks: ``int[k]``, in any order; a task may be named several times.
-          at_start: bytes that are taken (or, if negative, given back) when it begins, one for all or ``int[k]``.
-          at_end: likewise when it ends.
+          at_start: bytes that are allocated (or, if negative, freed) when the task begins, one for all or ``int[k]``.
+          at_end: the same when it ends.
 
         Returns:
           The bytes after each such moment.
@@ -153,7 +153,7 @@ class Timeline:
         """Writes the timeline as a trace, for https://ui.perfetto.dev or chrome://tracing.
 
         Args:
-          path: of the JSON file.
+          path: the path of the JSON file.
         """
         from vnode.partition.simulator.chrome_trace import write
 
@@ -163,11 +163,11 @@ class Timeline:
         """Draws the timeline.
 
         Args:
-          resources: which to show, by number; by default all that are used, up to a number that one can look at.
-          width: of the picture, in pixels.
+          resources: numbers of the resources to show; by default all used ones, up to a number that one can look at.
+          width: width of the picture, in pixels.
 
         Returns:
-          An SVG picture, whole in itself.
+          An SVG picture that loads no other file.
         """
         from vnode.partition.simulator.drawing import draw
 
@@ -183,7 +183,7 @@ class Memory:
 
     Attributes:
       time: picoseconds, increasing, ``int64[m]``.
-      bytes: held from that moment on until the next, ``int64[m]``.
+      bytes: bytes from that moment on until the next, ``int64[m]``.
     """
 
     time: np.ndarray
@@ -191,5 +191,5 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The most that is held at a time; 0 if nothing is."""
+        """The most bytes at a time; 0 if there are none."""
         return int(self.bytes.max(initial=0))

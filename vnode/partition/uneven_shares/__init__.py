@@ -1,1 +1,1 @@
-"""Dimensions that unequal devices share in unequal pieces: AccPar's search, and plans whose state lies so."""
+"""Unequal devices -> unequal shares of a dimension for each: AccPar's search, and plans whose state has such shares."""

@@ -1,12 +1,12 @@
-"""AccPar's search: two groups of unequal devices share each operator unequally, and each group likewise.
+"""Two groups of unequal devices -> AccPar's strategies, and the share of every operator that the first group computes.
 
-Knows what operators cost on either of two groups, as a function of the share. Must not know equations or machines.
+Knows the cost of operators on either of two groups, as a function of the share. Must not know equations or machines.
 
 Source: Song, Chen, Zhuo, Qian, Li, Chen, "AccPar: Tensor partitioning for heterogeneous deep learning accelerators"
-(HPCA 2020), sections 4 and 5: a group with share x of an operator computes for x of the time of the whole; it receives
-partial sums, whose size does not depend on the share, and between two operators what it lacks, a share 1 - x or
-x (1 - x) of a tensor. The share is the one with which both groups take as long; dimensions are chosen by a dynamic
-program at the share of before.
+(HPCA 2020), sections 4 and 5. A group with share x of an operator computes for x of the time of the whole. It receives
+partial sums, whose size does not depend on the share. Between two operators it receives the part of a tensor that it
+lacks: a share 1 - x or x (1 - x). The share is the one with which both groups take equally long. A dynamic program
+chooses dimensions for the last share, in turns. Each group is divided into two groups in the same way.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from vnode.partition.searches.elimination import Elimination
 from vnode.partition.searches.problem import Array, Edge
 
 TURNS = 20
-"""How often dimensions and share follow each other at most."""
+"""The most turns of choosing dimensions and the share."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SharedEdge:
-    """What a group receives between two operators.
+    """The bytes that a group receives between two operators, in seconds.
 
     Attributes:
-      start: the operator that makes it.
+      start: the operator that makes the value.
       end: the operator that reads it.
-      seconds: for each group, float64 ``[2, 3, strategies of start, strategies of end]``: in any case, times 1 - x,
-        times x (1 - x).
+      seconds: for each group, float64 ``[2, 3, strategies of start, strategies of end]``: a constant, and the factors
+        of 1 - x and of x (1 - x).
     """
 
     start: int
@@ -47,8 +47,8 @@ class Cut:
 
     Attributes:
       compute: for each operator the seconds that each group would take for the whole, float64 ``[2, strategies]``.
-      fixed: for each operator the seconds that a group takes whatever its share, float64 ``[2, strategies]``.
-      edges: between operators.
+      fixed: for each operator the seconds that a group takes at any share, float64 ``[2, strategies]``.
+      edges: the edges between operators.
     """
 
     compute: tuple[Array, ...]
@@ -64,29 +64,29 @@ class Cut:
                 raise SearchError(f"edges[{k}]: expected three times of two groups for every two strategies")
 
     def polynomials(self, strategies: Array) -> Array:
-        """Seconds of each group by the first one's share x: coefficients of 1, x, x^2, float64 ``[2, 3]``."""
+        """Seconds of each group by the first one's share x: the factors of 1, x and x^2, float64 ``[2, 3]``."""
         scaled = sum(c[:, s] for c, s in zip(self.compute, strategies, strict=True)) + np.zeros(2)
         fixed = sum(c[:, s] for c, s in zip(self.fixed, strategies, strict=True)) + np.zeros(2)
         moved = sum((e.seconds[:, :, strategies[e.start], strategies[e.end]] for e in self.edges), np.zeros((2, 3)))
         (c0, c1), (f0, f1), (m0, m1) = scaled, fixed, moved
         first = [f0 + m0[0] + m0[1], c0 - m0[1] + m0[2], -m0[2]]
-        second = [f1 + c1 + m1[0], -c1 + m1[1] + m1[2], -m1[2]]  # of 1 - x
+        second = [f1 + c1 + m1[0], -c1 + m1[1] + m1[2], -m1[2]]  # its share is 1 - x
         return np.array([first, second])
 
     def seconds(self, strategies: Array, share: float) -> float:
-        """What the slower group takes."""
+        """Seconds of the slower group."""
         return float((self.polynomials(strategies) @ [1, share, share**2]).max())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shared:
-    """How two groups share operators.
+    """The division of operators between two groups.
 
     Attributes:
       strategies: int64 ``[operators]``.
-      share: of the first group.
-      seconds: of the slower group.
-      equal: seconds if each had half, by the strategies best for that.
+      share: the first group's share.
+      seconds: the slower group's seconds.
+      equal: the seconds if each group had half, with the best strategies for that.
     """
 
     strategies: Array
@@ -96,7 +96,7 @@ class Shared:
 
 
 def balanced(cut: Cut, strategies: Array) -> float:
-    """The share of the first group with which the slower one takes least time.
+    """The share of the first group at which the slower group takes the least time.
 
     Example:
       >>> alone = Cut((np.array([[3.0], [1.0]]),), (np.zeros((2, 1)),))  # the second group is three times as fast
@@ -115,7 +115,7 @@ def shared(cut: Cut, start: float | None = None) -> Shared:
 
     Args:
       cut: operators and groups.
-      start: the share to begin with; by default by the groups' speeds.
+      start: the first share to try; by default the groups' speeds give it.
 
     Example:
       >>> alone = Cut((np.array([[3.0, 9.0], [1.0, 3.0]]),), (np.zeros((2, 2)),))
@@ -152,11 +152,11 @@ def strategies_at(cut: Cut, sizes: Sequence[int], share: float) -> Array:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Group:
-    """Devices, and how they share what they are given.
+    """Devices, and the division of their operators.
 
     Attributes:
       devices: their numbers.
-      cut: how its two halves share it; None for one device.
+      cut: the division between the two halves; None for one device.
       halves: the halves.
     """
 
@@ -165,7 +165,7 @@ class Group:
     halves: tuple[Group, ...] = ()
 
     def shares(self) -> dict[int, float]:
-        """Which share of every operator each device has."""
+        """The share of every operator that each device has."""
         if self.cut is None:
             return dict.fromkeys(self.devices, 1.0)
         first, second = self.halves
@@ -178,15 +178,15 @@ Ask = Callable[[tuple[int, ...], tuple[int, ...], tuple[tuple[Shared, int], ...]
 
 
 def recursively(devices: Sequence[int], ask: Ask, above: tuple[tuple[Shared, int], ...] = ()) -> Group:
-    """Divides devices into two halves, their operators by the best shares, and each half likewise.
+    """Divides devices into two halves, and each half again; operators are divided by the best shares.
 
     Args:
-      devices: in an order in which neighbours belong together: those of a kind, those of a host.
-      ask: what two halves share.
-      above: the cuts in which the devices are.
+      devices: the devices, in an order in which similar ones are neighbours: those of a kind, those of a host.
+      ask: the function that cuts operators between two halves.
+      above: the cuts that the devices are already in.
 
     Returns:
-      The devices, with the shares of each.
+      The devices, with the share of each.
     """
     own = tuple(devices)
     if len(own) < 2:

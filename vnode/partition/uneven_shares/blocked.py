@@ -1,4 +1,4 @@
-"""A function with one dimension of its parameters in blocks, of which unequal devices compute different numbers.
+"""A function and one dimension of its parameters -> a function whose devices compute different numbers of its blocks.
 
 Knows functions of pytrees, names of leaves, and programs in blocks. Must not know how loops are made of equations.
 """
@@ -32,17 +32,17 @@ from vnode.spmd.uneven_blocks import Share, restore_program, store
 class Blocked:
     """A function whose devices compute different numbers of blocks of a dimension.
 
-    It is called like the function that it was made of, with arguments as `put` gives them; so are its results, and a
-    state that it returns may be given again.
+    It is called like the original function, with arguments as `put` returns them. Its results are stored the same way,
+    so a state that it returns can be its next argument.
 
     Attributes:
       mesh: the devices.
       split: the program in blocks.
-      flow: how its values lie on the mesh.
+      flow: the layouts of its values on the mesh.
       arguments: the structure of the arguments.
-      names: of the arguments' leaves.
+      names: names of the arguments' leaves.
       results: the structure of the results.
-      donated: arguments whose memory the results may take.
+      donated: arguments whose buffers the results may use.
     """
 
     mesh: Mesh
@@ -55,7 +55,7 @@ class Blocked:
 
     @property
     def share(self) -> Share:
-        """How many blocks each device has."""
+        """The number of blocks of each device."""
         return self.split.share
 
     @functools.cached_property
@@ -67,7 +67,7 @@ class Blocked:
     def __call__(self, *arguments: Any) -> Any:
         leaves, tree = jax.tree.flatten(arguments)
         if tree != self.arguments:
-            raise PartitionError(f"expected arguments {self.arguments}, got {tree}")
+            raise PartitionError(f"expected arguments of structure {self.arguments}, got {tree}")
         for name, leaf, var in zip(self.names, leaves, self.split.program.inputs, strict=True):
             if jnp.result_type(leaf) != var.aval.dtype:
                 raise PartitionError(f"{name} has dtype {jnp.result_type(leaf)}, where {var.aval.dtype} is expected")
@@ -75,24 +75,24 @@ class Blocked:
                 raise PartitionError(
                     layout_message(
                         f"{name} has shape {np.shape(leaf)}, where {var.aval.shape} is expected.",
-                        remedies=["give arguments as `put` returns them: it stores blocks"],
+                        remedies=["pass arguments as `put` returns them: it stores them in blocks"],
                     )
                 )
         with without_mesh():
             return jax.tree.unflatten(self.results, self._run(*leaves))
 
     def put(self, value: Any, argument: int = 0) -> Any:
-        """One argument as it is stored: with room for as many blocks on each device as the one has that has most.
+        """Stores one argument on the mesh: every device has room for as many blocks as the device with most.
 
         Args:
           value: the argument, a pytree of arrays in their own shapes.
-          argument: which one.
+          argument: the number of the argument.
 
         Returns:
           The same pytree, on the mesh.
 
         Raises:
-          PartitionError: the argument is another than the function was made for.
+          PartitionError: the function was made for another argument.
         """
         leaves, several = self._child(self.arguments, argument, value, "argument")
         tree = jax.tree.structure(value)
@@ -113,9 +113,9 @@ class Blocked:
         return jax.tree.unflatten(tree, placed)
 
     def get(self, value: Any, result: int = 0) -> Any:
-        """One result in its own shapes, of those that the function returns as a tuple: undoes `put` of a state.
+        """One result in its own shapes: undoes `put`.
 
-        What it returns otherwise is result 0.
+        Results are numbered if the function returns a tuple; any other result is number 0.
 
         Raises:
           PartitionError: the function returns no such result.
@@ -131,7 +131,7 @@ class Blocked:
         """The leaves of one argument or result, and their numbers.
 
         Raises:
-          PartitionError: there is no such one, or it is another pytree.
+          PartitionError: there is no such argument or result, or it is another pytree.
         """
         children = child_structures(whole)
         if child not in range(len(children)):
@@ -142,7 +142,7 @@ class Blocked:
                 layout_message(
                     f"{what} {child} is another pytree than the function was made for.",
                     facts=[f"expected {children[child]}", f"got {tree}"],
-                    remedies=[f"give {what} {child} alone", f"or say which {what} it is: {what}=..."],
+                    remedies=[f"pass {what} {child} alone", f"or name the {what}'s number: {what}=..."],
                 )
             )
         return leaves, self._leaves(whole, child)
@@ -180,26 +180,26 @@ def blocked(
 ) -> Blocked:
     """A function in which devices compute different numbers of blocks of a dimension: 5 here, 3 there, in one program.
 
-    A dimension of parameters (hidden units, heads, channels, words) is cut into equal blocks, and every equation that
-    has it, gradients and updates among them, runs in a loop over a device's own blocks. Memory is padded to the device
-    that has most blocks; work is not.
+    A dimension of parameters (hidden units, heads, channels, words) is cut into equal blocks. Every equation with that
+    dimension, gradients and updates included, runs in a loop over a device's own blocks. Memory is padded to the device
+    with most blocks; work is not.
 
     Args:
-      function: pure, of pytrees of arrays.
+      function: a pure function of pytrees of arrays.
       arguments: its arguments, or `jax.ShapeDtypeStruct`s of them.
       mesh: the devices.
-      dims: for patterns, searched in the names of the arguments' leaves (``0/params/wi``), the dimension that is cut.
-        What is tied to it is found.
-      counts: for each index along `axis` how many blocks.
-      axis: of the mesh, or several, major to minor.
-      partition: for patterns of names, over which other axes leaves are divided. By default no axis divides them.
-      donate: arguments that are not used again, as `donate_argnums` of `jax.jit`: a state is then updated in place.
+      dims: maps patterns, searched in the names of the arguments' leaves (``0/params/wi``), to the dimension that is
+        cut. Dimensions tied to it are found.
+      counts: the number of blocks for each index along `axis`.
+      axis: the mesh axis, or several, major to minor.
+      partition: maps patterns of names to the other axes that divide leaves. By default no axis divides them.
+      donate: arguments that are not used again, as `donate_argnums` of `jax.jit`; a state is then updated in place.
 
     Returns:
       The function over the mesh.
 
     Raises:
-      PartitionError: an equation cannot be evaluated block by block (source line, why); a pattern is found nowhere;
+      PartitionError: an equation cannot be evaluated block by block (source line, why); a pattern matches no name;
         blocks do not divide the dimension.
 
     Source:
@@ -224,7 +224,7 @@ def blocked(
     share = Share((axis,) if isinstance(axis, str) else tuple(axis), tuple(map(int, counts)))
     axes = long_axes(mesh)
     share.check(axes)
-    bare = jax.tree.map(  # types without a mesh that arrays may be on
+    bare = jax.tree.map(  # shapes without the mesh that arrays may be on
         lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), shape_of(leaf).dtype), arguments
     )
     results = []
@@ -251,7 +251,7 @@ def blocked(
 
 
 def child_structures(tree: Any) -> list[Any]:
-    """The structures of what a tuple holds; of anything else, its own.
+    """The structures of a tuple's items; of any other tree, its own.
 
     >>> child_structures(jax.tree.structure((1, {"a": 2}))), child_structures(jax.tree.structure({"a": 2}))
     ([PyTreeDef(*), PyTreeDef({'a': *})], [PyTreeDef({'a': *})])
@@ -261,10 +261,10 @@ def child_structures(tree: Any) -> list[Any]:
 
 
 def check_numbers(dims: Any, counts: Any) -> None:
-    """Refuses what are no dimensions by name, or no numbers of blocks.
+    """Checks dimensions by name, and numbers of blocks.
 
     Raises:
-      PartitionError: they are not.
+      PartitionError: `dims` does not map names to dimensions, or a number is not an integer.
     """
     if not isinstance(dims, Mapping):
         raise PartitionError(f"dims maps patterns of names to dimensions, as {{'params/wi': 1}}, not {dims!r}")
@@ -278,12 +278,12 @@ def matching_names(pattern: str, names: Sequence[str]) -> list[int]:
     try:
         numbers = [number for number, name in enumerate(names) if re.search(pattern, name)]
     except re.error as error:
-        raise PartitionError(f"{pattern!r} is no regular expression: {error}") from None
+        raise PartitionError(f"{pattern!r} is not a regular expression: {error}") from None
     if not numbers:
         raise PartitionError(
             layout_message(
-                f"{pattern!r} is found in no argument's name.",
-                facts=["there are", *names],
+                f"{pattern!r} matches no argument's name.",
+                facts=["the names are", *names],
                 remedies=["name one of them"],
             )
         )

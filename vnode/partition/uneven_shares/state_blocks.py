@@ -82,7 +82,7 @@ def specs_in_blocks(subject: Subject, dims: Mapping[int, int], share: Share) -> 
             block = shape[dim] // share.blocks
             spec = UnevenSpec(dim, share.axes[0], tuple(n * block for n in share.counts))
         if specs.setdefault(name, spec) != spec:
-            raise PartitionError(f"two leaves are called {name!r}, and have other dimensions in blocks")
+            raise PartitionError(f"two leaves are called {name!r}, but different dimensions in blocks")
     return {name: spec for name, spec in specs.items() if spec is not None}
 
 

@@ -139,7 +139,7 @@ def _timed(group: Group, divided: float, whole: float) -> Timer:
             return 0.0
         cost = described_cost(eqn, choice.description)
         if not has_own_strategy(choice.description):
-            cost = dataclasses.replace(cost, read=0)  # fused with what it reads
+            cost = dataclasses.replace(cost, read=0)  # fused with the equation that makes its operand
         return share * Roofline(launch=0).seconds(cost, group.kind) / group.count
 
     return seconds

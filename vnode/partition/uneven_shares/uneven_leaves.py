@@ -1,6 +1,6 @@
-"""Which leaves of a state are tied to a dimension that unequal devices share, and how long their pieces are.
+"""A step and a dimension that unequal devices share -> the tied leaves of its state, and the lengths of their parts.
 
-Knows steps, names of leaves, and what is cut together. Must not know machines, nor how shares are found or carried out.
+Knows steps, names of leaves, and tied dimensions. Must not know machines, nor how shares are found or carried out.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from vnode.spmd.uneven_blocks import Share
 def uneven(
     step: Any, args: Sequence[Any], dims: Mapping[str, int], counts: Sequence[int], axis: str, **options: Any
 ) -> dict[str, UnevenSpec]:
-    """How a state is shared out unevenly: all leaves that are tied to a dimension, as `vnode.virtualize` takes them.
+    """Shards a state unevenly: the specs of all leaves tied to a dimension, for ``partition`` of `vnode.virtualize`.
 
     Args:
       step: a train step as `vnode.virtualize` takes it, or a `VirtualStep`.
       args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-      dims: for patterns, searched in the names of the state's leaves (``params/wi``), the dimension that is shared out.
-      counts: for each index along `axis` how many of the dimension's equal blocks.
-      axis: of the mesh.
-      **options: of `vnode.virtualize`, if the step is not virtualized yet: `in_axes` says what is no state.
+      dims: maps patterns, searched in the names of the state's leaves (``params/wi``), to the dimension to divide.
+      counts: for each index along `axis`, its number of equal blocks of the dimension.
+      axis: the mesh axis.
+      **options: options of `vnode.virtualize`, if the step is not virtualized yet; `in_axes` says which arguments are
+        not state.
 
     Returns:
-      For each leaf that is tied to what is named, by a pattern of its name, which dimension it has and how many indices
-      of it each device has: for ``partition``.
+      For each leaf that is tied to the named dimensions, by a pattern of its name: its dimension, and how many indices
+      of it each device has.
 
     Raises:
-      PartitionError: an equation cannot be evaluated block by block (source line, why); a pattern is found nowhere;
+      PartitionError: an equation cannot be evaluated block by block (source line, why); a pattern matches no name;
         blocks do not divide the dimension.
       VnodeError: the step cannot be virtualized.
 

@@ -1,1 +1,1 @@
-"""How many nodes devices of different kinds should hold."""
+"""Devices of different kinds -> the numbers of nodes that make a step shortest."""

@@ -102,7 +102,7 @@ class Balance:
 
     @property
     def gain(self) -> float | None:
-        """How much faster than on the best single kind, as a fraction: 0.1 is 1.1 times as fast.
+        """The gain over the best single kind, as a fraction: 0.1 is 1.1 times as fast.
 
         0 where a single kind is best, and None where no single kind can hold the nodes.
         """
@@ -206,7 +206,7 @@ def balance(
                 f"balance takes measured times, a vnode.Profiles, not {profiles!r:.80}.",
                 remedies=[
                     "profiles = vnode.profile(step, (state, batch)), and vnode.balance(profiles, virtual_nodes=32)",
-                    "or those of a file: vnode.Profiles.load('times.json')",
+                    "or load them from a file: vnode.Profiles.load('times.json')",
                 ],
             )
         )
@@ -242,7 +242,7 @@ def balance(
                     )
                     for profile, most in zip(profiles.kinds, search.max_nodes, strict=True)
                 ],
-                remedies=["more devices", "more virtual nodes, which are smaller, and profiles of these"],
+                remedies=["more devices", "more, smaller virtual nodes, and profiles with them"],
             )
         )
     single = {}
@@ -281,7 +281,7 @@ class CountSearch:
         self.node = [profile.node * profiles.lane for profile in profiles.kinds]
 
     def best(self, low: Sequence[int], high: Sequence[int]) -> tuple[int, ...] | None:
-        """How many devices of each kind, within bounds, make the shortest step; None if the nodes fit on none."""
+        """The numbers of devices of each kind, within bounds, with the shortest step; None if the nodes fit on none."""
         found, least = None, (math.inf, 0)
         for use in device_counts(low, [n if most else 0 for n, most in zip(high, self.max_nodes, strict=True)]):
             if not sum(use) <= self.nodes <= sum(n * most for n, most in zip(use, self.max_nodes, strict=True)):

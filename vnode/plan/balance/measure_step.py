@@ -161,7 +161,7 @@ def measure_groups(
 
 
 def configurations(available: int, total: int, lane: int, sizes: Sequence[int] | None) -> list[tuple[int, int]]:
-    """Which numbers of devices, and of nodes on each, are measured of a kind.
+    """The numbers of devices, and of nodes on each, to measure for a kind.
 
     >>> configurations(4, 32, 1, [2, 4, 8]), configurations(3, 32, 1, [2, 4, 16]), configurations(4, 6, 1, None)
     ([(1, 2), (1, 4), (1, 8), (2, 8), (4, 8)], [(1, 2), (1, 4), (1, 16), (2, 16), (3, 4)], [(1, 6), (2, 3)])
@@ -272,7 +272,7 @@ def check_loaded(found: Profiles, shape: Signature, groups: Mapping[str, Sequenc
             layout_message(
                 f"{path} has no times of {', '.join(missing)}.",
                 facts=[f"it has {', '.join(p.kind for p in found.kinds)}"],
-                remedies=["measure these alone, and add them: profiles | vnode.profile(step, args, devices)"],
+                remedies=["measure only these, and add them: profiles | vnode.profile(step, args, devices)"],
             )
         )
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""How long a step takes on each kind of device: measured times, the model that is fitted to them, and their file.
+"""Measured times of a step on kinds of devices -> the model that is fitted to them, and their file.
 
 Knows numbers and JSON. Must not know steps, devices or jax.
 
@@ -320,7 +320,7 @@ def signature_difference(mine: Signature | None, others: Signature | None) -> st
     a, b = (({} if s is None else dataclasses.asdict(s)) for s in (mine, others))
     facts: list[Any] = [f"{name}: {a.get(name)} and {b.get(name)}" for name in {**a, **b} if a.get(name) != b.get(name)]
     return layout_message(
-        "the times are of different programs.",
+        "the times belong to different programs.",
         facts=facts,
         remedies=[MEASURE],
     )

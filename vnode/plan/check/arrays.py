@@ -1,4 +1,4 @@
-"""How far an array is from the plain step's: the same bits, rounding, or different.
+"""An array and the plain step's -> whether they have the same bits, differ by rounding, or by more.
 
 Knows arrays on the host, and how far each element moves when roundings change. Must not know steps, devices, nor how
 anything is drawn.
@@ -63,7 +63,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """How far elements are apart, float64: 0 where both are the same infinity or NaN, infinity where one is."""
+    """The distances of elements, float64: 0 where both are the same infinity or NaN, infinity where one is."""
     wide = np.complex128 if np.iscomplexobj(a) else np.float64
     with np.errstate(all="ignore"):
         x, y = a.astype(wide), b.astype(wide)
@@ -114,7 +114,7 @@ def compare_leaf(path: str, got: np.ndarray, want: Any, spread: Any, bits: tuple
 
 
 def rounding_bound(spread: np.ndarray, last: Any) -> np.ndarray:
-    """How far elements move with other roundings, given a few runs.
+    """The distances that elements move with other roundings, given a few runs.
 
     An element may have moved little in all of them by chance. So it counts as moved by at least one unit in the last
     place, and by as much as the median of the array.

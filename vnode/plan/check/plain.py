@@ -30,7 +30,7 @@ SAMPLES = 4
 """Runs of the plain step with other roundings."""
 
 QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""How those runs are compiled for a CPU: they need not be fast, and compiling takes most of the time."""
+"""Compiler options of these runs on a CPU: they need not be fast, and compiling takes most of the time."""
 
 
 class Reference:

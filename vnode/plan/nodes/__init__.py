@@ -1,1 +1,1 @@
-"""How many virtual nodes fit."""
+"""A step and a memory limit -> the smallest number of virtual nodes that fits."""

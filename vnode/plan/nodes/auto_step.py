@@ -91,7 +91,7 @@ class AutoStep(Step[P, R]):
 
     @property
     def search(self) -> NodeSearch | None:
-        """How V was found; None before it is."""
+        """The search for V; None before it."""
         return self._choice.search
 
     @property
@@ -209,7 +209,7 @@ class AutoStep(Step[P, R]):
                 layout_message(
                     f"the step has no {what} yet: its number of virtual nodes is chosen by the first call.",
                     remedies=[
-                        "call it before, or step.explain(...) or step.lower(...) with shapes of its arguments",
+                        "call it first, or step.explain(...) or step.lower(...) with shapes of its arguments",
                         "step.put(state) and step.on(devices) work already",
                     ],
                 )
@@ -226,11 +226,11 @@ class AutoStep(Step[P, R]):
                 if len(self.template.groups) > 1:
                     raise PlacementError(
                         layout_message(
-                            "the number of virtual nodes cannot be found on groups of devices: they run several "
-                            "programs, each of which waits for what the others compute.",
+                            "virtual_nodes='auto' does not work on groups of devices: they run several "
+                            "programs, which wait for each other's results.",
                             facts=[repr(self.template)],
                             remedies=[
-                                "find it on devices of one kind, and go on from there: "
+                                "choose it on devices of one kind first: "
                                 "step.on(jax.devices()[:1]).chosen(state, batch).on(placement.devices)",
                                 "or give a number: virtual_nodes=32",
                             ],
@@ -287,10 +287,10 @@ def common_limit(memory: int | None, devices: Sequence[Any]) -> int:
     if 0 in limits:
         raise MemoryLimitError(
             layout_message(
-                "no limit is known for the memory of a device.",
+                "the memory limit of a device is not known.",
                 facts=[f"those of process {limits.index(0)} report none"],
                 remedies=[
-                    "say in all processes how much a device may hold: memory='16GiB'",
+                    "give the limit in all processes: memory='16GiB'",
                     "choose the number of virtual nodes yourself",
                 ],
             )

@@ -1,4 +1,4 @@
-"""How much memory a device has, and how much of it a compiled program needs.
+"""A device -> its memory limit; a compiled program -> the memory that it needs.
 
 Knows devices, and what compilers say of a program. Must not know steps, nodes, or how a number of nodes is found.
 """
@@ -89,10 +89,10 @@ def device_memory(devices: Sequence[Any]) -> int:
     if unknown:
         raise MemoryLimitError(
             layout_message(
-                "no limit is known for the memory of a device.",
+                "the memory limit of a device is not known.",
                 facts=[f"{unknown[0]} reports none" + (", as no CPU does" if unknown[0].platform == "cpu" else "")],
                 remedies=[
-                    "say how much a device may hold: memory='16GiB'",
+                    "give the limit: memory='16GiB'",
                     "choose the number of virtual nodes yourself",
                 ],
             )
@@ -138,9 +138,7 @@ def program_memory(compiled: Any) -> int:
     """
     memory = compiled.memory_analysis()
     if memory is None:
-        raise MemoryLimitError(
-            "the compiler does not say how much memory a program needs: choose virtual_nodes yourself"
-        )
+        raise MemoryLimitError("the compiler reports no memory for a program: choose virtual_nodes yourself")
     temporary = temporary_of(compiled)
     return (
         memory.argument_size_in_bytes
