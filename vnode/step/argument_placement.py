@@ -144,8 +144,9 @@ class ArgumentPlacer:
           place: its path in ``(args, kwargs)``; for messages.
         """
         wrapped = wrap(tree, *place, names=self.spec.positional)
-        if whole and (self.spec.options.patterns or self.spec.options.host):
-            wrapped = put_by_name(wrapped, self.spec.options.patterns, self.placement, self.spec.options.host)
+        patterns, host = self.spec.options.patterns, self.spec.plan.host
+        if whole and (patterns or host):
+            wrapped = put_by_name(wrapped, patterns, self.placement, host)
         leaves, treedef = jax.tree.flatten(wrapped, is_leaf=is_sharded_batch)
         if self.across:
             placed = self._exchange(wrapped, leaves, whole, led)

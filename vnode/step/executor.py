@@ -263,7 +263,7 @@ class Executor:
             for i, arg in enumerate(wrapped)
         )
         leaves = jax.tree.leaves([given[i] for i in wholes])
-        patterns, host = self.spec.options.patterns, self.spec.options.host
+        patterns, host = self.spec.options.patterns, self.spec.plan.host
         if patterns or host:
             given = tuple(
                 put_by_name(shapes_of(arg, sharding="committed"), patterns, self.placement, host)
