@@ -32,12 +32,12 @@ from vnode.analysis.separate_sums import separate_sums
 from vnode.analysis.states import Coupling, State
 from vnode.analysis.tracing import Traced, trace
 from vnode.errors import CouplingError, PlacementError, VnodeError, layout_message
+from vnode.placement.leaf_sharding import partition
 from vnode.placement.leaves import shape_of
 from vnode.placement.patterns import Pattern, Patterns
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, whole_batches
 from vnode.placement.trace_context import NO_MESH, typed_mesh, with_automatic_axes, with_jit
-from vnode.placement.transfer import partition
 from vnode.runtime.device_groups import GroupProgram
 from vnode.runtime.emit import emit
 from vnode.runtime.evaluate_recipe import restore_weak_types
