@@ -214,8 +214,8 @@ def hosted(name: str, step: Any) -> Any:
     """A step whose sums wait on the host, as a plan may have them, if that is the way."""
     if name != HOSTED:
         return step
-    options = dataclasses.replace(step.options, host_accumulators=step.options.virtual_nodes)
-    return VirtualStep(dataclasses.replace(step.spec, options=options), step.placement)
+    plan = dataclasses.replace(step.spec.plan, host_accumulators=step.options.virtual_nodes)
+    return VirtualStep(dataclasses.replace(step.spec, plan=plan), step.placement)
 
 
 def turns_of(name: str, nodes: int) -> dict[tuple[str, ...], float]:

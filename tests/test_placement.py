@@ -199,3 +199,15 @@ def test_devices_that_compute_a_node_together_are_drawn_as_a_row() -> None:
     page = vnode.Placement(6, mesh=mesh).page()
     assert page.subtitle == "6 nodes on 2 rows of 4 devices with 3 each, 3 waves"
     assert vnode.Placement(6, jax.devices()[:2]).page().subtitle == "6 nodes on 2 devices with 3 each, 3 waves"
+
+
+def test_a_program_compiled_ahead_takes_a_leaf_of_another_mesh_from_the_memory_where_a_call_leaves_it() -> None:
+    """On the host; the mesh has the same devices."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    away = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"), memory_kind="pinned_host")
+    state, batch = {"w": jax.device_put(np.ones(4, np.float32), away)}, np.ones((8, 3), np.float32)
+    step = vnode.virtualize(lambda state, x: (state, x.sum()), virtual_nodes=4)
+    executor = step.on(jax.devices()[:2]).executor
+    ahead = executor.lower_for((state, batch), {}).compile().input_shardings[0][0]["w"]
+    called = executor.arguments((state, batch), {})[0][0]["w"].sharding
+    assert ahead == called and called.memory_kind == "pinned_host"

@@ -19,6 +19,8 @@ from jax.sharding import Mesh, PartitionSpec
 import vnode
 from tests.ahead import said
 from tests.rounding import assert_same
+from vnode.analysis.program import inline
+from vnode.operators.multi_operand_barrier import barrier_of
 
 P = PartitionSpec
 LAYERS, WIDTH = 3, 8
@@ -77,6 +79,23 @@ def test_what_is_computed_again_waits_for_the_backward_pass(shape: tuple[int, ..
     examples = [[v for v in operands if v.aval.shape[1] == WIDTH and v.aval.shape[0] <= 16] for operands in found]
     assert sum(len(several) >= 2 for several in examples) >= LAYERS - 1
     assert_same(made(made.put(args[0]), args[1]), jax.jit(step), *args)
+
+
+def test_the_parts_of_a_barrier_stay_together_in_a_jaxpr_that_a_pass_makes() -> None:
+    """Two neighbouring barriers; then in a body that is rewritten, and inlined again within another equation."""
+
+    def twice(x: jax.Array, y: jax.Array) -> Any:
+        x, y = jax.lax.optimization_barrier((x, y))
+        return jax.lax.optimization_barrier((x, y))
+
+    closed = jax.make_jaxpr(twice)(1.0, 2.0)
+    made = inline(closed.jaxpr, closed.consts)
+    again = inline(made.to_closed_jaxpr(closed.jaxpr).jaxpr, (), closed.jaxpr.eqns[0])
+    for program in (made, again):
+        several = [barrier_of(eqn) for eqn in program.equations]
+        assert None not in several and len({*several}) == 2
+        assert several[0] is several[1] and several[2] is several[3]
+    assert len(made.to_closed_jaxpr(closed.jaxpr).jaxpr.eqns) == 2
 
 
 @pytest.mark.tpu

@@ -111,8 +111,8 @@ def arguments(examples: int) -> tuple[Any, jax.Array]:
 
 def with_far(step: Any, far: int) -> Any:
     """A step with so many waiting sums on the host."""
-    options = dataclasses.replace(step.options, host_accumulators=far)
-    return VirtualStep(dataclasses.replace(step.spec, options=options), step.placement)
+    plan = dataclasses.replace(step.spec.plan, host_accumulators=far)
+    return VirtualStep(dataclasses.replace(step.spec, plan=plan), step.placement)
 
 
 @pytest.mark.thorough

@@ -91,7 +91,7 @@ def test_the_bits_are_those_of_a_state_on_the_devices(
         donate_argnums=0,
     )
     far = VirtualStep(
-        dataclasses.replace(near.spec, options=dataclasses.replace(near.options, host=SLOTS)), near.placement
+        dataclasses.replace(near.spec, plan=dataclasses.replace(near.spec.plan, host=SLOTS)), near.placement
     )
     state, batch = jax.tree.map(np.asarray, arguments())
     results = []

@@ -18,6 +18,7 @@ from jax.extend.core import Literal
 from vnode.analysis.forms import Slice
 from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
 from vnode.operators.cost import nbytes
+from vnode.operators.multi_operand_barrier import barrier_of
 
 Action = Evaluation | Conversion
 
@@ -151,8 +152,9 @@ def connected_actions(actions: Sequence[Action], left_out: set[int]) -> list[lis
         action = actions[k]
         read = (key for key in keys_read(action) if key not in others)
         shared: list[object] = [key for key in read if key in maker or isinstance(key[1], Slice)]
-        if isinstance(action, Evaluation) and not action.step.eqn.params and action.step.eqn.primitive.multiple_results:
-            shared.append(id(action.step.eqn.source_info))  # parts of one barrier stay together
+        barrier = barrier_of(action.step.eqn) if isinstance(action, Evaluation) else None
+        if barrier is not None:
+            shared.append(barrier)  # its parts stay together
         for key in shared:
             above[top(k)] = top(maker.setdefault(key, k))
         maker.update(dict.fromkeys(keys_made(action), k))

@@ -24,6 +24,7 @@ from vnode.errors import layout_message
 from vnode.operators import OperatorDescription, describe
 from vnode.operators.control_flow import Body, call_of, implementation_of, region_of
 from vnode.operators.indexing import with_batching_dims
+from vnode.operators.multi_operand_barrier import BarrierPart, group_barrier_parts
 
 Atom = Var | Literal
 
@@ -86,7 +87,7 @@ class Program:
         """The program as the body of a loop or branch, in place of the jaxpr `like`."""
         info = like.debug_info._replace(arg_names=("",) * len(self.inputs), result_paths=None)
         held = list(self.constants)
-        jaxpr = Jaxpr(held, list(self.inputs), list(self.outputs), list(self.equations), like.effects, info)
+        jaxpr = Jaxpr(held, list(self.inputs), list(self.outputs), join_parts(self.equations), like.effects, info)
         return ClosedJaxpr(jaxpr, [self.constants[var] for var in held])
 
     @functools.cached_property
@@ -166,7 +167,8 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any], within: JaxprEqn | None = Non
             program.reverse_only |= call.reverse_only
             passed = [read(eqn.invars[i]) for i in call.operands]
             if call.barrier:
-                passed = [behind_barrier(atom, source) for atom in passed]
+                barrier = BarrierPart(barrier_equation().primitive.name)
+                passed = [behind_barrier(atom, barrier, source) for atom in passed]
             results = walk(call.body, passed, source)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in body.jaxpr.outvars]
@@ -186,11 +188,12 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any], within: JaxprEqn | None = Non
             visible[key] = bool(source_info_util.summarize(source))
         return visible[key]
 
-    def behind_barrier(atom: Atom, source: Any) -> Atom:
+    def behind_barrier(atom: Atom, barrier: BarrierPart, source: Any) -> Atom:
         if isinstance(atom, Literal):
             return atom
         new = Var(atom.aval)
-        program.equations.append(barrier_equation().replace(invars=[atom], outvars=[new], source_info=source))
+        part = barrier_equation().replace(primitive=barrier, invars=[atom], outvars=[new], source_info=source)
+        program.equations.append(part)
         return new
 
     program.outputs = walk(Body(jaxpr, tuple(constants)), None, caller)
@@ -220,10 +223,26 @@ def split_equation(eqn: JaxprEqn) -> list[JaxprEqn]:
     description = describe(eqn)
     if description is None or description.part is None:
         return [eqn]
+    own = eqn.primitive
+    primitive = BarrierPart(own.name) if own is barrier_equation().primitive else own
     return [
-        eqn.replace(invars=[atom], outvars=[var], params=description.part(eqn.params, i))
+        eqn.replace(primitive=primitive, invars=[atom], outvars=[var], params=description.part(eqn.params, i))
         for i, (atom, var) in enumerate(zip(eqn.invars, eqn.outvars, strict=True))
     ]
+
+
+def join_parts(equations: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """Equations for a jaxpr, which has jax's own barriers only: undoes `split_equation` for neighbouring parts."""
+    own, found = barrier_equation().primitive, list[JaxprEqn]()
+    for eqn, *others in group_barrier_parts(equations, lambda eqn: eqn, lambda *_: True):
+        if eqn.primitive.name == own.name:
+            several = (eqn, *others)
+            invars = [atom for each in several for atom in each.invars]
+            outvars = [var for each in several for var in each.outvars]
+            found.append(eqn.replace(primitive=own, invars=invars, outvars=outvars))
+        else:
+            found += [eqn, *others]
+    return found
 
 
 def context_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:

@@ -32,6 +32,7 @@ from vnode.elastic.reader import NAME, Header, located
 from vnode.elastic.shared_reader import SharedReader, seen_soon
 from vnode.errors import CheckpointError, ProcessError, VnodeError, layout_message
 from vnode.placement.failure_board import NOTICE_DELAY
+from vnode.placement.leaf_sharding import fitting_sharding, partition
 from vnode.placement.placement import Placement
 from vnode.placement.process_barrier import (
     check_failed,
@@ -42,7 +43,6 @@ from vnode.placement.process_barrier import (
     process_names,
     timeout,
 )
-from vnode.placement.transfer import fitting_sharding, partition
 from vnode.placement.world import in_world, world
 
 SHOWN = 4

@@ -21,9 +21,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from vnode.errors import VnodeError, layout_message
 from vnode.placement.host_copy import is_weak, with_weak_type
+from vnode.placement.leaf_sharding import fitting_sharding, partition
 from vnode.placement.leaves import is_array, is_key
 from vnode.placement.placement import Placement
-from vnode.placement.transfer import fitting_sharding, partition
 
 Box = tuple[tuple[int, int], ...]
 """A range ``(start, stop)`` for each dimension of an array."""

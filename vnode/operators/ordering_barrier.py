@@ -17,20 +17,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core import JaxprEqn
 
 from vnode.operators.description import OperatorDescription, Positions, Sizes
+from vnode.operators.multi_operand_barrier import BarrierPart
 from vnode.operators.registry import rule
 from vnode.operators.structure import identities
 
-postponed_p = Primitive("postponed")
-postponed_p.multiple_results = True
-"""The last operand is the one that the others wait for. Used in vnode's programs only; no jaxpr has it."""
 
-
-@postponed_p.def_abstract_eval
-def _(*avals: Any) -> list[Any]:
-    return list(avals)
+def postponed_barrier() -> BarrierPart:
+    """The primitive of the parts of one more ordering barrier; the last operand is the one that the others wait for."""
+    return BarrierPart("postponed")
 
 
 @rule("postponed")

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from vnode.placement.leaf_sharding import fitting_sharding, partition
 from vnode.placement.leaves import is_array, is_key, shape_of
 from vnode.placement.placement import Placement
 from vnode.placement.process_arrays import exchange_arrays, global_array, replicate_in_processes
-from vnode.placement.transfer import fitting_sharding, partition
 from vnode.placement.world import is_shared
 
 

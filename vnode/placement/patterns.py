@@ -19,8 +19,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
+from vnode.placement.leaf_sharding import Role, has_device_order, leaf_sharding
 from vnode.placement.placement import Placement
-from vnode.placement.transfer import has_device_order, rename_axes, resharding, to_placement
+from vnode.placement.transfer import rename_axes, resharding, to_placement
 from vnode.placement.uneven_dimension import UnevenSpec
 from vnode.show.units import several
 
@@ -42,9 +43,6 @@ class Exactly:
 Pattern = str | Exactly
 
 Patterns = tuple[tuple[Pattern, PartitionSpec | UnevenSpec], ...]
-
-HOST = "pinned_host"
-"""jax's name for the host memory that devices read and write."""
 
 
 def patterns_of(given: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
@@ -183,10 +181,11 @@ def by_name(tree: Any, patterns: Patterns, placement: Placement, host: Sequence[
         shape = np.shape(leaf)
         spec = first_match(patterns, name, shape)
         away = any(matches(pattern, name, shape) for pattern in host)
-        spec = PartitionSpec() if away and spec is None else spec
-        if spec is None or isinstance(spec, UnevenSpec) or len(spec) > len(shape) or not hasattr(leaf, "dtype"):
+        if isinstance(spec, UnevenSpec) or not hasattr(leaf, "dtype"):
             return leaf
-        target = NamedSharding(placement.mesh, restrict_to_mesh(spec, placement), memory_kind=HOST if away else None)
+        target = leaf_sharding(shape, None, placement, Role.NAMED, spec=spec, host=away)
+        if target is None:
+            return leaf
         check_divides(name, shape, target)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target, weak_type=leaf.weak_type)
@@ -201,13 +200,6 @@ def by_name(tree: Any, patterns: Patterns, placement: Placement, host: Sequence[
         return resharding(target)(leaf)
 
     return jax.tree_util.tree_map_with_path(add_spec, tree)
-
-
-def restrict_to_mesh(spec: PartitionSpec, placement: Placement) -> PartitionSpec:
-    """Restricts a spec to the axes of a placement's mesh."""
-    entries = [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in spec]
-    kept = [tuple(name for name in entry if name in placement.mesh.shape) for entry in entries]
-    return PartitionSpec(*[entry or None for entry in kept])
 
 
 def check_divides(name: str, shape: Sequence[int], target: NamedSharding) -> None:

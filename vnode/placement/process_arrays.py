@@ -25,12 +25,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from vnode.errors import PlacementError, layout_message
 from vnode.placement.device_cache import device_cache
 from vnode.placement.donated import check_not_donated
+from vnode.placement.leaf_sharding import has_device_order, put_sharding
 from vnode.placement.leaves import bytes_of, is_array, is_key
 from vnode.placement.placement import Placement
 from vnode.placement.process_barrier import block_until_ready, exchange_words, process_names
 from vnode.placement.sharded import ShardedBatch
 from vnode.placement.static_scalars import map_arrays
-from vnode.placement.transfer import has_device_order, replicated, resharding, target_sharding, to_placement
+from vnode.placement.transfer import replicated, resharding, to_placement
 from vnode.placement.world import in_world, is_local, is_shared, world, world_of
 from vnode.show.units import several
 
@@ -248,7 +249,7 @@ def move_agreed(leaf: Any, placement: Placement, ways: list[int], devices: set[A
       devices: the devices of all processes concerned.
       own: how this process has it.
     """
-    target = target_sharding(leaf, placement)
+    target = put_sharding(leaf, placement)
     if isinstance(leaf, jax.Array) and has_device_order(leaf.sharding, placement.devices):
         return leaf if leaf.sharding == target else resharding(target)(leaf)
     key = jax.random.key_impl(leaf) if is_key(leaf) else None

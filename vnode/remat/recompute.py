@@ -25,7 +25,7 @@ from vnode.analysis.program import Atom, Program, ResultIndex, barrier_equation
 from vnode.errors import PartitionError
 from vnode.operators.control_flow import region_of
 from vnode.operators.cost import nbytes
-from vnode.operators.ordering_barrier import postponed_p
+from vnode.operators.ordering_barrier import postponed_barrier
 
 TIMES = 12
 """The number of time slots after the turning point."""
@@ -273,14 +273,14 @@ def copy_equations(
     read = dict.fromkeys(atom for eqn in equations for atom in eqn.invars if isinstance(atom, Var) and atom in varying)
     read |= dict.fromkeys(others)
     names: dict[Var, Var] = {}
-    barrier = barrier_equation()
-    like = equations[0] if equations else barrier
-    source = like.source_info.replace()  # one object for all of them, and no other: they are evaluated as one group
+    template = barrier_equation()
+    source = (equations[0] if equations else template).source_info
+    barrier = postponed_barrier()
     copies: list[JaxprEqn] = []
     for var in (*(var for var in read if var not in made), trigger):
         names[var] = Var(var.aval)
         copies.append(
-            barrier.replace(primitive=postponed_p, invars=[var], outvars=[names[var]], params={}, source_info=source)
+            template.replace(primitive=barrier, invars=[var], outvars=[names[var]], params={}, source_info=source)
         )
     for eqn in equations:
         invars = [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in eqn.invars]

@@ -223,7 +223,7 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | WholeEvaluator, one_b
     for part in split_subgraphs(recipe) if one_by_one else [Subgraph(tuple(recipe.actions))]:
         for key in part.batched_leaves if latest is not None else ():
             env[key] = ready_value(env[key], latest)
-        for action, *others in group_barrier_parts(part.actions, equation_of, flow.program.describe, is_made_by):
+        for action, *others in group_barrier_parts(part.actions, equation_of, is_made_by):
             if isinstance(action, Conversion):
                 assert isinstance(node, Node)
                 value = env[(action.var, action.source)]

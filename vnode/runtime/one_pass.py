@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import Var
 from jax.sharding import PartitionSpec
 
@@ -30,6 +29,7 @@ from vnode.runtime.mode import Mode
 from vnode.runtime.node import Node, WholeEvaluator
 from vnode.runtime.offloaded_accumulators import fold_pieces_offloaded
 from vnode.runtime.output_sharding import SummingDevices, choose_output_layouts
+from vnode.runtime.pass_layout import BatchedInput, DeviceInputs, PassLayout
 from vnode.runtime.replicated_region import ReplicatedRegion, is_separate
 from vnode.runtime.tree import Tree
 from vnode.runtime.values import Values, inner_axes
@@ -85,13 +85,39 @@ class PassEmission(Values):
         Returns:
           The totals; or, if other programs hold other nodes, the result of `device_reductions.reduce_to_blocks`.
         """
-        placement, axis = self.placement, self.placement.axis
-        shards = [self.shard(var) for var, _ in nodes.sliced_inputs]
-        slots = [var in self.collected for var, _ in nodes.sliced_inputs]
+        layout, placement = self.lay_out_pass(nodes), self.placement
+        run = jax.shard_map(
+            functools.partial(self.run_on_device, layout),
+            mesh=placement.mesh,
+            in_specs=self.input_specs(layout),
+            out_specs=self.output_specs(layout),
+            axis_names=set(placement.mesh.axis_names) if self.divides else {placement.axis},
+            check_vma=False,
+        )
+        totals, kept = run(
+            jnp.asarray(placement.starts, jnp.int32),
+            jnp.asarray(placement.counts, jnp.int32),
+            [jnp.asarray(table) for table in layout.order.tables],
+            [self.as_stored(var) for var in nodes.whole_inputs],
+            [each.value for each in layout.batched],
+            [self.as_stored(var) for var in layout.awaited],
+        )
+        self.collected.update((var, value) for (var, _), value in zip(nodes.collected, kept, strict=True))
+        self.layouts.update((a.var, end) for a, end in zip(nodes.accumulators, layout.ends, strict=True))
+        if layout.kept is not None:
+            self.layouts.update((var, end) for (var, _), end in zip(nodes.collected, layout.kept, strict=True))
+        if self.alone and self.has_barriers:
+            totals = list(map(node_loops.as_row_major, totals))
+        return totals
+
+    def lay_out_pass(self, nodes: Pass) -> PassLayout:
+        """Decides how the values of a pass lie; emits what brings its batched inputs there."""
+        placement = self.placement
+        batched = [self.batched_input(var, form) for var, form in nodes.sliced_inputs]
         divided = self.divided_pass(nodes)
-        lying = divided.inputs if divided else self.node_input_layouts(nodes)
+        inputs = divided.inputs if divided else self.node_input_layouts(nodes)
         # values with a known layout are resharded explicitly, before the loop
-        mesh_axes, wanted = long_axes(placement.mesh), lying[1 + len(nodes.sliced_inputs) :]
+        wanted = inputs[1 + len(batched) :]
         given = [
             self.layout(var) if var in self.layouts else end
             for var, end in zip(nodes.whole_inputs, wanted, strict=True)
@@ -101,109 +127,125 @@ class PassEmission(Values):
             found = zip(made_so, divided.dims, strict=True)
             self.dims.update((var, dim) for var, dim in found if dim is not None)
         sums = sums_of(nodes, divided)
-        plan = device_reductions.ReductionPlan.from_counts(
+        order = device_reductions.ReductionPlan.from_counts(
             placement.counts, self.lane, self.is_local_to_device, placement.first, placement.virtual_nodes
         )
         made = divided.results[: len(sums)] if divided else [replicated(len(s.shape)) for s in sums]
         lies = [each.without_partial for each in made]
         ends = self.total_layouts(nodes, lies) if self.alone else lies
-        among = SummingDevices(axis, self.once_axes, bool(self.exact))
-        parts = [among.divided_dim(*each) for each in zip(sums, made, ends, strict=True)]
+        parts = [self.summing_devices.divided_dim(*each) for each in zip(sums, made, ends, strict=True)]
         barriers = self.mode is Mode.INVARIANT and self.platform in node_loops.KEEP_BARRIERS
         awaited = self.barrier_values(nodes, given, wanted)
         if nodes.waits_for_previous:
             awaited += self.unawaited[-1:]
-        packing = self.packing(nodes, barriers and divided is None)
+        return PassLayout(
+            node_pass=nodes,
+            batched=batched,
+            divided=divided,
+            inputs=inputs,
+            given=given,
+            sums=sums,
+            made=made,
+            ends=ends,
+            parts=parts,
+            kept=divided.results[len(sums) :] if divided else None,
+            order=order,
+            awaited=awaited,
+            packing=self.packing(batched, barriers and divided is None),
+            barriers=barriers,
+        )
 
-        def device_program(
-            first: jax.Array,
-            count: jax.Array,
-            runs: list[jax.Array],
-            whole: list[Any],
-            shard: list[Any],
-            latest: list[Any],
-        ) -> tuple[Any, list[Any]]:
-            origin = node_loops.opaque_count(
-                first[0]
-            )  # otherwise the compiler for one device would replace a node's number by the loop counter
-            packed = packing.pack(lambda i: self.node_parts(shard[i], nodes.sliced_inputs[i], shards[i], slots[i]))
+    def batched_input(self, var: Var, form: Slice) -> BatchedInput:
+        """A batched value as a pass reads it."""
+        value, dim = self.shard(var)
+        elements, shape = self.flow.node_elements(form), self.shape_in_node(var, form)
+        return BatchedInput(form, value, dim, var in self.collected, elements, shape)
+
+    def input_specs(self, layout: PassLayout) -> tuple[Any, ...]:
+        """The specs of the arguments of `run_on_device`, besides the layout."""
+        axis = self.placement.axis
+        lying = zip(layout.batched, layout.inputs[1:], strict=False)
+        return (
+            PartitionSpec(axis),
+            PartitionSpec(axis),
+            PartitionSpec(axis),
+            [spec_of(each) if self.divides else PartitionSpec() for each in layout.given],
+            [
+                stacked_spec(lies, each.dim, axis) if each.in_slots else self.spec_of_batched(lies, each.form, each.dim)
+                for each, lies in lying
+            ],
+            [spec_of(self.layout(var)) for var in layout.awaited],
+        )
+
+    def output_specs(self, layout: PassLayout) -> tuple[Any, Any]:
+        """The specs of the results of `run_on_device`."""
+        axis = self.placement.axis
+        totals = [spec_of(each) for each in layout.ends] if self.divides and self.alone else PartitionSpec()
+        if layout.kept is None:
+            return totals, PartitionSpec(axis)
+        return totals, [stacked_spec(each, 0, axis) for each in layout.kept]
+
+    def run_on_device(
+        self,
+        layout: PassLayout,
+        first: jax.Array,
+        count: jax.Array,
+        runs: list[jax.Array],
+        whole: list[Any],
+        shards: list[Any],
+        latest: list[Any],
+    ) -> tuple[Any, list[Any]]:
+        """One device's part of a pass, under `shard_map`.
+
+        Args:
+          layout: of the pass.
+          first: the number of the device's first node, ``int32[1]``.
+          count: the device's number of nodes, ``int32[1]``.
+          runs: the tables of the order of additions, for this device.
+          whole: the device's shards of whole values.
+          shards: the device's shards of batched values.
+          latest: the values that the pass waits for.
+
+        Returns:
+          The totals, and the values that are kept of each node.
+        """
+        with with_axis_indices(long_axes(self.placement.mesh) if self.divides else {}):
+            nodes, mesh_axes = layout.node_pass, long_axes(self.placement.mesh)
+            # otherwise the compiler for one device would replace a node's number by the loop counter
+            origin = node_loops.opaque_count(first[0])
+            packed = layout.pack(shards, self.placement.waves)
+            several = zip(nodes.whole_inputs, whole, layout.given, layout.wanted, strict=True)
             whole = [
                 convert_after(value, start, end, self.shape(var), mesh_axes, latest)
-                for var, value, start, end in zip(nodes.whole_inputs, whole, given, wanted, strict=True)
+                for var, value, start, end in several
             ]
-
-            def take(index: jax.Array) -> list[Any]:
-                number = origin + index
-                alone = [
-                    self.node_part(shard[i], nodes.sliced_inputs[i], shards[i], slots[i], index)
-                    for i in packing.unpacked
-                ]
-                return [number, *alone, *packing.select_node(packed, index)]
-
-            def compute(taken: list[Any]) -> tuple[list[Any], list[Any]]:
-                alone = 1 + len(packing.unpacked)
-                taken = [taken[0].reshape(1), *packing.unpack(taken[1:alone], taken[alone:])]
-                with devices_in_step(everywhere=placement.even, in_branches=placement.size == 1):
-                    values = divided([*taken, *whole]) if divided else self.node_function(nodes, [*taken, *whole])
-                return values[: len(sums)], values[len(sums) :]
-
-            program = node_loops.NodeProgram(take, compute, placement.waves == 1, barriers)
+            inputs = DeviceInputs(layout, origin, shards, packed, whole, functools.partial(self.evaluate_node, layout))
+            program = node_loops.NodeProgram(inputs.take, inputs.compute, self.placement.waves == 1, layout.barriers)
             late = self.wholes_by_level(nodes, whole)
-            buffers = [] if self.is_fixed_length else self.buffers(nodes, divided, [value for _, value in late])
+            buffers = [] if self.is_fixed_length else self.buffers(layout, [value for _, value in late])
             after = [value for level, value in late if level] if self.platform in node_loops.ROOM_EARLY else []
             after = [*after, *(latest if nodes.waits_for_previous else [])]
-            totals, kept = self.sum_over_devices(program, sums, parts, plan, count, runs, buffers, after)
+            totals, kept = self.sum_over_devices(layout, program, count, runs, buffers, after)
             if not self.divides or not self.alone:
                 return totals, kept
             # partial values over the other axes are combined once, not for every node
-            several = zip(nodes.accumulators, totals, made, parts, ends, strict=True)
+            several = zip(nodes.accumulators, totals, layout.made, layout.parts, layout.ends, strict=True)
+            divide = self.summing_devices.divide_dim
             return [
-                convert(total, among.divide_dim(start, dim, self.shape(a.var)), end, self.shape(a.var), mesh_axes)
+                convert(total, divide(start, dim, self.shape(a.var)), end, self.shape(a.var), mesh_axes)
                 for a, total, start, dim, end in several
             ], kept
 
-        spec = PartitionSpec
-        in_specs = (
-            spec(axis),
-            spec(axis),
-            spec(axis),
-            [spec_of(layout) if self.divides else spec() for layout in given],
-            [
-                stacked_spec(layout, dim, axis) if slot else self.spec_of_batched(layout, form, dim)
-                for layout, (_, form), (_, dim), slot in zip(
-                    lying[1:], nodes.sliced_inputs, shards, slots, strict=False
-                )
-            ],
-            [spec_of(self.layout(var)) for var in awaited],
-        )
-        kept_in = divided.results[len(sums) :] if divided else None
-        out_specs = (
-            [spec_of(layout) for layout in ends] if self.divides and self.alone else spec(),
-            [stacked_spec(layout, 0, axis) for layout in kept_in] if kept_in is not None else spec(axis),
-        )
-        run = jax.shard_map(
-            with_axis_indices(mesh_axes if self.divides else {})(device_program),
-            mesh=placement.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(placement.mesh.axis_names) if self.divides else {axis},
-            check_vma=False,
-        )
-        totals, kept = run(
-            jnp.asarray(placement.starts, jnp.int32),
-            jnp.asarray(placement.counts, jnp.int32),
-            [jnp.asarray(table) for table in plan.tables],
-            [self.as_stored(var) for var in nodes.whole_inputs],
-            [value for value, _ in shards],
-            [self.as_stored(var) for var in awaited],
-        )
-        self.collected.update((var, value) for (var, _), value in zip(nodes.collected, kept, strict=True))
-        self.layouts.update((a.var, layout) for a, layout in zip(nodes.accumulators, ends, strict=True))
-        if kept_in is not None:
-            self.layouts.update((var, layout) for (var, _), layout in zip(nodes.collected, kept_in, strict=True))
-        if self.alone and self.has_barriers:
-            totals = list(map(node_loops.as_row_major, totals))
-        return totals
+    def evaluate_node(self, layout: PassLayout, inputs: Sequence[Any]) -> list[Any]:
+        """The computation of one node on a device, from its number, its parts of batched values, and whole values."""
+        even, alone = self.placement.even, self.placement.size == 1
+        with devices_in_step(everywhere=even, in_branches=alone):
+            return layout.divided(inputs) if layout.divided else self.node_function(layout.node_pass, inputs)
+
+    @property
+    def summing_devices(self) -> SummingDevices:
+        """The devices that a sum over nodes is divided among."""
+        return SummingDevices(self.placement.axis, self.once_axes, bool(self.exact))
 
     @property
     def is_local_to_device(self) -> bool:
@@ -220,18 +262,16 @@ class PassEmission(Values):
         """Whether a pass is a loop with a static trip count, alike on all devices."""
         return self.mode is not Mode.INVARIANT and self.placement.even
 
-    def packing(self, nodes: Pass, asked: bool) -> Packing:
+    def packing(self, batched: Sequence[BatchedInput], asked: bool) -> Packing:
         """The packing of the batched values that a pass reads; nothing is packed if `asked` is false."""
-        own = [jax.ShapeDtypeStruct(self.shape_in_node(*each), each[0].aval.dtype) for each in nodes.sliced_inputs]
+        own = [jax.ShapeDtypeStruct(each.shape, each.value.dtype) for each in batched]
         several = asked and self.is_local_to_device and self.placement.virtual_nodes > 1
         return Packing.from_parts(own, self.placement.virtual_nodes) if several else Packing((), len(own))
 
     def sum_over_devices(
         self,
+        layout: PassLayout,
         program: node_loops.NodeProgram,
-        sums: Sequence[node_loops.Sum],
-        parts: Sequence[int | None],
-        plan: device_reductions.ReductionPlan,
         count: jax.Array,
         runs: Sequence[jax.Array],
         buffers: list[Any],
@@ -240,12 +280,10 @@ class PassEmission(Values):
         """Runs a device's nodes and reduces their contributions over devices.
 
         Args:
+          layout: of the pass.
           program: the computation of one node.
-          sums: the sums.
-          parts: for each sum the dimension along which its total is divided among devices, or None.
-          plan: the order of additions.
           count: the device's number of nodes, ``int32[1]``.
-          runs: the plan's tables for this device.
+          runs: the tables of the order of additions, for this device.
           buffers: buffers for the values kept of the device's nodes.
           after: values before which no memory for sums is allocated.
 
@@ -253,6 +291,7 @@ class PassEmission(Values):
           The result of `run_pass`, and the values kept of each node.
         """
         axis, waves = self.placement.axis, self.placement.waves
+        sums, parts, order = layout.sums, layout.parts, layout.order
         if self.mode is Mode.INVARIANT:
             number, starts, merges = (table[0] for table in runs)
             held = node_loops.Runs(node_loops.opaque_count(number), starts, merges)
@@ -265,16 +304,16 @@ class PassEmission(Values):
 
                 fold = fold_pieces_on_chip
             if self.far:
-                fold = functools.partial(fold_pieces_offloaded, far=self.far, left=plan.max_remaining)
+                fold = functools.partial(fold_pieces_offloaded, far=self.far, left=order.max_remaining)
             rest, exact, kept = node_loops.add_in_tree_order(
-                program, sums, held, plan.max_depth, plan.max_merges, buffers, fold, after
+                program, sums, held, order.max_depth, order.max_merges, buffers, fold, after
             )
             combine = (
                 functools.partial(device_reductions.reduce_all_nodes, parts=parts)
                 if self.alone
                 else device_reductions.reduce_to_blocks
             )
-            return combine(sums, rest, exact, plan, axis), kept
+            return combine(sums, rest, exact, order, axis), kept
         if self.is_fixed_length:
             totals, kept = node_loops.scan_nodes(program, sums, waves)
         elif self.mode is Mode.DIFFERENTIABLE:
@@ -292,25 +331,6 @@ class PassEmission(Values):
         whole = all(part is None for part in parts)
         return alone and whole and small_sums.are_small(sums, self.placement.virtual_nodes)
 
-    def node_part(
-        self, value: Any, of: tuple[Var, Slice], lies: tuple[Any, int], in_slots: bool, index: jax.Array
-    ) -> Any:
-        """One node's part of a device's shard of a batched value, by the node's position on the device."""
-        (_, form), (_, dim) = of, lies
-        if in_slots:
-            return lax.dynamic_index_in_dim(value, index, dim, keepdims=False)
-        n = self.flow.node_elements(form)
-        part = lax.dynamic_slice_in_dim(value, index * n, n, dim)
-        return part.reshape(*part.shape[: form.dim], form.outer * n, *part.shape[dim + 1 :])
-
-    def node_parts(self, value: Any, of: tuple[Var, Slice], lies: tuple[Any, int], in_slots: bool) -> Any:
-        """A device's shard of a batched value as its nodes' parts, ``[nodes, *part]``."""
-        (var, form), (_, dim), waves = of, lies, self.placement.waves
-        if not in_slots:
-            n = self.flow.node_elements(form)
-            value = value.reshape(*value.shape[:dim], waves, n, *value.shape[dim + 1 :])
-        return jnp.moveaxis(value, dim, 0).reshape(waves, *self.shape_in_node(var, form))
-
     def wholes_by_level(self, nodes: Pass, whole: Sequence[Any]) -> list[tuple[int, Any]]:
         """The whole values that a pass reads, latest first, each with the level at which it can be ready."""
         if (
@@ -320,11 +340,12 @@ class PassEmission(Values):
         late = [(self.ready_level(var), value) for var, value in zip(nodes.whole_inputs, whole, strict=True)]
         return sorted(late, key=lambda pair: pair[0], reverse=True)
 
-    def buffers(self, nodes: Pass, divided: MeshFunction | None, after: Sequence[Any]) -> list[Any]:
+    def buffers(self, layout: PassLayout, after: Sequence[Any]) -> list[Any]:
         """Buffers for the values kept of a device's nodes, in a pass that reads whole values.
 
         Dependence on these, latest first, keeps compilers from allocating the buffers before the pass.
         """
+        nodes, divided = layout.node_pass, layout.divided
         shapes = list[tuple[tuple[int, ...], Any]]()
         for i, (var, form) in enumerate(nodes.collected):
             shape = divided.local_shape(len(nodes.accumulators) + i) if divided else self.shape_in_node(var, form)

@@ -148,7 +148,7 @@ class _Run:
         for var, value in program.constants.items():
             known = value if rounding is None else rounding.opaque_constant(value)
             self.held[var] = {replicated(len(var.aval.shape)): known}
-        for steps in group_barrier_parts(self.flow.steps, equation_of, program.describe, lambda *_: True):
+        for steps in group_barrier_parts(self.flow.steps, equation_of, lambda *_: True):
             if len(steps) > 1:
                 with context_of(steps[0].eqn):
                     for step, value in zip(steps, self.parts(steps), strict=True):

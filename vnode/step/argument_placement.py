@@ -19,22 +19,23 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec, SingleDeviceSharding
+from jax.sharding import PartitionSpec, Sharding, SingleDeviceSharding
 
 from vnode.placement.donated import donated_leaves, is_array_class
+from vnode.placement.leaf_sharding import (
+    Role,
+    committed_sharding,
+    has_device_order,
+    is_explicit,
+    leaf_sharding,
+    memory_kind,
+    partition,
+)
 from vnode.placement.leaves import is_number
 from vnode.placement.placement import Placement
 from vnode.placement.process_arrays import exchange_arrays
 from vnode.placement.sharded import ShardedBatch, is_sharded_batch
-from vnode.placement.transfer import (
-    commit_to,
-    has_device_order,
-    memory_kind,
-    partition,
-    tracing,
-    transfer,
-    typed_sharding,
-)
+from vnode.placement.transfer import tracing, transfer
 from vnode.placement.world import is_shared, world_of
 from vnode.step.argument_checks import check_arguments, check_donated_once, has_repeated_array
 from vnode.step.call import is_static, wrap
@@ -98,6 +99,19 @@ class ArgumentPlacer:
             for leaf in leaves
         )
 
+    def role(self, present: Sharding | None, whole: bool) -> Role:
+        """The role of an argument's leaf. Several processes exchange leaves that are not on the placement's devices.
+
+        Args:
+          present: its sharding; None if it is not committed to devices.
+          whole: whether its argument is not split.
+        """
+        if self.across:
+            there = present is not None and has_device_order(present, self.placement.devices)
+            if not there or is_explicit(present):
+                return Role.PUT
+        return Role.UNSPLIT if whole else Role.SPLIT
+
     def clear(self) -> None:
         """Forgets all arguments."""
         self.in_place.clear()
@@ -144,33 +158,29 @@ class ArgumentPlacer:
           place: its path in ``(args, kwargs)``; for messages.
         """
         wrapped = wrap(tree, *place, names=self.spec.positional)
-        if whole and (self.spec.options.patterns or self.spec.options.host):
-            wrapped = put_by_name(wrapped, self.spec.options.patterns, self.placement, self.spec.options.host)
+        patterns, host = self.spec.options.patterns, self.spec.plan.host
+        if whole and (patterns or host):
+            wrapped = put_by_name(wrapped, patterns, self.placement, host)
         leaves, treedef = jax.tree.flatten(wrapped, is_leaf=is_sharded_batch)
         if self.across:
             placed = self._exchange(wrapped, leaves, whole, led)
         elif whole:
             placed = self._replicate(leaves)
         else:
-            placed = [self._transfer_leaf(leaf, False, led) for leaf in leaves]
+            placed = [transfer(leaf, self.placement, Role.SPLIT, mesh_known=led) for leaf in leaves]
         if whole and not self.sharded:
             self.sharded = any(partition(leaf) != PartitionSpec() for leaf in placed)
         same = all(a is b for a, b in zip(leaves, placed, strict=True))
         return wrapped if same else jax.tree.unflatten(treedef, placed)
 
-    def _transfer_leaf(self, leaf: Any, whole: bool, led: bool) -> Any:
-        """Places an array that is committed to devices; returns any other leaf as it is."""
-        if isinstance(leaf, jax.Array | ShardedBatch) and getattr(leaf, "committed", True):
-            return transfer(leaf, self.placement, batch=not whole, mesh_known=led)
-        return leaf
-
     def _replicate(self, leaves: Sequence[Any]) -> list[Any]:
         """Places unsplit arrays on all devices; transfers uncommitted ones together."""
         placed = list(leaves)
-        target = self.placement.sharding()
+        target = leaf_sharding((), None, self.placement, Role.UNSPLIT)
+        assert target is not None
         together = [k for k, leaf in enumerate(leaves) if is_uncommitted(leaf, memory_kind(target))]
         for k in set(range(len(placed))).difference(together):
-            placed[k] = commit_to(self._transfer_leaf(placed[k], True, False), self.placement)
+            placed[k] = transfer(placed[k], self.placement, Role.UNSPLIT)
         if together:
             brought = jax.device_put([leaves[k] for k in together], target)
             for k, leaf in zip(together, brought, strict=True):
@@ -179,18 +189,17 @@ class ArgumentPlacer:
 
     def _exchange(self, tree: Any, leaves: list[Any], whole: bool, led: bool) -> list[Any]:
         """Places arrays for a program of several processes; compares those that each process passes whole."""
-        here, placed = self.placement.devices, list(leaves)
-        away = []
+        away, placed = list[int](), list(leaves)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, ShardedBatch):
                 if leaf.placement == self.placement:
                     continue
                 placed[i] = leaf = leaf.whole()
-            there = isinstance(leaf, jax.Array) and leaf.committed and has_device_order(leaf.sharding, here)
-            if not there or typed_sharding(leaf):
+            role = self.role(committed_sharding(leaf), whole)
+            if role is Role.PUT:
                 away.append(i)
             else:
-                placed[i] = transfer(leaf, self.placement, batch=not whole, mesh_known=led)
+                placed[i] = transfer(leaf, self.placement, role, mesh_known=led)
         if away:
             paths = [path for path, _ in jax.tree.leaves_with_path(tree, is_leaf=is_sharded_batch)]
             names = [jax.tree_util.keystr(paths[i]) or "an argument" for i in away]

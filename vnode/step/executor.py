@@ -24,6 +24,7 @@ from vnode.analysis.program import Program
 from vnode.errors import PlacementError, ProcessError, layout_message
 from vnode.placement.agreement import check_same
 from vnode.placement.donated import donated_leaves
+from vnode.placement.leaf_sharding import Role, leaf_sharding, partition
 from vnode.placement.leaves import is_number, shape_of, shapes_of
 from vnode.placement.patterns import check_matched
 from vnode.placement.placement import Placement
@@ -38,13 +39,7 @@ from vnode.placement.trace_context import (
     with_jit,
     without_mesh,
 )
-from vnode.placement.transfer import (
-    arrival_sharding,
-    partition,
-    stays_in_place,
-    target_sharding,
-    tracing,
-)
+from vnode.placement.transfer import tracing
 from vnode.placement.world import in_world, is_local, world, world_of
 from vnode.runtime.device_groups import GroupProgram
 from vnode.step.argument_checks import (
@@ -256,14 +251,16 @@ class Executor:
         led = [any(jax.tree.leaves(wrapped[k]) for k in wholes if k < i) for i in range(len(args) + 1)]
         given = tuple(
             jax.tree.map(
-                functools.partial(self._shape_after_transfer, batch=i not in wholes, led=led[i]),
+                functools.partial(
+                    self._shape_after_transfer, role=Role.UNSPLIT if i in wholes else Role.SPLIT, led=led[i]
+                ),
                 arg,
                 is_leaf=is_sharded_batch,
             )
             for i, arg in enumerate(wrapped)
         )
         leaves = jax.tree.leaves([given[i] for i in wholes])
-        patterns, host = self.spec.options.patterns, self.spec.options.host
+        patterns, host = self.spec.options.patterns, self.spec.plan.host
         if patterns or host:
             given = tuple(
                 put_by_name(shapes_of(arg, sharding="committed"), patterns, self.placement, host)
@@ -273,21 +270,28 @@ class Executor:
             )
         self.arguments.sharded |= bool(patterns) or any(partition(leaf) != PartitionSpec() for leaf in leaves)
         with without_mesh():
-            move = functools.partial(self._shape_after_transfer, batch=True, led=led[-1])
+            move = functools.partial(self._shape_after_transfer, role=Role.SPLIT, led=led[-1])
             named_ones = jax.tree.map(move, wrap(kwargs, 1), is_leaf=is_sharded_batch)
             return self._jit.lower(self._surroundings(mesh, given), *given, **named_ones)
 
-    def _shape_after_transfer(self, leaf: Any, batch: bool, led: bool) -> Any:
-        """The shape of an array with the sharding to which a call moves it; the leaf itself if it stays."""
+    def _shape_after_transfer(self, leaf: Any, role: Role, led: bool) -> Any:
+        """The shape of an array with the sharding to which a call moves it; the leaf itself if it stays.
+
+        An array that is not committed to devices stays: `jax.jit` decides about its sharding.
+        """
         if isinstance(leaf, ShardedBatch):
             away = leaf.placement != self.placement
-            return shape_of(leaf).update(sharding=self.placement.sharding()) if away else leaf
+            return self._shape_in_place(shape_of(leaf), Role.PUT) if away else leaf
         if tracing() or not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return leaf
         shape = shape_of(leaf, sharding="committed")
-        if shape.sharding is None or stays_in_place(shape.sharding, self.placement, batch and led):
-            return leaf
-        return shape.update(sharding=arrival_sharding(shape, self.placement, batch))
+        placed = shape if shape.sharding is None else self._shape_in_place(shape, role, led)
+        return leaf if placed is shape else placed
+
+    def _shape_in_place(self, shape: jax.ShapeDtypeStruct, role: Role, led: bool = False) -> jax.ShapeDtypeStruct:
+        """A shape with its sharding on the placement; the same object if it stays as it is."""
+        target = leaf_sharding(shape.shape, shape.sharding, self.placement, role, mesh_known=led)
+        return shape if target is None else shape.update(sharding=target)
 
     def lower_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """As `lower`, for arguments on other devices that will be transferred to the placement."""
@@ -303,14 +307,9 @@ class Executor:
                 return abstract_batch(leaf.shape, leaf.dtype, self.placement)
             if (whole or self.arguments.across) and is_number(leaf):
                 leaf = shape_of(leaf)
-            led = not whole
-            whole = whole or self.arguments.across  # what each process has for itself is put on all devices
-            if not isinstance(leaf, jax.ShapeDtypeStruct) or not (whole or leaf.sharding):
+            if not isinstance(leaf, jax.ShapeDtypeStruct):
                 return leaf
-            if leaf.sharding and stays_in_place(leaf.sharding, self.placement, led):
-                return leaf
-            sharding = target_sharding(leaf, self.placement)
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type, sharding=sharding)
+            return self._shape_in_place(leaf, self.arguments.role(leaf.sharding, whole), led=True)
 
         args, kwargs = self.spec.with_static(args, kwargs)
         placed = [

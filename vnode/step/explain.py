@@ -64,7 +64,7 @@ def reports(
     divided_by_xla = sharded_over_nodes(here) if spec.options.automatic else ()
 
     def of_place(place: Placement | Layout) -> Report:
-        emitted = emitted_schedule(made.schedule, spec.options, place.together)
+        emitted = emitted_schedule(made.schedule, spec.options, spec.plan, place.together)
         parts = {} if local is None else local(emitted)
         reduction = Reduction(spec.options.reduction, spec.options.lane, divided_by_xla, parts)
         found = describe_schedule(emitted, place, spec.name, made.couplings, reduction, names)

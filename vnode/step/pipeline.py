@@ -32,12 +32,12 @@ from vnode.analysis.separate_sums import separate_sums
 from vnode.analysis.states import Coupling, State
 from vnode.analysis.tracing import Traced, trace
 from vnode.errors import CouplingError, PlacementError, VnodeError, layout_message
+from vnode.placement.leaf_sharding import partition
 from vnode.placement.leaves import shape_of
 from vnode.placement.patterns import Pattern, Patterns
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, whole_batches
 from vnode.placement.trace_context import NO_MESH, typed_mesh, with_automatic_axes, with_jit
-from vnode.placement.transfer import partition
 from vnode.runtime.device_groups import GroupProgram
 from vnode.runtime.emit import emit
 from vnode.runtime.evaluate_recipe import restore_weak_types
@@ -55,14 +55,7 @@ from vnode.step.uneven_state import UnevenState
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of `virtualize`, and a plan's decisions.
-
-    Attributes:
-      recomputed: the values that a plan recomputes.
-      offloaded: the residuals that a plan offloads to the host.
-      host_accumulators: the number of pending sums that are on the host, those that are pending longest; 0 for none.
-      planned: a plan predicts the passes of the step, which stay as they are.
-    """
+    """The options of `virtualize`."""
 
     virtual_nodes: int
     coupling: Option
@@ -72,12 +65,6 @@ class Options:
     accumulate_dtype: Any
     automatic: bool = False
     patterns: Patterns = ()
-    host: tuple[Pattern, ...] = ()
-    recomputed: tuple[ResultIndex, ...] = ()
-    offloaded: tuple[ResultIndex, ...] = ()
-    host_accumulators: int = 0
-    records: Records | None = None
-    planned: bool = False
 
     @property
     def lane(self) -> int:
@@ -88,6 +75,35 @@ class Options:
     def order(self) -> tuple[int, ...]:
         """The branches per level of the reduction tree, the lowest level first; empty if any order is allowed."""
         return Tree.from_lanes(self.virtual_nodes, self.lane).branches if self.reduction == "invariant" else ()
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanChoices:
+    """The choices of a plan about a step that no option of `virtualize` makes; by default there is no plan.
+
+    Attributes:
+      host: patterns of the names of leaves that are in host memory.
+      recomputed: the values that are recomputed where they are read late.
+      offloaded: the residuals that are offloaded to the host.
+      host_accumulators: the number of pending sums that are on the host, those that are pending longest; 0 for none.
+      records: recorded shardings of programs, by the programs' digests.
+      planned: the plan predicts the passes of the step, which stay as they are.
+    """
+
+    host: tuple[Pattern, ...] = ()
+    recomputed: tuple[ResultIndex, ...] = ()
+    offloaded: tuple[ResultIndex, ...] = ()
+    host_accumulators: int = 0
+    records: Records | None = None
+    planned: bool = False
+
+    @property
+    def fixes_passes(self) -> bool:
+        """Whether the plan was made for the passes as they are scheduled."""
+        return bool(self.planned or self.recomputed or self.offloaded or self.host_accumulators)
+
+
+NO_PLAN = PlanChoices()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +121,7 @@ class FlatStep:
       uneven_state: which leaves are stored in blocks, of which devices have different numbers; None if none are.
       result_specs: given their types, how what the function returns will be laid out; None if nobody says.
       parts: into how many parts the examples of each argument are divided; `size` where nothing is said.
+      plan: the choices of a plan.
     """
 
     fun: Callable[..., list[Any]]
@@ -116,6 +133,7 @@ class FlatStep:
     uneven_state: UnevenState | None = None
     result_specs: Callable[[Sequence[Any]], Sequence[PartitionSpec | None]] | None = None
     parts: Sequence[int | None] = ()
+    plan: PlanChoices = NO_PLAN
 
     @property
     def shapes(self) -> list[Any]:
@@ -190,10 +208,11 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
     check_estimates(flat)
     if (seen := TRACED_PROGRAMS.get()) is not None:
         seen.append(program)
-    if options.recomputed or options.offloaded:  # imported for plans only
+    plan = flat.plan
+    if plan.recomputed or plan.offloaded:  # imported for plans only
         from vnode.remat.apply_memory_plan import apply_memory_plan
 
-        program = apply_memory_plan(program, options.recomputed, batched, options.offloaded)
+        program = apply_memory_plan(program, plan.recomputed, batched, plan.offloaded)
 
     def follow(option: Option) -> tuple[Schedule, list[Coupling]]:
         follower = Follower(batch, options.virtual_nodes, functools.partial(mode_of, option))
@@ -224,7 +243,7 @@ def check_estimates(flat: FlatStep) -> None:
         )
 
 
-def emitted_schedule(made: Schedule, options: Options, together: int) -> Schedule:
+def emitted_schedule(made: Schedule, options: Options, plan: PlanChoices, together: int) -> Schedule:
     """The schedule that is emitted: large sums in tree order may get passes of their own.
 
     It depends on the number of nodes, and on whether several devices compute a node, but not on the placement. A plan's
@@ -233,10 +252,10 @@ def emitted_schedule(made: Schedule, options: Options, together: int) -> Schedul
     Args:
       made: the schedule.
       options: of the step.
+      plan: the choices of a plan.
       together: the number of devices that compute a node together. If there are several, single sums are not divided.
     """
-    decided = options.planned or options.recomputed or options.offloaded or options.host_accumulators
-    if options.reduction != "invariant" or decided:
+    if options.reduction != "invariant" or plan.fixes_passes:
         return made
     tree = Tree.from_lanes(options.virtual_nodes, options.lane)
     return separate_sums(made, tree.fold(tree.runs(0, tree.leaves)).depth, in_parts=together == 1)
@@ -254,8 +273,8 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
     Returns:
       The function's results.
     """
-    made, options = analyse(flat, placement.devices), flat.options
-    emitted = made.schedule if differentiable else emitted_schedule(made.schedule, options, placement.together)
+    made, options, plan = analyse(flat, placement.devices), flat.options, flat.plan
+    emitted = made.schedule if differentiable else emitted_schedule(made.schedule, options, plan, placement.together)
     check_effects(made.program, placement)
     check_references(made.program, placement)
     mode = Mode.DIFFERENTIABLE if differentiable else Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
@@ -267,9 +286,9 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
         input_layouts(flat, made.traced.captured, axes),
         over_nodes,
         options.automatic,
-        options.records,
+        plan.records,
         flat.specs,
-        planned=options.planned,
+        planned=plan.planned,
     )
     types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in made.program.outputs]
     if flat.result_specs is not None and axes:
@@ -281,9 +300,7 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
 
     def step(*values: Any) -> list[Any]:
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
-            return emit(
-                emitted, placement, values, mode, options.lane, division=division, far=options.host_accumulators
-            )
+            return emit(emitted, placement, values, mode, options.lane, division=division, far=plan.host_accumulators)
 
     mesh = typed_mesh(values)
     if mesh is not None:
@@ -327,8 +344,7 @@ def with_derivative(
         [*flat.parts, *[None] * (len(flat.leaves) + len(made.traced.captured) - len(flat.parts))],
     )  # not `flat`: jax keeps this closure alive
     in_rooms = flat.uneven_state is not None
-    # The step itself was accepted, and no plan covers its derivative.
-    unlimited = dataclasses.replace(flat.options, recompute_budget=math.inf, records=None, recomputed=(), offloaded=())
+    unlimited = dataclasses.replace(flat.options, recompute_budget=math.inf)  # the step itself was accepted
     step = jax.custom_jvp(step)
 
     @step.defjvp
@@ -367,7 +383,7 @@ def with_derivative(
         values = [*primals, *(tangents[i] for i in moving)]
         moved_axes = [*axes, *(axes[i] for i in moving)]
         moved_parts = [*parts, *(parts[i] for i in moving)]
-        moved = FlatStep(both, values, moved_axes, size, unlimited, specs, parts=moved_parts)
+        moved = FlatStep(both, values, moved_axes, size, unlimited, specs, parts=moved_parts)  # no plan covers it
         results = evaluate(moved, placement, differentiable=True)
         outputs, changes = results[: len(still)], iter(results[len(still) :])
         return outputs, [
@@ -408,7 +424,7 @@ def program_of_groups(flat: FlatStep, placement: Placement, name: str) -> GroupP
             )
     mode = Mode.INVARIANT if flat.options.reduction == "invariant" else Mode.FAST
     shared = [isinstance(leaf, ShardedBatch) for leaf in flat.leaves]
-    emitted = emitted_schedule(made.schedule, flat.options, placement.together)
+    emitted = emitted_schedule(made.schedule, flat.options, flat.plan, placement.together)
     return GroupProgram(emitted, placement, mode, flat.options.lane, name, shared)
 
 

@@ -18,10 +18,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
+from vnode.placement.leaf_sharding import put_sharding, trim_spec
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import is_sharded_batch
 from vnode.placement.trace_context import is_typed
-from vnode.placement.transfer import resharding, target_sharding, trim_spec
+from vnode.placement.transfer import resharding
 from vnode.runtime.host_prefetch import is_on_host
 
 Specs = tuple[PartitionSpec | None, ...]
@@ -57,7 +58,7 @@ def specs_of(args: Sequence[Any], wholes: Sequence[int], placement: Placement) -
     for i, arg in enumerate(args):
         for leaf in jax.tree.leaves(arg, is_leaf=is_sharded_batch):
             says = i in wholes and isinstance(getattr(leaf, "sharding", None), NamedSharding)
-            specs.append(trim_spec(target_sharding(leaf, placement).spec) if says else None)
+            specs.append(trim_spec(put_sharding(leaf, placement).spec) if says else None)
     return tuple(specs) if len(placement.devices) > placement.size or any(specs) else ()
 
 

@@ -19,14 +19,14 @@ from jax.sharding import PartitionSpec
 
 from vnode.step.argument_checks import check_signature, positional_names, takes_any
 from vnode.step.call import Call, OutputTree, with_static
-from vnode.step.pipeline import FlatStep, Options
+from vnode.step.pipeline import NO_PLAN, FlatStep, Options, PlanChoices
 from vnode.step.result_layouts import Specs, result_specs
 from vnode.step.uneven_state import find_uneven_state
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepSpec:
-    """A step on any devices: the user's function, and the options of `virtualize`.
+    """A step on any devices: the user's function, the options of `virtualize`, and the choices of a plan.
 
     Attributes:
       fun: the function.
@@ -35,6 +35,7 @@ class StepSpec:
       donate_argnums: positions of donated arguments.
       static_argnums: positions of arguments that are compile-time constants.
       static_argnames: names of such, where they are given by keyword.
+      plan: the choices of a plan.
     """
 
     fun: Callable[..., Any]
@@ -43,6 +44,7 @@ class StepSpec:
     donate_argnums: tuple[int, ...]
     static_argnums: tuple[int, ...]
     static_argnames: tuple[str, ...]
+    plan: PlanChoices = NO_PLAN
 
     @property
     def name(self) -> str:
@@ -102,7 +104,7 @@ class StepSpec:
         rooms = find_uneven_state(call, output, self.options.patterns, self.unsplit_positions)
         after = functools.partial(self.result_specs, call, output, specs) if any(specs) else None
         function = call.flat_function(self.fun, output)
-        return FlatStep(function, given, call.axes, call.size, self.options, specs, rooms, after, call.parts)
+        return FlatStep(function, given, call.axes, call.size, self.options, specs, rooms, after, call.parts, self.plan)
 
     @staticmethod
     def result_specs(call: Call, output: OutputTree, specs: Specs, types: Sequence[Any]) -> list[PartitionSpec | None]:

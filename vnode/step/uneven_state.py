@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
+from vnode.placement.leaf_sharding import Role, leaf_sharding
 from vnode.placement.leaves import shape_of
 from vnode.placement.patterns import Pattern, Patterns, by_name, first_match, name_of, quoted
 from vnode.placement.placement import Placement
@@ -104,7 +105,8 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
         if spec is None or not hasattr(leaf, "dtype") or spec.dim >= len(np.shape(leaf)):
             return leaf
         is_stored = stored_dim(path, leaf, patterns) is not None and is_known_stored(path, leaf, spec)
-        sharding = NamedSharding(placement.mesh, PartitionSpec(*[None] * spec.dim, spec.axis))
+        along = PartitionSpec(*[None] * spec.dim, spec.axis)
+        sharding = leaf_sharding(np.shape(leaf), None, placement, Role.NAMED, spec=along)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             shape = list(leaf.shape)
             shape[spec.dim] = spec.room

@@ -212,7 +212,7 @@ class VirtualStep(Step[P, R]):
           VnodeError: arrays were donated, or there are shapes without values.
         """
         check_placed(tree)
-        patterns, host = self.options.patterns, self.options.host
+        patterns, host = self.options.patterns, self.spec.plan.host
         self.family.check(self.placement)
         if self.spec.has_one_state:  # a plan's names cover all arguments, the batch too
             check_matched([tree], tuple(each for each in patterns if not isinstance(each[0], Exactly)))

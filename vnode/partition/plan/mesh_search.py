@@ -279,7 +279,7 @@ class MeshesSearch:
 
     def unequally(self, on: MeshSearch, found: list[Candidate], pace: Mapping[str, float]) -> None:
         """Adds the best of a mesh, and Megatron's split, with more for those devices along its axis that are faster."""
-        if len(on.axes) != 1 or on.subject.step.options.offloaded or self.budget.lacks(predictions=SHARES):
+        if len(on.axes) != 1 or on.subject.step.spec.plan.offloaded or self.budget.lacks(predictions=SHARES):
             return
         evens = [each for each in found if each.mesh == on.sizes and each.records and "+" not in each.name]
         self.say(on.sizes, found)

@@ -173,12 +173,12 @@ class Plan(Drawn, Bound):
     @property
     def offloaded(self) -> tuple[ResultIndex, ...]:
         """The offloaded residuals of loops: results of equations; a final carry stands for all iterations' carries."""
-        return self.pattern.options.offloaded
+        return self.pattern.spec.plan.offloaded
 
     @property
     def recomputed(self) -> tuple[ResultIndex, ...]:
         """The residuals that the backward pass recomputes: results of equations."""
-        return self.pattern.options.recomputed
+        return self.pattern.spec.plan.recomputed
 
     def step(self, devices: Sequence[Any] | None = None) -> VirtualStep[..., Any]:
         """The step, which runs as planned.
@@ -229,13 +229,16 @@ class Plan(Drawn, Bound):
             virtual_nodes=self.virtual_nodes,
             automatic=False,
             patterns=patterns(self.specs),
+        )
+        choices = dataclasses.replace(
+            self.pattern.spec.plan,
             host=tuple(map(Exactly, self.host)),
             host_accumulators=self.far,
             records=dict(self.records) or None,
             planned=True,
         )
         placement = Placement(self.virtual_nodes, mesh=mesh, counts=self.counts, axis=NODES)
-        made = VirtualStep(dataclasses.replace(self.pattern.spec, options=options), placement)
+        made = VirtualStep(dataclasses.replace(self.pattern.spec, options=options, plan=choices), placement)
         return self._steps.setdefault(tuple(found), made)
 
     @with_jit
@@ -350,8 +353,8 @@ class Plan(Drawn, Bound):
           The plan's report beside that of `VirtualStep.explain`; print it.
         """
         together = len(self.machine.devices) // len(self.counts)
-        options = dataclasses.replace(self.pattern.options, planned=True)
-        planned = VirtualStep(dataclasses.replace(self.pattern.spec, options=options), None)
+        choices = dataclasses.replace(self.pattern.spec.plan, planned=True)
+        planned = VirtualStep(dataclasses.replace(self.pattern.spec, plan=choices), None)
         with planned.resolved(self.args, {}) as here:
             (report,) = reports(here, [Grouped(self.counts, together)], self._parts_of_sums)
         sent = None if self.prediction is None else self.figures.sent

@@ -260,11 +260,10 @@ class Remedies:
             reduction=reduction,
             lanes=change.lanes or step.options.lanes,
             automatic=False,
-            recomputed=(),
-            offloaded=(),
         )
         donated = (*step.spec.donate_argnums, *change.donated)
-        spec = dataclasses.replace(step.spec, options=options, donate_argnums=donated)
+        choices = dataclasses.replace(step.spec.plan, recomputed=(), offloaded=())
+        spec = dataclasses.replace(step.spec, options=options, donate_argnums=donated, plan=choices)
         subject = subject_of(VirtualStep(spec, None), self.subject.args)
         yield subject
         keeping = MemoryPlanner.for_subject(subject, self.machine, self.platform)

@@ -270,8 +270,8 @@ class _Search:
             over = not searched or nodes > min(subject.examples, MOST_NODES) or self.budget.lacks()
             plain = False
             if self.chosen is not None:
-                options = self.chosen[0].step.options
-                plain = not (self.chosen[1].uses_host or options.recomputed or options.offloaded)
+                plan = self.chosen[0].step.spec.plan
+                plain = not (self.chosen[1].uses_host or plan.recomputed or plan.offloaded)
             if over or plain:  # else more nodes may need neither the host nor more work
                 return
 

@@ -155,8 +155,8 @@ def check_args(args: Any) -> None:
 
 def with_recomputation(step: Any, several: Collection[ResultIndex], away: Collection[ResultIndex] = ()) -> Any:
     """The `VirtualStep` with some residuals recomputed where they are read late, and others offloaded to the host."""
-    options = dataclasses.replace(step.options, recomputed=tuple(sorted(several)), offloaded=tuple(sorted(away)))
-    return VirtualStep(dataclasses.replace(step.spec, options=options), None)
+    choices = dataclasses.replace(step.spec.plan, recomputed=tuple(sorted(several)), offloaded=tuple(sorted(away)))
+    return VirtualStep(dataclasses.replace(step.spec, plan=choices), None)
 
 
 def subject_of(step: Any, args: Sequence[Any]) -> Subject:

@@ -248,7 +248,7 @@ def step_signature(step: VirtualStep, args: tuple[Any, ...], nodes: int | None) 
     cut, few = first_nodes(step, nodes, None, args) if nodes else (step, args)
     with note_part_of_batch(nodes or whole, whole):
         made = analyse_step(Resolved(cut, few, {})).schedule
-    content = hashlib.sha256(repr(dataclasses.replace(step.options, virtual_nodes=1)).encode())
+    content = hashlib.sha256(repr((dataclasses.replace(step.options, virtual_nodes=1), step.spec.plan)).encode())
     for var in made.flow.program.inputs:
         content.update(f"{var.aval}\n".encode())
     for eqn in made.flow.program.equations:
