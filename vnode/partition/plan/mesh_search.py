@@ -55,6 +55,9 @@ LEAST = 0.1
 SHARES = 12
 """About how many predictions it takes to find unequal shares, for one number of blocks."""
 
+BRANCHES = 0.5
+"""The share of the budget that must be left for branches side by side: few models are faster so."""
+
 LEFT_OUT = 8
 """How many stages of branches are left out at most, one after another, to see whether that is faster."""
 
@@ -297,13 +300,20 @@ class MeshesSearch:
           Whether time is over, or Ctrl-C ended it.
         """
         without = fastest(found, self.limit)
+
+        def late() -> bool:
+            lacks = self.budget.lacks(took) or self.budget.left < BRANCHES * self.budget.seconds
+            if lacks:
+                self.budget.leave_out(f"{mesh_text(on.sizes)}: branches side by side not tried further")
+            return lacks
+
         for axis in on.axes if on.stages else ():
             kept, best = on.stages, list[Candidate]()
             for left_out in (None, *on.by_balance(axis)[:LEFT_OUT]):
                 stages = [stage for stage in kept if stage is not left_out]
                 hopeless = left_out is not None and fastest(best, self.limit) > HOPELESS * without
                 began = time.monotonic()
-                if not stages or hopeless or self.budget.lacks(took):
+                if not stages or hopeless or late():
                     break
                 tried: list[Candidate] = []
                 self.say(on.sizes, found)

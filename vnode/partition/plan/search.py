@@ -55,7 +55,7 @@ LONGEST = 1e9
 COMPILES = "VNODE_COMPILE_PLANS"
 """The variable of the environment that says, with 0, that searches compile nothing unless they are given devices."""
 
-SEARCHING = 0.5
+SEARCHING = 0.4
 """So much of the budget at most is spent before the best are compiled."""
 
 LEAST_SECONDS = 0.1
