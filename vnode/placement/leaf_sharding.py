@@ -80,10 +80,10 @@ def leaf_sharding(
 
     Example:
       >>> import vnode
-      >>> two = vnode.Placement(2, mesh=Mesh(np.array(jax.devices()[:1]), ("data",)), axis="data")
-      >>> [leaf_sharding((4,), None, two, role) for role in (Role.SPLIT, Role.NAMED)]
+      >>> here = vnode.Placement(2, mesh=Mesh(np.array(jax.devices()[:1]), ("data",)), axis="data")
+      >>> [leaf_sharding((4,), None, here, role) for role in (Role.SPLIT, Role.NAMED)]
       [None, None]
-      >>> leaf_sharding((4,), None, two, Role.NAMED, spec=PartitionSpec(("data", "model"))).spec
+      >>> leaf_sharding((4,), None, here, Role.NAMED, spec=PartitionSpec(("data", "model"))).spec
       P('data',)
     """
     if role is Role.NAMED:
