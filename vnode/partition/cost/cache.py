@@ -111,7 +111,7 @@ class Cache:
         except OSError as error:
             raise ProfileError(
                 layout_message(
-                    f"measured times cannot be kept in {self.folder}.",
+                    f"measured times cannot be stored in {self.folder}.",
                     facts=[f"{type(error).__name__}: {error}"],
                     remedies=["give another folder: Cache('folder')", "or set XDG_CACHE_HOME"],
                 )

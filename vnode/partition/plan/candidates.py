@@ -1,4 +1,4 @@
-"""One way to carry out a step on a machine, with what it would take: on one mesh, with one flow through a replica.
+"""A step and a mesh -> candidates: ways to divide the step over that mesh, each with its predicted figures.
 
 Knows replicas, searches, and predictions. Must not know which candidates there are, nor files.
 """
@@ -49,30 +49,30 @@ from vnode.spmd.sharding_flow import Flow, follow
 from vnode.step.collector import collector_paused
 
 UNEQUAL = "unequal shares"
-"""What is added to the name of a candidate of which faster devices are given more of the dimensions that it divides."""
+"""Suffix of a candidate's name: its faster devices have larger parts of the divided dimensions."""
 
 BESIDE = "searched + branches"
-"""What a candidate is called that has branches of what a node computes on devices of their own."""
+"""Name of a candidate whose independent branches run on different devices, side by side."""
 
 MEGATRON, SEARCHED = "Megatron-style", "searched"
-"""What candidates are called that are divided as experts do it, and as is found to be best."""
+"""Names of candidates: tensor parallelism as in Megatron-LM, and the search's own solution."""
 
 FSDP_OVER_ALL = "FSDP over all axes"
-"""What a candidate is called that divides examples, and the state, over the axes of the nodes and all others."""
+"""Name of a candidate that divides the examples and the state over all axes of the mesh."""
 
 EXPERTS = ("data parallel", "FSDP", MEGATRON, SEQUENCE, CONTEXT, EXPERT, FSDP_OVER_ALL)
-"""What candidates are called that experts would write."""
+"""Names of the candidates that experts write by hand."""
 
 OUTDONE = 2.0
-"""So many times the cost of what is found on a mesh, by its own account, an expert's split there may have to be
-predicted in full."""
+"""An expert's split is predicted in full up to this factor on the cost of the search's solution, both by the search's
+cost model."""
 
 HOPELESS = 2.0
-"""So many times the best time of what is even, or has no branches: what is slower is not looked at further."""
+"""Candidates with unequal shares or branches are dropped beyond this factor on the best time without them."""
 
 
 WORSE = 1.25
-"""So many times the time of other numbers of blocks: what begins slower is not looked at further."""
+"""A number of blocks is dropped if its first candidate takes longer than this factor on other numbers' times."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,22 +80,22 @@ class Candidate:
     """A plan that could be chosen.
 
     Attributes:
-      name: what it is called in the field, or "searched".
-      flow: through the program of a replica.
-      mesh: sizes of axes, that of the nodes first.
-      counts: nodes of each replica.
-      specs: how the leaves of the state lie, by name.
+      name: its name in the literature, or "searched".
+      flow: layouts through the program of a replica.
+      mesh: sizes of the axes, the nodes' axis first.
+      counts: number of nodes of each replica.
+      specs: shardings of the state's leaves, by name.
       replica: the program of a replica.
-      prediction: what it takes.
-      slots: what of the state may lie in the host's memory.
-      gap: by which share the search's cost may be above the best on this mesh; None if nothing was searched.
-      unequal: whether devices of a replica have unequal shares.
-      host: names of leaves that lie in the host's memory.
+      prediction: the predicted figures.
+      slots: the parts of the state that may be offloaded to the host.
+      gap: largest possible excess of its cost over the best on this mesh, as a share; None if nothing was searched.
+      unequal: whether the devices of a replica have unequal shares.
+      host: names of the leaves in the host's memory.
       host_sums: number of waiting partial sums in the host's memory.
       with_host_sums: makes the same candidate with another such number; and the largest number.
-      estimate: seconds by the search's own cost; infinite if it was not asked for them.
-      account: bytes by the search's own account; likewise.
-      prediction_seconds: seconds that predicting it took.
+      estimate: seconds of a step by the search's cost model; infinite if they were not computed.
+      account: bytes of a device by the search's cost model; infinite if they were not computed.
+      prediction_seconds: seconds that its prediction took.
     """
 
     name: str
@@ -117,26 +117,26 @@ class Candidate:
 
     @functools.cached_property
     def flows(self) -> list[NodeFlow]:
-        """Through what nodes compute, of each pass; nothing where replicas are single devices."""
+        """The layouts through each pass's node; empty where replicas are single devices."""
         return self.replica.flows(self.flow) if dividing_axes(self.mesh) else []
 
     @functools.cached_property
     def records(self) -> dict[str, RecordedFlow]:
-        """How passes are divided, by digest; empty where that is into unequal shares."""
+        """The divisions of the passes, by digest; empty for unequal shares."""
         return {} if self.unequal else records_of(self.flows, dividing_axes(self.mesh))
 
     @functools.cached_property
     def divisions(self) -> tuple[DividedOperation, ...]:
-        """Of the dear operations."""
+        """The divisions of the most expensive operations."""
         return divisions_of(self.flows)
 
     @property
     def uses_host(self) -> bool:
-        """Whether anything of the state, or of what waits, is in the host's memory."""
+        """Whether parts of the state, or pending sums, are in the host's memory."""
         return bool(self.host or self.host_sums)
 
     def with_host(self, machine: Machine, memory: float) -> Candidate | None:
-        """The same with some of the state, or of what waits, on the host, as is fastest; None if nothing suffices."""
+        """The fastest variant that fits with parts of the state or pending sums on the host; None if none fits."""
         made, most = self.with_host_sums or (None, 0)
         found: list[Candidate] = []
         for far in (0, *reversed(range(1, most + 1))):  # the fewer are there, the more is on the device
@@ -152,14 +152,14 @@ class Candidate:
         return min(found, key=lambda each: (each.figures.seconds, each.host_sums), default=None)
 
     def all_on_host(self, machine: Machine) -> Figures:
-        """What it takes with everything on the host that can be there."""
+        """The figures with everything on the host that can be offloaded."""
         made, most = self.with_host_sums or (None, 0)
         each = made(far=most) if made is not None and most else self
         return each.slots.figures(each.figures, machine, len(each.slots.inputs_by_name))
 
     @property
     def figures(self) -> Figures:
-        """What it takes, in numbers."""
+        """The predicted figures."""
         return self.prediction.figures
 
 
@@ -168,13 +168,13 @@ class MeshSearch:
 
     Args:
       subject: the step.
-      machine: on which.
-      sizes: of the mesh's axes, that of the nodes first.
-      platform: what is compiled for.
-      times: of fused ops; by default as `Times` has them.
-      pace: seconds that a node takes on a device of each kind, if there are several (`pace_of`).
-      even: whether replicas of different kinds have the same number of nodes all the same.
-      method: the search of the mesh; by default the exact one.
+      machine: the machine.
+      sizes: sizes of the mesh's axes, the nodes' axis first.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+      times: source of the times of fused operations; by default `Times()`.
+      pace: seconds of a node on a device of each kind, if there are several kinds (`pace_of`).
+      even: whether replicas have equal numbers of nodes although their kinds differ.
+      method: the search method; by default the exact one.
     """
 
     @collector_paused()
@@ -204,19 +204,19 @@ class MeshSearch:
         )
 
     def seconds(self, eqn: JaxprEqn) -> float:
-        """What an equation takes on one device, whole, by the roofline: what tells heavy branches from light ones."""
+        """Seconds of an undivided equation on one device, by the roofline; they weigh branches."""
         piece = timed_op_of([eqn], eqn.outvars)
         return max(Roofline().time(piece, kind).seconds for kind in self.machine.kinds)
 
     @functools.cached_property
     def stages(self) -> list[tuple[int, Branches]]:
-        """Branches of what a node computes that do not wait for each other: for each stage its pass, and them."""
+        """Stages of independent branches within a node's computation: each with the number of its pass."""
         return [
             (k, each) for k, node in enumerate(self.replica.nodes) for each in branch_stages(node.written, self.seconds)
         ]
 
     def by_balance(self, axis: str) -> list[tuple[int, Branches]]:
-        """The same, those first whose branches load the indices along an axis least evenly."""
+        """The stages, those first whose branches balance the devices along an axis worst."""
 
         def busiest_share(stage: tuple[int, Branches]) -> float:
             k, branches = stage
@@ -228,11 +228,11 @@ class MeshSearch:
         return sorted(self.stages, key=busiest_share)
 
     def side_by_side(self, axis: str, stages: Sequence[tuple[int, Branches]]) -> MeshSearch:
-        """The same with branches side by side: each is evaluated by the devices of one index along an axis.
+        """The search with branches side by side: the devices of one index along an axis evaluate one branch.
 
         Args:
-          axis: of the mesh.
-          stages: of `stages`.
+          axis: the axis of the mesh.
+          stages: those of `stages` whose branches are placed so.
         """
         several = [[each for k, each in stages if k == number] for number in range(len(self.replica.nodes))]
         groups = [
@@ -249,14 +249,14 @@ class MeshSearch:
 
     @property
     def undivided(self) -> Flow:
-        """Nothing is divided."""
+        """The flow that divides nothing."""
         inputs = [replicated(len(getattr(var.aval, "shape", ()))) for var in self.replica.program.inputs]
         return follow(self.replica.program, inputs, self.axes)
 
     @functools.cached_property
     @collector_paused()
     def search(self) -> Search:
-        """The program of a replica as what is searched, without a limit of memory."""
+        """The search problem of the replica's program, without a memory limit."""
         inputs = self.replica.program.inputs
         fixed = {
             i: replicated(len(getattr(var.aval, "shape", ())))
@@ -277,12 +277,12 @@ class MeshSearch:
     @functools.cached_property
     @collector_paused()
     def by_experts(self) -> dict[str, Array]:
-        """What experts would choose."""
+        """The experts' assignments, by name."""
         return experts(self.search, sorted(self.subject.batch), self.examples)
 
     @property
     def examples(self) -> list[Hashable]:
-        """The named dimensions that count examples in what nodes compute, in the program's order."""
+        """The named dimensions that count examples in the nodes' programs, in the program's order."""
         at = {node.path: node for node in self.search.flat.nodes}
         found: dict[Hashable, None] = {}
         for each in self.replica.flows(self.undivided):
@@ -301,11 +301,11 @@ class MeshSearch:
         """The candidate of a flow through the replica's program.
 
         Args:
-          name: of the candidate.
-          flow: through the replica's program.
-          shard_state: whether the state is sharded over the replicas as well.
-          gap: of the search.
-          far: how many of the sums that wait are on the host.
+          name: its name.
+          flow: layouts through the replica's program.
+          shard_state: whether the state is also sharded over the replicas.
+          gap: as in `Candidate`.
+          far: number of pending sums on the host.
         """
         began, across = time.monotonic(), dataclasses.replace(self.across, sums_on_host=far)
         flow = shard_carries(flow, self.axes)
@@ -351,9 +351,9 @@ class MeshSearch:
         return dataclasses.replace(made, estimate=candidate.estimate)
 
     def sharded(self, flow: Flow) -> dict[int, PartitionSpec]:
-        """How the leaves of the state lie that replicas can divide among themselves.
+        """The layouts of the state's leaves that can be sharded over the replicas.
 
-        Not those that a plan cannot tell from leaves of other arguments, which stay as they are.
+        Leaves whose names occur in another argument too stay as they are: a plan could not tell them apart.
         """
         found: dict[int, PartitionSpec] = {}
         leaves, state = self.subject.leaves, self.subject.state
@@ -369,27 +369,27 @@ class MeshSearch:
         return found
 
     def estimated(self, name: str, strategies: Array, below: float, gap: float | None = None) -> Candidate | None:
-        """What an assignment of the search makes of the step; None if its own cost is above so many seconds."""
+        """The candidate of an assignment; None if it takes longer than `below` by the search's cost model."""
         estimate = self.search.problem.cost(strategies)
         if estimate > below:
             return None
         return dataclasses.replace(self.candidate(name, self.search.flow(strategies), gap=gap), estimate=estimate)
 
     def megatron(self, below: float = math.inf) -> list[Candidate]:
-        """Megatron's splits over all axes; nothing where there are none to divide so, or that takes too many seconds.
+        """Megatron's splits over all axes; empty if the step has none, or they take longer than `below`.
 
         Args:
-          below: how many are too many, by the search's own cost.
+          below: seconds by the search's cost model.
         """
         names = [name for name in self.by_experts if name.startswith("Megatron over")]
         several = [self.estimated(MEGATRON, self.by_experts[name], below) for name in names[-1:]]
         return [each for each in several if each is not None]
 
     def other_experts(self, below: float = math.inf) -> list[Candidate]:
-        """What experts write besides Megatron's splits, over all axes: those that come near what the search found.
+        """The experts' candidates besides Megatron's, over all axes, if they come near the search's solution.
 
         Args:
-          below: seconds by the search's own cost that are too many.
+          below: seconds by the search's cost model beyond which none is taken.
         """
         best = min((each.cost for each in self.solutions.values() if each is not None), default=math.inf)
         below, found = min(below, OUTDONE * best), list[Candidate]()
@@ -459,12 +459,12 @@ class MeshSearch:
 
     @property
     def grouped(self) -> bool:
-        """Whether branches are on devices of their own."""
+        """Whether branches run side by side."""
         return any(node.groups for node in self.replica.nodes)
 
     @functools.cached_property
     def solutions(self) -> dict[float, Solution | None]:
-        """What was found, by the memory limit."""
+        """The solutions, by memory limit."""
         return {}
 
     @collector_paused()
@@ -484,9 +484,9 @@ class MeshSearch:
     def searched(
         self, memory: float, budget: float, gap: float, below: float = math.inf
     ) -> tuple[Candidate | None, bool]:
-        """The candidate that the search finds within a memory limit in bytes, and whether Ctrl-C ended it.
+        """The candidate that the search finds within a memory limit in bytes, and whether Ctrl-C ended the search.
 
-        None if it finds nothing, or if what it finds takes more seconds than `below`, by its own cost.
+        None if nothing fits, or if the solution takes more seconds than `below` by the search's cost model.
         """
         solution = self.solution(memory, budget, gap)
         if solution is None:
@@ -500,7 +500,7 @@ class MeshSearch:
         return made and dataclasses.replace(made, account=account), solution.interrupted
 
     def least(self, budget: float) -> float:
-        """The fewest bytes that are possible by the search's own account; infinite if it does not find that in time."""
+        """The fewest bytes of a device by the search's cost model; infinite if they are not found in time."""
         problem = self.search.problem
         problem = dataclasses.replace(problem, limit=float(problem.most.max(initial=0)))
         found = least_memory(problem, budget, lambda: None).strategies
@@ -508,7 +508,7 @@ class MeshSearch:
 
 
 def pace_of(subject: Subject, machine: Machine, platform: str, times: Times | None) -> dict[str, float]:
-    """Seconds that a node takes on one device of each kind, by the kind's name; nothing where there is one kind."""
+    """Seconds of a node on one device of each kind, by the kind's name; empty for a single kind."""
     if len(machine.kinds) == 1:
         return {}
     found = {}
@@ -520,5 +520,5 @@ def pace_of(subject: Subject, machine: Machine, platform: str, times: Times | No
 
 
 def fitting_first(candidates: Collection[Candidate], memory: float) -> list[Candidate]:
-    """Those that fit, the fastest first."""
+    """The candidates that fit, the fastest first."""
     return sorted((c for c in candidates if c.figures.memory <= memory), key=lambda c: c.figures.seconds)

@@ -32,38 +32,38 @@ from vnode.partition.plan.search_subject import Subject
 from vnode.partition.searches.methods import METHODS, Method
 
 GAP = 0.01
-"""How far above the best a search on one mesh may end."""
+"""The search on one mesh may end with a solution that is above the best by this share."""
 
 TRIES = 4
-"""How often at most a mesh is searched, with less memory where the prediction is above the limit."""
+"""A mesh is searched at most this often, each time with less memory if the prediction exceeds the limit."""
 
 ALMOST = 1.001
-"""So many times the least memory by a search's own account are searched for at least: sums of bytes are rounded."""
+"""Factor on the least possible memory that a search is allowed at least, as sums of bytes are rounded."""
 
 FLATTEST = 0.2
-"""By what share at least a prediction is taken to be lower of what is less by a search's own account."""
+"""If the search's cost model saves a byte, the prediction is taken to save at least this share of a byte."""
 
 PREDICTED = 2
-"""For how many predictions there is to be time when meshes have been searched: the best of one and experts' split."""
+"""Number of predictions for which time is left after the meshes are searched: one solution and one expert's split."""
 
 MORE_AXES = 2.5
-"""So many times as long takes the search on a mesh that divides along one axis more (1.8 to 2.7 were seen)."""
+"""Factor on the time of a search for each further axis of the mesh (1.8 to 2.7 were measured)."""
 
 LEAST = 0.1
-"""Seconds that one solution of a mesh is given at least."""
+"""Least seconds for one search on a mesh."""
 
 SHARES = 12
-"""About how many predictions it takes to find unequal shares, for one number of blocks."""
+"""Number of predictions that a search for unequal shares needs, roughly, for one number of blocks."""
 
 BRANCHES = 0.5
 """The share of the budget that must be left for branches side by side: few models are faster so."""
 
 LEFT_OUT = 8
-"""How many stages of branches are left out at most, one after another, to see whether that is faster."""
+"""At most this many stages of branches are tried without, one after another."""
 
 SLOWER = 1.5
-"""So many times the seconds of a candidate on another mesh are too many: the ratio of what is predicted to the search's
-own cost varied by 1.4 over the meshes of a machine (a transformer on v5e and P100)."""
+"""A solution is not predicted if its cost exceeds that of a candidate on another mesh by this factor. The ratio of
+predictions to costs varied by 1.4 over the meshes of a machine (a transformer on v5e and P100)."""
 
 
 @dataclasses.dataclass
@@ -71,15 +71,15 @@ class MeshesSearch:
     """A search over the meshes of a machine.
 
     Attributes:
-      machine: the devices.
-      platform: what is compiled for.
+      machine: the machine.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
       limit: bytes that one device may hold.
-      times: of fused ops.
-      budget: seconds that are left.
-      shown: the bar that says how far the search is.
-      early: told of each candidate that divides the batch alone, as soon as it is found.
-      method: the search of one mesh.
-      undivided: why nothing but the batch may be divided, if so: an effect, which each device would have.
+      times: source of the times of fused operations.
+      budget: the time budget.
+      shown: the progress bar.
+      early: called with each candidate that divides the batch alone, as soon as it is found.
+      method: the search method for one mesh.
+      undivided: the reason why only the batch may be divided (an effect that each device would repeat); or empty.
     """
 
     machine: Machine
@@ -93,7 +93,7 @@ class MeshesSearch:
     method: Method = METHODS["exact"]
 
     def candidates(self, subject: Subject) -> list[Candidate]:
-        """All that were found in time."""
+        """All candidates that are found in time."""
         found: list[Candidate] = []
         pace = pace_of(subject, self.machine, self.platform, self.times)
         try:
@@ -113,10 +113,10 @@ class MeshesSearch:
     def on_meshes(
         self, subject: Subject, pace: Mapping[str, float], found: list[Candidate]
     ) -> list[tuple[float, float, MeshSearch]]:
-        """Adds what divides the batch alone, and searches the other meshes as far as there is time.
+        """Adds the candidates that divide the batch alone, and searches the other meshes while there is time.
 
         Returns:
-          Meshes with seconds of the best on them, by the search's own cost, and those that it took; the best first.
+          (seconds of a step by the search's cost model, seconds that the search took, mesh), the fastest first.
         """
         waiting: list[tuple[float, float, MeshSearch]] = []
         took, before = 0.0, 0
@@ -169,10 +169,10 @@ class MeshesSearch:
     def predicted(
         self, waiting: Sequence[tuple[float, float, MeshSearch]], found: list[Candidate]
     ) -> list[tuple[float, float, MeshSearch]]:
-        """Adds experts' splits and what was found on meshes that were searched, as far as there is time.
+        """Adds the experts' candidates and the solutions on searched meshes, while there is time.
 
         Returns:
-          The meshes, with seconds of the best on them as predicted, and those that they took; the best first.
+          (predicted seconds of the best candidate, seconds that it took, mesh), the fastest first.
         """
         done: list[tuple[float, float, MeshSearch]] = []
         for number, (_, before, on) in enumerate(waiting):
@@ -230,11 +230,11 @@ class MeshesSearch:
         return several
 
     def searched(self, on: MeshSearch, found: list[Candidate]) -> bool:
-        """Adds the best on one mesh, searched again with less memory where its prediction is above the limit.
+        """Adds the best candidate on one mesh; searches again with less memory if its prediction exceeds the limit.
 
-        A search's own account of memory is of the same kind as the prediction, but not the same: where nothing fits by
-        it, that is looked at which needs no limit. How much less is asked for next is how much less is to be predicted,
-        by the ratio of the two in the last two tries; the last one is the fastest that takes least by that account.
+        The search's model of memory is coarser than the prediction. If nothing fits by that model, the search runs
+        without a limit. The next limit is lower by the predicted excess, times the ratio of the two models in the last
+        two tries. The last try asks for the fastest candidate among those with the least memory by the search's model.
 
         Returns:
           Whether Ctrl-C ended it.
@@ -272,16 +272,16 @@ class MeshesSearch:
         return False
 
     def slowest_worth_predicting(self, name: str, found: Sequence[Candidate]) -> float:
-        """Seconds by searches' own cost beyond which a candidate is not predicted: one of its name that fits is faster.
+        """Seconds by the search's cost model beyond which a candidate is not predicted, as one of its name is faster.
 
-        Predictions know of more, and take longer, but do not turn such an order round.
+        Predictions are finer and take longer, but do not reverse so large a difference.
         """
         return SLOWER * min(
             (c.estimate for c in fitting_first(found, self.limit) if c.name.startswith(name)), default=math.inf
         )
 
     def unequally(self, on: MeshSearch, found: list[Candidate], pace: Mapping[str, float]) -> None:
-        """Adds the best of a mesh, and Megatron's split, with more for those devices along its axis that are faster."""
+        """Adds the best candidates of a mesh with larger shares for the faster devices along its axis."""
         if len(on.axes) != 1 or on.subject.step.spec.plan.offloaded or self.budget.lacks(predictions=SHARES):
             return
         evens = [each for each in found if each.mesh == on.sizes and each.records and "+" not in each.name]
@@ -289,15 +289,15 @@ class MeshesSearch:
         found += on.unequal(self.machine, pace, sorted(evens, key=by_seconds), self.limit, self.budget.until)
 
     def side_by_side(self, on: MeshSearch, found: list[Candidate], took: float) -> bool:
-        """Adds those with branches on devices of their own, along each axis; stages that do not pay are left out.
+        """Adds candidates with branches side by side along each axis; leaves out the stages that do not pay.
 
         Args:
-          on: a mesh.
-          found: so far.
-          took: seconds that the search on it took without branches.
+          on: the search on a mesh.
+          found: the candidates so far; more are added.
+          took: seconds of the search on that mesh without branches.
 
         Returns:
-          Whether time is over, or Ctrl-C ended it.
+          True if time is over, or Ctrl-C ended the search.
         """
         without = fastest(found, self.limit)
 
@@ -327,7 +327,7 @@ class MeshesSearch:
         return self.budget.is_spent
 
     def add(self, on: MeshSearch, candidate: Candidate, found: list[Candidate]) -> None:
-        """Adds a candidate; if it does not fit, also the candidate with its state sharded over the replicas."""
+        """Adds a candidate, and if it does not fit also the one with its state sharded over the replicas."""
         self.keep(candidate, found)
         if on.replicas == 1 or candidate.figures.memory <= self.limit:
             return
@@ -337,12 +337,12 @@ class MeshesSearch:
         self.keep(on.with_sharded_state(candidate), found)
 
     def keep(self, candidate: Candidate, found: list[Candidate]) -> None:
-        """Adds a candidate, and notes how long it took to predict it."""
+        """Adds a candidate, and records how long its prediction took."""
         found.append(candidate)
         self.budget.predictions.append(candidate.prediction_seconds)
 
     def say(self, sizes: Any, found: Sequence[Candidate]) -> None:
-        """Shows how far the search is."""
+        """Shows the progress."""
         done = 1 - max(self.budget.left, 0.0) / self.budget.seconds
         best = fitting_first(found, self.limit)
         mesh = mesh_text(sizes)
@@ -359,11 +359,11 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
 
 
 def smaller_account(tried: Sequence[tuple[float, int]], limit: int) -> float:
-    """The account of memory with which a prediction would be a little below a limit.
+    """The memory by the search's model at which the prediction should be a little below a limit.
 
     Args:
-      tried: accounts with the predictions of what they were of, the last one above the limit.
-      limit: of the prediction, bytes.
+      tried: (bytes by the search's model, predicted bytes) of each try; the last prediction exceeds the limit.
+      limit: bytes that may be predicted.
 
     >>> smaller_account([(100.0, 90)], 80), smaller_account([(100.0, 90), (80.0, 86)], 80)
     (89.5, 48.5)
@@ -375,10 +375,10 @@ def smaller_account(tried: Sequence[tuple[float, int]], limit: int) -> float:
 
 
 def by_seconds(candidate: Candidate) -> float:
-    """Seconds of a step."""
+    """Predicted seconds of a candidate's step."""
     return candidate.figures.seconds
 
 
 def fastest(candidates: Sequence[Candidate], memory: float) -> float:
-    """Seconds of the fastest that fits; infinite if none does."""
+    """Seconds of the fastest candidate that fits; infinite if none fits."""
     return min((each.figures.seconds for each in fitting_first(candidates, memory)), default=math.inf)

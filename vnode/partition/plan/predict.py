@@ -245,7 +245,7 @@ def local_sums(flow: Flow, axes: Axes) -> int:
 
 
 def far_sums(flow: Flow, axes: Axes) -> int:
-    """Likewise, of the accumulators that may wait on the host: neither small ones, nor those of passes in loops."""
+    """Bytes of one device's part of the accumulators that may wait on the host: large ones, of passes outside loops."""
     found = 0
     for step in flow.steps:
         if step.eqn.primitive is SUM_OVER_REPLICAS:

@@ -1,4 +1,4 @@
-"""How many nodes each replica of a mesh has where kinds of devices differ: as many as its slowest device is fast.
+"""A mesh of several kinds of devices -> nodes of each replica, in proportion to the speed of its slowest device.
 
 Knows machines, and how long each kind of device takes for a node. Must not know programs, searches nor plans.
 

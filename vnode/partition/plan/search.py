@@ -47,27 +47,27 @@ from vnode.step.virtual import VirtualStep
 from vnode.tracebacks import api_boundary
 
 BISECTIONS = 4
-"""How often at most another level of how little is kept is tried."""
+"""Most steps of the bisection over memory plans."""
 
 LONGEST = 1e9
-"""Seconds of a budget without end."""
+"""Longest budget, in seconds."""
 
 COMPILES = "VNODE_COMPILE_PLANS"
-"""The variable of the environment that says, with 0, that searches compile nothing unless they are given devices."""
+"""Environment variable; with 0, searches compile nothing unless devices are given."""
 
 SEARCHING = 0.4
-"""So much of the budget at most is spent before the best are compiled."""
+"""Largest share of the budget that is spent before candidates are compiled."""
 
 LEAST_SECONDS = 0.1
-"""Seconds that a search has at least."""
+"""Least seconds of a search."""
 
 LESS = 0.95
-"""So much of the memory that was allowed before is allowed at most, where what was found does not fit as compiled."""
+"""Factor on the allowed memory, if nothing fits as compiled."""
 
 T = TypeVar("T")
 
 Ways = Generator[tuple[Subject, list[Candidate]], None, T]
-"""Steps with their candidates, and what comes of them."""
+"""A generator of forms of a step with their candidates, and its result."""
 
 
 @with_jit
@@ -88,26 +88,25 @@ def search(
 ) -> Plan:
     """Finds how a step runs fastest on a machine, within its memory.
 
-    Every mesh of the machine's devices is tried whose first axis is that of the nodes: on each, an integer program
-    (`vnode.partition.searches.exact`) divides what a node computes, and the state, over the other axes; it begins with
-    Megatron's splits. Data parallel, with the state on every device or sharded over all (FSDP, ZeRO), is a candidate in
-    any case. Megatron's splits are predicted in full as well, after what is best on a mesh, if there is time.
-    With the time that is left, branches of what a node computes that do not wait for each other are put on devices of
-    their own, side by side along an axis, where that is predicted to be faster.
-    Ctrl-C ends the search with the best so far.
+    The search tries every mesh of the machine's devices whose first axis is the nodes' axis. On each mesh an integer
+    program (`vnode.partition.searches.exact`) divides the node's computation and the state over the other axes. Data
+    parallelism, with a replicated state or a sharded one (FSDP, ZeRO), is always a candidate. So are the experts' other
+    layouts (Megatron, sequence, context and expert parallelism), while there is time. Then the search places
+    independent branches on different devices, where that is predicted to be faster. Ctrl-C ends the search with the
+    best plan so far.
 
     Args:
       step: a train step as `vnode.virtualize` takes it, or a `VirtualStep`.
       args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-      machine: what it shall run on; of a TPU slice its name will do, ``"v5e:2x4"``.
-      virtual_nodes: V; ``"auto"`` for the fewest nodes with which something fits. Of a `VirtualStep`, its own.
-      memory: what one device may hold: bytes, or a string such as ``"12GiB"``; by default what its kind has.
-      budget: seconds after which it ends, compilations among them. Nothing is begun that would take longer, by what
-        went before. What was not tried for want of time is printed with the plan.
-      times: of fused operations (`vnode.partition.Times`), perhaps measured; by default the roofline, as calibrated for
-        the kind of device. What is measured first, once and for all (`vnode.partition.Cache`), is so until a mesh is
-        done, whatever `budget` says.
-      progress: a bar; by default in notebooks and on terminals.
+      machine: the machine to run on; for a TPU slice its name suffices, ``"v5e:2x4"``.
+      virtual_nodes: V; ``"auto"`` for the fewest nodes with which a plan fits. A `VirtualStep` has its own.
+      memory: bytes that one device may hold, or a string such as ``"12GiB"``; by default the memory of its kind.
+      budget: seconds for the whole search, compilations included. Nothing is begun that would take longer, judged by
+        earlier durations. The plan's notes list everything that was not tried for lack of time.
+      times: source of the times of fused operations (`vnode.partition.Times`), perhaps measured; by default the
+        roofline, calibrated for the kind of device. Times are measured once and kept (`vnode.partition.Cache`); a
+        measurement that has begun ends after its mesh, even beyond `budget`.
+      progress: whether to show a progress bar; by default in notebooks and on terminals.
       method: the search that divides a node's computation on each mesh: ``"exact"`` (elimination and an integer
         program, with a proof of how far from the best the result can be), ``"walk"`` (FlexFlow's Markov chain over
         simulated timelines), ``"bisection"`` (Tofu's recursive partitioning) or ``"exhaustive"`` (small graphs only).
@@ -126,7 +125,7 @@ def search(
     Raises:
       MemoryLimitError: nothing fits: by how much, and what would help.
       PlacementError: `compiled_for` are not as many devices as the machine has.
-      PartitionError: the machine or the options are not what they should be.
+      PartitionError: the machine or an option is invalid.
       VnodeError: the step cannot be virtualized.
 
     Example:
@@ -204,10 +203,10 @@ def search(
 
 
 def check_devices(machine: Machine, compiled_for: Sequence[Any] | None) -> None:
-    """Checks that there are as many devices to compile for as the machine has, or none.
+    """Checks that the number of devices to compile for is that of the machine, or zero.
 
     Raises:
-      PlacementError: there are not.
+      PlacementError: the numbers differ.
     """
     wanted, given = len(machine.devices), 0 if compiled_for is None else len(compiled_for)
     if given and len(device_list(compiled_for)) != wanted:
@@ -224,7 +223,7 @@ def check_devices(machine: Machine, compiled_for: Sequence[Any] | None) -> None:
 
 
 def nothing_compiled_fits(limit: int, ranking: CompiledRanking, found: _Search) -> str:
-    """The message for when nothing that was compiled fits."""
+    """The error message if no compiled plan fits."""
     return layout_message(
         f"no plan fits in {size(limit)} a device as it is compiled, of {several(len(ranking.tried), 'plan')}.",
         facts=ranking.said,
@@ -237,7 +236,7 @@ def nothing_compiled_fits(limit: int, ranking: CompiledRanking, found: _Search) 
 
 
 class _Search:
-    """One search: over forms of a step (how many nodes, in which lanes, what is kept), each over all meshes."""
+    """One search over forms of a step (number of nodes, lanes, memory plan), each on all meshes."""
 
     def __init__(self, step: Any, args: Sequence[Any], over_meshes: MeshesSearch, options: dict[str, Any]) -> None:
         self.given, self.args, self.over_meshes = step, args, over_meshes
@@ -277,11 +276,11 @@ class _Search:
 
     @property
     def fits(self) -> bool:
-        """Whether something fits by the model."""
+        """Whether a candidate fits by the model."""
         return self.chosen is not None
 
     def compilable_entries(self, limit: int) -> list[Entry]:
-        """What may be compiled.
+        """The candidates that may be compiled.
 
         Args:
           limit: bytes that one device may hold.
@@ -301,13 +300,13 @@ class _Search:
             ranking.begin(self.begun[-1])
 
     def plan(self, limit: int, said: tuple[str, ...], best: Entry | None = None, entries: Sequence[Entry] = ()) -> Plan:
-        """The plan: what is best as compiled, or else by the model.
+        """The plan of the best candidate as compiled, or else by the model.
 
         Args:
           limit: bytes that one device may hold.
-          said: of what was not compiled, or does not fit.
-          best: the best as compiled.
-          entries: all that could be compiled.
+          said: notes about candidates that were not compiled, or do not fit.
+          best: the best candidate as compiled.
+          entries: all candidates that could be compiled.
 
         Raises:
           MemoryLimitError: nothing fits.
@@ -331,7 +330,7 @@ class _Search:
     def other_plan_figures(
         self, subject: Subject, chosen: Candidate, compiled: Mapping[int, Figures], limit: int
     ) -> dict[str, Figures]:
-        """What other plans of the same step take, by name: as compiled where that is known, else by the model."""
+        """The figures of other plans of the same step, by name: compiled ones where they are known."""
         beside: dict[str, Figures] = {}
         others = (SEARCHED,) if BESIDE in chosen.name or UNEQUAL in chosen.name else ()
         for name in (*EXPERTS[:3], f"{MEGATRON} + ZeRO", *EXPERTS[3:], *others):
@@ -343,7 +342,7 @@ class _Search:
         return beside
 
     def in_lanes(self, subject: Subject) -> Ways[None]:
-        """A step with as many lanes as nodes; where that does not fit, the ways of that with as many as devices."""
+        """A step with as many lanes as nodes; if no candidate fits, the forms with as many lanes as devices."""
         devices = len(self.machine.devices)
         if subject.virtual_nodes > devices and subject.step.options.reduction == "invariant":
             found = self.candidates(subject)
@@ -356,10 +355,10 @@ class _Search:
         yield from self.ways(subject)
 
     def ways(self, subject: Subject) -> Ways[None]:
-        """A step with its candidates; where none fits with its state on the devices, also the step that keeps less.
+        """A step with its candidates; if none fits with its state on the devices, also steps with fewer residuals.
 
-        How little is kept for the backward pass is found by bisection: first by computing again alone, then, where
-        that does not suffice, also with the host.
+        A bisection finds how many residuals to give up: first by recomputation alone, and if that does not suffice also
+        by offloading to the host.
         """
         found = self.candidates(subject)
         yield subject, found
@@ -377,16 +376,16 @@ class _Search:
     def bisected(
         self, subject: Subject, keeping: MemoryPlanner, host: bool, tried: set[MemoryPlan]
     ) -> Ways[int | None]:
-        """A step that keeps less and less, until it fits.
+        """Steps with fewer and fewer residuals, until one fits.
 
         Args:
           subject: the step.
-          keeping: what it could keep.
-          host: whether also on the host.
-          tried: choices that were tried.
+          keeping: the planner of its memory plans.
+          host: whether residuals may be offloaded to the host.
+          tried: memory plans that were tried.
 
         Returns:
-          How little of those tried suffices, as a level of `keeping`; None if nothing does.
+          The lowest level of `keeping` that fits, of those tried; None if none fits.
         """
         low, high = 0, keeping.levels(host)
         count, level = high, None
@@ -404,17 +403,17 @@ class _Search:
     def with_memory_plan(
         self, subject: Subject, keeping: MemoryPlanner, level: int, host: bool, tried: set[MemoryPlan]
     ) -> Ways[bool | None]:
-        """A step that keeps less, if that was not tried.
+        """The step with the memory plan of a level, if that plan was not tried.
 
         Args:
           subject: the step.
-          keeping: what it could keep.
-          level: how little it keeps.
-          host: whether also on the host.
-          tried: choices that were tried; this one is added.
+          keeping: the planner of its memory plans.
+          level: the level: the higher, the fewer residuals.
+          host: whether residuals may be offloaded to the host.
+          tried: memory plans that were tried; this one is added.
 
         Returns:
-          Whether it fits with its state on the devices; None if time is over, or Ctrl-C ended the search.
+          Whether a candidate fits with its state on the devices; None if time is over, or Ctrl-C ended the search.
         """
         if self.budget.lacks():
             self.budget.leave_out("keeping less for the backward pass: not tried further")
@@ -433,21 +432,21 @@ class _Search:
         return self.fitted.get(several, False)
 
     def candidates(self, subject: Subject) -> list[Candidate]:
-        """All that were found in time."""
+        """All candidates of a step that are found in time."""
         found = self.over_meshes.candidates(subject)
         self.smallest = min(filter(None, [self.smallest, *found]), key=lambda each: each.figures.memory)
         return found
 
 
 def plan_of(subject: Subject, chosen: Candidate, machine: Machine, limit: int, beside: Mapping[str, Figures]) -> Plan:
-    """A candidate as a plan.
+    """The plan of a candidate.
 
     Args:
       subject: the step.
-      chosen: how it is to run.
-      machine: on which.
+      chosen: the candidate.
+      machine: the machine.
       limit: bytes that one device may hold.
-      beside: what others take.
+      beside: figures of other plans, by name.
     """
     return Plan(
         subject.step,
