@@ -59,7 +59,7 @@ HOPELESS_DRAFT = 3.0
 
 ALIKE = 1.15
 """Two times whose ratio is smaller are not told apart by drafts: the ratio of drafts to optimized programs of one step
-varied by 4 to 25 % (four models on v5e)."""
+varied by 5 to 25 % (four models on v5e)."""
 
 
 @dataclasses.dataclass(eq=False)
