@@ -103,6 +103,12 @@ def attention(params: Any, x: Any) -> Any:
 
 
 WI, WO = vnode.UnevenSpec(1, "model", (10, 6)), vnode.UnevenSpec(0, "model", (10, 6))
+def contrastive(params: Any, x: Any) -> Any:
+    """Every example meets every other one: a value that a pass collects in blocks is read whole between passes."""
+    a, b = x @ params["wi"], x @ params["wo"].T
+    return jnp.mean((a @ b.T) ** 2 + (a @ a.T) ** 2) / 100 + jnp.mean(jnp.abs(a[:, None] - b))
+
+
 MLP = {"wi": numbers(4, 16), "b": 1 + numbers(16), "wo": numbers(16, 4)}
 HEADS = {**{name: numbers(4, 8, 2) for name in "qkv"}, "o": numbers(8, 2, 4)}
 STACK = {"wi": numbers(3, 4, 16), "b": numbers(3, 16), "wo": numbers(3, 16, 4)}
@@ -130,6 +136,7 @@ CASES: dict[str, tuple[Callable[..., Any], Any, Any, Mapping[str, Any]]] = {
             "b$|wo": WO,
         },
     ),
+    "contrastive": (contrastive, {name: MLP[name] for name in ("wi", "wo")}, numbers(16, 4), {"wi": WI}),
     "normalized": (normalized, MLP, numbers(16, 4), {"wi": WI, "b$": WO, "wo": WO}),
 }
 

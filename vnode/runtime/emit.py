@@ -362,7 +362,8 @@ class Emission(PassEmission):
 
     def layout_in_body(self, atom: Atom, region: Region, i: int) -> Layout | None:
         """The layout of operand `i` of a loop or branch inside its bodies, if it is whole."""
-        layout = self.layouts.get(atom) if isinstance(atom, Var) and atom not in self.dims else None
+        in_blocks = self.dims.keys() | self.collected_dims.keys()
+        layout = self.layouts.get(atom) if isinstance(atom, Var) and atom not in in_blocks else None
         if layout is None or i not in region.scanned:
             return layout
         return Layout(layout.dims[1:])

@@ -123,9 +123,7 @@ class PassEmission(Values):
             for var, end in zip(nodes.whole_inputs, wanted, strict=True)
         ]
         if divided:
-            made_so = [*(a.var for a in nodes.accumulators), *(var for var, _ in nodes.collected)]
-            found = zip(made_so, divided.dims, strict=True)
-            self.dims.update((var, dim) for var, dim in found if dim is not None)
+            self.note_dims(nodes, divided.dims)
         sums = sums_of(nodes, divided)
         order = device_reductions.ReductionPlan.from_counts(
             placement.counts, self.lane, self.is_local_to_device, placement.first, placement.virtual_nodes
@@ -154,6 +152,14 @@ class PassEmission(Values):
             packing=self.packing(batched, barriers and divided is None),
             barriers=barriers,
         )
+
+    def note_dims(self, nodes: Pass, dims: Sequence[int | None]) -> None:
+        """Notes in which dimension the results of a pass are in uneven blocks."""
+        count = len(nodes.accumulators)
+        sums = zip((each.var for each in nodes.accumulators), dims[:count], strict=True)
+        kept = zip((var for var, _ in nodes.collected), dims[count:], strict=True)
+        self.dims.update((var, dim) for var, dim in sums if dim is not None)
+        self.collected_dims.update((var, dim) for var, dim in kept if dim is not None)
 
     def batched_input(self, var: Var, form: Slice) -> BatchedInput:
         """A batched value as a pass reads it."""
@@ -427,9 +433,7 @@ class PassEmission(Values):
         run, *others = (functools.partial(self.node_function, nodes, platform=platform) for platform in on)
         pieces = [a.monoid for a in nodes.accumulators]
         records = self.division.records
-        rooms = self.uneven_of(
-            [None, *(var for var, _ in nodes.sliced_inputs), *nodes.whole_inputs]
-        )  # None for the node's number
+        rooms = self.uneven_of(nodes.whole_inputs, [var for var, _ in nodes.sliced_inputs], before=1)  # its number
         try:
             divided = MeshFunction(
                 run, shapes, layouts, self.axes, self.platform, pieces, records, others=others, rooms=rooms

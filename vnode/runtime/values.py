@@ -6,7 +6,7 @@ Knows flows, layouts and placements. Must not know how values are computed, nor 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -51,7 +51,8 @@ class Values:
       batched: values of all nodes, in batch order.
       collected: values of all nodes per slot, one node's part each.
       stacked: the collected values that a loop computed; their slots are dimension 1, not 0.
-      rooms: values stored in uneven blocks; `dims` has their dimensions.
+      rooms: whole values stored in uneven blocks; `dims` has their dimensions.
+      collected_dims: dimensions of the collected values whose parts are in uneven blocks.
       away: values in host memory, with their specs.
       layouts: layouts of values that do not have the layout of a whole one.
       arguments: the values that are arguments of the step, in memory as they are.
@@ -89,6 +90,7 @@ class Values:
         stored_so = zip(program.inputs, rooms.inputs if rooms else (), strict=False)
         self.dims = {var: dim for var, dim in stored_so if dim is not None}
         self.rooms: dict[Var, Any] = {}
+        self.collected_dims: dict[Var, int] = {}
         self.away: dict[Var, tuple[Any, PartitionSpec]] = {}
         self.latest: Any = None
         for i, (var, value) in enumerate(zip(program.inputs, inputs, strict=True)) if inputs is not None else ():
@@ -106,9 +108,18 @@ class Values:
             else:
                 self.whole[var] = value
 
-    def uneven_of(self, several: Sequence[Var | None]) -> UnevenValues | None:
-        """Describes the values stored in uneven blocks; None stands for no variable."""
-        dims = [None if var is None else self.dims.get(var) for var in several]
+    def uneven_of(self, whole: Sequence[Var], sliced: Sequence[Var] = (), before: int = 0) -> UnevenValues | None:
+        """Describes the operands in uneven blocks; None if there are none.
+
+        A batched value that a pass collected in blocks is in blocks only where a node reads its part of it. Where it is
+        read whole, it is restored.
+
+        Args:
+          whole: the values that are read whole; the last operands.
+          sliced: the batched values of which a node reads its part.
+          before: number of other operands, which come first.
+        """
+        dims = [*[None] * before, *map(self.collected_dims.get, sliced), *map(self.dims.get, whole)]
         return (
             UnevenValues(self.division.uneven.share, dims)
             if self.division.uneven is not None and any_given(dims)
@@ -132,6 +143,8 @@ class Values:
 
     def layout(self, var: Var) -> Layout:
         """The layout of a whole value; of one kept for all nodes, its layout after the gather."""
+        if var in self.collected_dims:  # restored
+            return replicated(len(var.aval.shape))
         layout, form = self.layouts.get(var) or replicated(len(var.aval.shape)), self.flow.states[var].form
         return without_cut(form.dim, layout) if isinstance(form, Slice) else layout
 
@@ -144,7 +157,7 @@ class Values:
         kept = self.layouts.get(var) if var in self.collected else None
         if kept is None:
             return self.layout_in_pass(var)
-        shape = [*self.shape(var)]
+        shape = [*self.shape(var, self.collected_dims)]
         shape[form.dim] = self.shape_in_node(var, form)[form.dim]  # `kept` counts its indices
         return restrict_to_axes(self.axes, kept, shape)
 
@@ -172,9 +185,14 @@ class Values:
         kind = meshless_type(value)
         return kind if var not in self.dims else kind.update(shape=var.aval.shape)
 
-    def shape(self, var: Var) -> tuple[int, ...]:
-        """The shape in which a value is stored."""
-        shape, dim, rooms = list(var.aval.shape), self.dims.get(var), self.division.uneven
+    def shape(self, var: Var, dims: Mapping[Var, int] | None = None) -> tuple[int, ...]:
+        """The shape in which a value is stored.
+
+        Args:
+          var: the value.
+          dims: the dimensions in blocks; by default those of whole values.
+        """
+        shape, dim, rooms = list(var.aval.shape), (self.dims if dims is None else dims).get(var), self.division.uneven
         if dim is not None and rooms is not None:
             shape[dim] = rooms.share.stored_size(shape[dim])
         return tuple(shape)
@@ -205,7 +223,7 @@ class Values:
         """Gathers a batched value on each device; its layout over the inner axes stays."""
         if var in self.batched:
             return self.replicate(self.batched[var])
-        if not self.divides or var in self.dims:
+        if not self.divides or var in self.collected_dims:
             return self.replicate(self.read_in_batch_order(var))
         form, placement, mesh_axes = self.flow.states[var].form, self.placement, long_axes(self.placement.mesh)
         assert isinstance(form, Slice)
@@ -281,9 +299,9 @@ class Values:
     def collected_by_slot(self, var: Var) -> Any:
         """A collected value in one piece, ``[slots, ...]``."""
         value, rooms = self.collected[var], self.division.uneven
-        if rooms is None or var not in self.dims:
+        if rooms is None or var not in self.collected_dims:
             return value
-        return self.restore_from_blocks(value, self.dims[var] + 1, rooms.share)
+        return self.restore_from_blocks(value, self.collected_dims[var] + 1, rooms.share)
 
     def materialize_input(self, value: Any) -> Any:
         """Materializes a value for its users; see `vnode.runtime.node_loops.materialize_input`."""

@@ -200,7 +200,7 @@ class ReplicaEmission(Emission):
         batched = [i for i, (_, form) in enumerate(together.wanted) if isinstance(form, Slice)]
         program, captured = trace_with_captures(together, shapes, self.mesh_axes)
         try:
-            program, dims = self.in_blocks_where_read(program, together.reads, batched)
+            program, dims = self.in_blocks_where_read(program, self.uneven_of(together.reads), batched)
         except (PartitionError, UnsupportedPrimitiveError):  # every device computes it whole
             given, dims = [self.read(var) for var in together.reads], [None] * len(together.wanted)
         values = evaluate_program(program, [*given, *captured])
@@ -208,10 +208,9 @@ class ReplicaEmission(Emission):
             self.take_up(var, dim, value) if not isinstance(form, Slice) else self.batched.update({var: value})
 
     def in_blocks_where_read(
-        self, program: Program, reads: Sequence[Var | None], whole: Collection[int] = ()
+        self, program: Program, rooms: UnevenValues | None, whole: Collection[int] = ()
     ) -> tuple[Program, Sequence[int | None]]:
         """A program over blocks, if its inputs are in blocks; and the dimension in blocks of each output, or None."""
-        rooms = self.uneven_of(reads)
         if rooms is None:
             return program, [None] * len(program.outputs)
         seeds = {i: dim for i, dim in enumerate(rooms.inputs) if dim is not None}
@@ -226,9 +225,10 @@ class ReplicaEmission(Emission):
             return self.gather_from_replicas(self.batched[var], form.dim, var.aval.shape[form.dim])
         if var in self.batched and var not in self.own:
             return self.batched[var]
-        value = self.gather_from_replicas(
-            self.by_node(form, *self.shard(var), var in self.collected), 0, self.spread.nodes
-        )
+        value = self.by_node(form, *self.shard(var), var in self.collected)
+        if var in self.collected_dims and self.division.uneven is not None:
+            value = self.restore_from_blocks(value, self.collected_dims[var] + 1, self.division.uneven.share)
+        value = self.gather_from_replicas(value, 0, self.spread.nodes)
         return self.in_batch_order(value, form, self.units(form))
 
     def gather_from_replicas(self, value: Any, dim: int, size: int) -> Any:
@@ -352,11 +352,9 @@ class ReplicaEmission(Emission):
         written = inline(plain.jaxpr, plain.consts)
         groups = tuple(self.groups[len(self.nodes)]) if len(self.nodes) < len(self.groups) else ()
         program = group_equations(written, groups) if groups else written
-        program, dims = self.in_blocks_where_read(
-            program, [None, *(var for var, _ in nodes.sliced_inputs), *nodes.whole_inputs]
-        )
-        made_so = [*(a.var for a in nodes.accumulators), *(var for var, _ in nodes.collected)]
-        self.dims.update((var, dim) for var, dim in zip(made_so, dims, strict=True) if dim is not None)
+        rooms = self.uneven_of(nodes.whole_inputs, [var for var, _ in nodes.sliced_inputs], before=1)
+        program, dims = self.in_blocks_where_read(program, rooms)
+        self.note_dims(nodes, dims)
         sums = [
             dataclasses.replace(s, shape=self.shape(a.var))
             for s, a in zip(sums_of(nodes), nodes.accumulators, strict=True)
