@@ -23,7 +23,7 @@ from vnode.analysis.forms import WHOLE, Batch, Form, Location, Partial, Slice, W
 from vnode.analysis.program import Atom, Program
 from vnode.operators import OperatorDescription
 from vnode.operators.control_flow import Region
-from vnode.operators.program_cost import equation_cost
+from vnode.operators.program_cost import equation_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Step:
     @functools.cached_property
     def flops(self) -> int:
         """Scalar operations of the whole equation."""
-        return equation_cost(self.eqn).flops if self.description is None else self.description.flops
+        return equation_flops(self.eqn) if self.description is None else self.description.flops
 
 
 @dataclasses.dataclass(eq=False)

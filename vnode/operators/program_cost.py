@@ -26,6 +26,12 @@ def equation_cost(eqn: JaxprEqn) -> Cost:
     return undescribed_cost(eqn) if description is None else described_cost(eqn, description)
 
 
+def equation_flops(eqn: JaxprEqn) -> int:
+    """The scalar operations of an equation, as `equation_cost` counts them; bytes take longer to count."""
+    description = None if call_of(eqn) or region_of(eqn) else describe(eqn)
+    return equation_cost(eqn).flops if description is None else description.flops
+
+
 def undescribed_cost(eqn: JaxprEqn) -> Cost:
     """The least cost of an equation without a description: one operation per element of its results.
 

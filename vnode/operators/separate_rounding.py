@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from vnode.operators.description import Algebra, OperatorDescription
+
+Broadcast = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
 NARROW = 4
 """Bytes of the narrowest type to which compilers round sums."""
@@ -66,7 +68,11 @@ class Rounding:
         return self.round_value(jnp.asarray(constant)) if several else constant
 
     def round_results(
-        self, eqn: JaxprEqn, description: OperatorDescription | None, results: Sequence[Any]
+        self,
+        eqn: JaxprEqn,
+        description: OperatorDescription | None,
+        results: Sequence[Any],
+        broadcast: Broadcast = lax.broadcast,
     ) -> list[Any]:
         """Rounds an equation's results before their users read them, if compilers might not.
 
@@ -74,11 +80,12 @@ class Rounding:
           eqn: the equation.
           description: its description.
           results: the results, at any sizes.
+          broadcast: broadcasts a scalar to a shape; a program may do so once for many results.
         """
         if description is None or not description.by_element or description.has(Algebra.MOVES):
             return list(results)
         adds = frozenset(range(len(eqn.invars))) in description.linear
-        return [self.round_value(value) if self.is_at_stake(value, adds) else value for value in results]
+        return [self.round_value(value, broadcast) if self.is_at_stake(value, adds) else value for value in results]
 
     @staticmethod
     def is_at_stake(value: Any, adds: bool) -> bool:
@@ -86,10 +93,11 @@ class Rounding:
         dtype = getattr(value, "dtype", None)
         return dtype is not None and jnp.issubdtype(dtype, np.floating) and not (adds and dtype.itemsize >= NARROW)
 
-    def round_value(self, value: jax.Array) -> jax.Array:
+    def round_value(self, value: jax.Array, broadcast: Broadcast = lax.broadcast) -> jax.Array:
         """The same value, rounded by an operation on its bits."""
-        bits = jnp.dtype(f"uint{8 * value.dtype.itemsize}")
-        return lax.bitcast_convert_type(lax.bitcast_convert_type(value, bits) ^ self.zero.astype(bits), value.dtype)
+        bits = np.dtype(f"uint{8 * value.dtype.itemsize}")
+        zeros = broadcast(lax.convert_element_type(self.zero, bits), value.shape)
+        return lax.bitcast_convert_type(lax.bitwise_xor(lax.bitcast_convert_type(value, bits), zeros), value.dtype)
 
     def hide_broadcast(self, spread: jax.Array) -> jax.Array:
         """Hides from compilers that a value is a broadcast scalar, or constant along a dimension.

@@ -95,7 +95,7 @@ def read_all_bits(total: jax.Array) -> jax.Array:
     propagation of bfloat16 passes barriers and stops at integers. So the bits are combined with a zero that the
     compiler does not know to be zero; otherwise it would remove the conversion there and back.
     """
-    return round_to_storage(total, opaque_count(0)) if total.dtype == jnp.float32 else total
+    return round_to_storage([total], opaque_count(0))[0] if total.dtype == jnp.float32 else total
 
 
 def fold_in_order(monoid: Monoid, values: jax.Array) -> jax.Array:

@@ -28,22 +28,26 @@ from vnode.operators.control_flow import Region, Run, region_of
 from vnode.operators.in_program import InProgram, as_array
 from vnode.operators.multi_operand_barrier import evaluate_together, group_barrier_parts
 from vnode.operators.ordering_barrier import ready_value
-from vnode.operators.separate_rounding import Rounding
+from vnode.operators.separate_rounding import Broadcast, Rounding
 from vnode.runtime.node import Node, WholeEvaluator, leading_size, mask_dim
 
 Env = dict[Key, Any]
 
 
 def evaluate_whole(
-    eqn: JaxprEqn, description: OperatorDescription | None, place: Node | WholeEvaluator, operands: Sequence[Any]
+    eqn: JaxprEqn,
+    description: OperatorDescription | None,
+    place: Node | WholeEvaluator,
+    operands: Sequence[Any],
+    broadcast: Broadcast = lax.broadcast,
 ) -> list[Any]:
-    """Evaluates an equation at its full size."""
+    """Evaluates an equation at its full size; `broadcast` broadcasts scalars."""
     if description is not None and (place.platform in description.replaced_on or description.layout is not None):
         results = evaluate_operator(description, eqn, operands, description.sizes, {}, place.platform)
     else:
         results = bind(eqn, operands)
     rounding = place.rounding if isinstance(place, WholeEvaluator) else None
-    return results if rounding is None else rounding.round_results(eqn, description, results)
+    return results if rounding is None else rounding.round_results(eqn, description, results, broadcast)
 
 
 class EvaluationMemo:
@@ -92,6 +96,10 @@ class EvaluationMemo:
             found = self._results[key] = (run(list(operands)), operands)
         return found[0]
 
+    def broadcast(self, scalar: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Broadcasts a scalar once per shape."""
+        return self._broadcast(scalar, shape, None)
+
     def _broadcast(self, value: Any, shape: tuple[int, ...], rounding: Rounding | None) -> Any:
         """Broadcasts a value once; jax would broadcast it at each use."""
         if np.shape(value) == shape or not isinstance(value, jax.Array):
@@ -139,7 +147,7 @@ def evaluate_equation(eqn: JaxprEqn, operands: list[Any], known: EvaluationMemo,
     """Evaluates an equation, and the bodies of a loop or branch, on whole values."""
     region, description = None if eqn.effects else region_of(eqn), known.describe(eqn)
     if region is None:
-        run = functools.partial(evaluate_whole, eqn, description, place)
+        run = functools.partial(evaluate_whole, eqn, description, place, broadcast=known.broadcast)
     else:
         bodies = [functools.partial(evaluate_program, program, place) for program in known.bodies(eqn)]
         operands = [as_array(value, atom) for value, atom in zip(operands, eqn.invars, strict=True)]

@@ -90,13 +90,6 @@ class Sum:
     def add(self, total: Any, piece: Any) -> Any:
         return COMBINE[self.monoid](total, lax.convert_element_type(piece, self.dtype))
 
-    def identity_or_total(self, begins: jax.Array, total: Any) -> Any:
-        """The initial value if the sum begins here; otherwise the total so far.
-
-        The loop that adds a piece needs no pass over memory for this; zeros written beforehand would need one.
-        """
-        return lax.select(jnp.broadcast_to(begins, total.shape), self.identity(), total)
-
 
 @dataclasses.dataclass(frozen=True)
 class NodeProgram:
@@ -120,6 +113,17 @@ class NodeProgram:
 
 def add_all(sums: Sequence[Sum], totals: Sequence[Any], pieces: Sequence[Any]) -> list[Any]:
     return [s.add(total, piece) for s, total, piece in zip(sums, totals, pieces, strict=True)]
+
+
+def identities_or_totals(sums: Sequence[Sum], begins: jax.Array, totals: Sequence[Any]) -> list[Any]:
+    """The initial values if the sums begin here; otherwise the totals so far.
+
+    The loop that adds a piece needs no pass over memory for this; zeros written beforehand would need one.
+    """
+    spread = functools.cache(functools.partial(lax.broadcast, begins))
+    identity = functools.cache(lambda monoid, shape, dtype: Sum(monoid, shape, dtype).identity())
+    several = zip(sums, totals, strict=True)
+    return [lax.select(spread(s.shape), identity(s.monoid, s.shape, np.dtype(s.dtype)), total) for s, total in several]
 
 
 def scan_nodes(program: NodeProgram, sums: Sequence[Sum], waves: int) -> tuple[list[Any], list[Any]]:
@@ -295,7 +299,7 @@ def add_in_tree_order(
         given = lax.optimization_barrier((program.take(index), index))[0] if program.barriers else state.parts
         pieces, kept = program.compute(given)
         totals = add_all(exact, state.totals, [pieces[i] for i in others])
-        pieces = [round_to_storage(pieces[i].astype(sums[i].dtype), index) for i in ordered]
+        pieces = round_to_storage([lax.convert_element_type(pieces[i], sums[i].dtype) for i in ordered], index)
         if program.barriers:
             return pieces, State([], totals, [], write_at(state.buffers, lax.optimization_barrier(kept), index))
         parts = program.take(index + 1)
@@ -311,8 +315,7 @@ def add_in_tree_order(
 
         def body(k: jax.Array, carry: tuple[list[Any], State]) -> tuple[list[Any], State]:
             pieces, state = node(start + k, carry[1])
-            totals = [s.identity_or_total(k == 0, total) for s, total in zip(rest, carry[0], strict=True)]
-            return add_all(rest, totals, pieces), state
+            return add_all(rest, identities_or_totals(rest, k == 0, carry[0]), pieces), state
 
         with jax.named_scope("run"):
             return loop_of_nodes(runs.starts[number + 1] - start, rest, body, (spent, state), after)
@@ -340,22 +343,31 @@ class Runs(NamedTuple):
     merges: jax.Array
 
 
-def round_to_storage(piece: jax.Array, index: jax.Array) -> jax.Array:
-    """Rounds a contribution as if it were stored, also where the loop that computes it adds it to a sum.
+def round_to_storage(pieces: Sequence[jax.Array], index: jax.Array) -> list[jax.Array]:
+    """Rounds contributions as if they were stored, also where the loop that computes them adds them to sums.
 
     Otherwise a compiler would contract a multiplication with that addition, or keep more bits than the dtype has; for
     the first contribution of a run, which is added later, it would not. No compiler sees through an operation on the
     bits with a number that is zero because no position is negative.
 
     Args:
-      piece: a node's contribution to an inexact sum.
+      pieces: a node's contributions to inexact sums.
       index: a node's position, int32 scalar, not negative.
     """
-    if jnp.issubdtype(piece.dtype, jnp.complexfloating):
-        return lax.complex(round_to_storage(lax.real(piece), index), round_to_storage(lax.imag(piece), index))
-    bits = jnp.dtype(f"uint{8 * piece.dtype.itemsize}")
-    zero = lax.convert_element_type(index < 0, bits)
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(piece, bits) ^ zero, piece.dtype)
+    zero = index < 0
+
+    @functools.cache
+    def zeros(shape: tuple[int, ...], bits: Any) -> jax.Array:
+        return lax.broadcast(lax.convert_element_type(zero, bits), shape)
+
+    def rounded(piece: jax.Array) -> jax.Array:
+        if jnp.issubdtype(piece.dtype, jnp.complexfloating):
+            return lax.complex(rounded(lax.real(piece)), rounded(lax.imag(piece)))
+        bits = np.dtype(f"uint{8 * piece.dtype.itemsize}")
+        held = lax.bitwise_xor(lax.bitcast_convert_type(piece, bits), zeros(piece.shape, bits))
+        return lax.bitcast_convert_type(held, piece.dtype)
+
+    return [rounded(piece) for piece in pieces]
 
 
 class State(NamedTuple):
@@ -466,7 +478,8 @@ def unwritten_buffers(
         return [lax.empty(*each) for each in shapes]
 
     def each(number: jax.Array) -> list[jax.Array]:
-        return [lax.broadcast((number < -i).astype(dtype), shape) for i, (shape, dtype) in enumerate(shapes)]
+        flags = [lax.lt(number, np.int32(-i)) for i in range(len(shapes))]
+        return [lax.full(shape, flag, dtype) for flag, (shape, dtype) in zip(flags, shapes, strict=True)]
 
     def never(_: Any) -> list[jax.Array]:  # different from `empty`, or the branches would be merged
         return [lax.dynamic_update_slice(e, jnp.ones([1] * e.ndim, e.dtype), [0] * e.ndim) for e in empty(None)]
