@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -21,19 +20,17 @@ from vnode.analysis.forms import Form, Slice
 from vnode.analysis.passes import Schedule, Stage
 from vnode.analysis.program import Atom, Program
 from vnode.analysis.recipe import Evaluation
-from vnode.analysis.states import Flow
 from vnode.operators.control_flow import Region
-from vnode.operators.in_program import InProgram, as_array
+from vnode.operators.in_program import as_array
 from vnode.operators.separate_rounding import Rounding
 from vnode.placement.placement import Placement
 from vnode.placement.world import uses_gloo
-from vnode.runtime.evaluate_recipe import EvaluationMemo, evaluate_once
+from vnode.runtime.evaluate_recipe import evaluate_once
 from vnode.runtime.host_prefetch import (
     Task,
     copy_in_pieces,
     deferrable,
     first_element,
-    has_barrier_element,
     order_by_output,
 )
 from vnode.runtime.mesh_function import Division, MeshFunction
@@ -44,14 +41,13 @@ from vnode.runtime.replicated_region import (
     ReplicatedRegion,
     defer_constants,
     divide_region,
-    is_separate,
     read_variables,
 )
+from vnode.runtime.schedule_interpreter import RegionEntry
 from vnode.spmd.device_program import BitwiseMode, LazyInput
 from vnode.spmd.layout import Layout
 from vnode.spmd.resharding_collectives import use_gloo_rules
 from vnode.spmd.sharded_program import program_over_mesh, spec_of
-from vnode.spmd.uneven_blocks import store
 
 
 def emit(
@@ -93,38 +89,11 @@ def emit(
 
 
 class Emission(PassEmission):
-    """One emission: passes, and the once-computed values before, between and after them.
-
-    Attributes:
-      latest_totals: the totals of the latest pass. A rounding is made from one of these. Made from an argument, it
-        would be computed before the pass, and the values it is part of would be live during the pass.
-    """
-
-    latest_totals: Sequence[Var] = ()
-
-    @functools.cached_property
-    def known(self) -> EvaluationMemo:
-        """Values of the program that are known without running it."""
-        return EvaluationMemo(self.flow.program)
-
-    def run(self) -> list[Any]:
-        for stage in self.stages:
-            self.run_all(stage.once_actions)
-            if stage.node_pass is not None:
-                self.finish_totals(stage.node_pass, self.run_pass(stage.node_pass))
-                self.latest_totals = [a.var for a in stage.node_pass.accumulators]
-                self.__dict__.pop("together", None)
-        outputs, rooms = self.flow.program.outputs, self.division.uneven
-        dims = rooms.outputs if rooms else [None] * len(outputs)
-        several = zip(outputs, self.flow.output_forms, dims, strict=True)
-        return [
-            self.emit_output(a, form) if dim is None else self.emit_uneven_output(a, dim) for a, form, dim in several
-        ]
+    """One emission: passes, and the once-computed values before, between and after them."""
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """The schedule's stages; tasks that read offloaded values come last, in the order in which these are
-        fetched."""
+        # Tasks that read offloaded values come last, in the order in which these are fetched.
         stages = self.schedule.stages
         if self.mode is Mode.INVARIANT:
             stages = defer_constants(stages)
@@ -153,25 +122,12 @@ class Emission(PassEmission):
         value = self.output(atom)
         return value if self.schedule.passes else self.replicate(value)
 
-    def emit_uneven_output(self, atom: Atom, dim: int) -> Any:
-        """An output in uneven blocks."""
-        assert self.division.uneven is not None
-        share = self.division.uneven.share
-        if isinstance(atom, Var) and atom in self.rooms and self.dims[atom] == dim:
-            return self.rooms[atom]
-        return self.store_in_blocks(store(self.output(atom), dim, share), dim, share)
-
-    def run_all(self, actions: Sequence[Evaluation]) -> None:
-        """Evaluates once-computed actions, partitioned like their inputs; XLA's partitioner handles those with
-        effects."""
-        groups = itertools.groupby(actions, is_separate)
-        for apart, several in groups:
-            together = list(several)
-            if (self.once_axes or self.division.over_nodes) and self.divides and not apart:
-                self.run_divided(together)
-                continue
-            for action in together:
-                self.run_once(action)
+    def run_region(self, actions: Sequence[Evaluation]) -> None:
+        """Evaluates actions, partitioned like their inputs."""
+        if (self.once_axes or self.division.over_nodes) and self.divides:
+            return self.run_divided(actions)
+        for action in actions:
+            self.run_once(action)
 
     def run_divided(self, actions: Sequence[Evaluation]) -> None:
         """Evaluates actions in per-device programs, each on its shards of their inputs."""
@@ -227,8 +183,6 @@ class Emission(PassEmission):
             self.take_up(var, dim, value) if not isinstance(form, Slice) else self.batched.update({var: value})
             if not layout.is_whole:
                 self.layouts[var] = layout
-            if not isinstance(form, Slice) and has_barrier_element(value):
-                self.latest = value
 
     @property
     def rounding_seed(self) -> Var | None:
@@ -240,22 +194,11 @@ class Emission(PassEmission):
         several = ((var, value) for var, value in self.whole.items() if var not in self.flow.program.constants)
         return next((var for var, value in several if Rounding.can_use(value)), None)
 
-    def run_once(self, action: Evaluation) -> None:
-        if action.schedules:
-            return self.run_nested(action)
-        elif self.placement.mesh.size > 1 and has_opaque(self.flow.program, action.step.eqn):
-            values = self.run_replicated(action)
-        else:
-            with self.automatic_axes():
-                values = evaluate_once(action, self.read, self.known, self.joint_evaluator)
-        for var, form, value in zip(action.step.eqn.outvars, action.results, values, strict=True):
-            if value is None:
-                continue
-            if isinstance(form, Slice):
-                self.batched[var] = self.as_computed_once(value)
-            elif form is not None:
-                self.whole[var] = value
-                self.latest = value if has_barrier_element(value) else self.latest
+    def evaluate(self, action: Evaluation) -> Sequence[Any]:
+        if self.placement.mesh.size > 1 and has_opaque(self.flow.program, action.step.eqn):
+            return self.run_replicated(action)
+        with self.automatic_axes():
+            return evaluate_once(action, self.read, self.known, self.joint_evaluator)
 
     def run_replicated(self, action: Evaluation) -> list[Any]:
         """Evaluates an action in per-device programs, identically on every device; None for unused results."""
@@ -279,7 +222,11 @@ class Emission(PassEmission):
 
     @functools.cached_property
     def joint_evaluator(self) -> WholeEvaluator:
-        """Evaluates whole values in one program for all devices."""
+        """Evaluates whole values in one program for all devices.
+
+        A rounding is made from one of the latest totals. Made from an argument, it would be computed before the pass,
+        and the values it is part of would be live during the pass.
+        """
         constants = self.flow.program.constants
         several = {var: self.whole[var] for var in self.latest_totals if var in self.whole} | self.whole
         made = [value for var, value in several.items() if var not in constants and self.layout(var).is_whole]
@@ -296,13 +243,10 @@ class Emission(PassEmission):
             else contextlib.nullcontext()
         )
 
-    def run_nested(self, action: Evaluation) -> None:
-        """Evaluates a loop or branch whose bodies have passes of their own.
-
-        If devices hold different numbers of nodes, batched values go in and out per slot. In batch order every device
-        would hold all of each, because the partitioner divides evenly or not at all. Values that every iteration would
-        gather are gathered once, or read where they lie.
-        """
+    def enter_region(self, action: Evaluation) -> RegionEntry:
+        """If devices hold different numbers of nodes, batched values go in and out per slot. In batch order every
+        device would hold all of each, because the partitioner divides evenly or not at all. Values that every iteration
+        would gather are gathered once, or read where they lie."""
         eqn, region = action.step.eqn, action.step.region
         assert region is not None
         slotted = not self.placement.even and self.has_same_nodes(action)
@@ -317,48 +261,34 @@ class Emission(PassEmission):
             else:
                 value = as_array(self.as_region_operand(form, atom), atom)
                 operands.append(value if slotted else self.shard_by_nodes(value, form))
+        return RegionEntry(operands, slotted, cut)
 
-        def body(made: Schedule, given: Sequence[int], inputs: Sequence[Any]) -> list[Any]:
-            flow = made.flow
-            arguments = [k for k, i in enumerate(given) if i in lying]
-
-            def bounded(forms: Sequence[Form], values: Sequence[Any]) -> list[Any]:
-                pairs = list(zip(values, forms, strict=True))
-                if flow.batch == self.flow.batch:
-                    return [*values] if slotted else list(itertools.starmap(self.shard_by_nodes, pairs))
-                # a batch of the body's own is whole outside it
-                return [self.as_computed_once(value) if isinstance(form, Slice) else value for value, form in pairs]
-
-            values = bounded([flow.state(var).form for var in flow.program.inputs], inputs)
-            in_slots = [k for k, i in enumerate(given) if i in apart] if slotted else None
-            layouts = [None if i in cut else self.layout_in_body(eqn.invars[i], region, i) for i in given]
-            division = dataclasses.replace(self.division, layouts=layouts, uneven=None, ends=())
-            outputs = self.emit_body(made, values, arguments, in_slots, division)
-            return bounded(flow.output_forms, outputs)  # not per slot: another body may have them in parts
-
-        lying = {i for i in region.fixed if isinstance(atom := eqn.invars[i], Var) and atom in self.arguments}
-        bodies = [
-            functools.partial(body, made, given) for made, given in zip(action.schedules, region.inputs, strict=True)
-        ]
-        values = region.run(InProgram(eqn), bodies, operands)
-        for i, (var, form, value) in enumerate(zip(eqn.outvars, action.results, values, strict=True)):
-            if isinstance(form, Slice):
-                (self.collected if slotted else self.batched)[var] = value
-                if slotted and region.stacks and i >= len(region.carried):
-                    self.stacked.add(var)
-            elif form is not None:
-                self.whole[var] = value
-
-    def emit_body(
-        self,
-        made: Schedule,
-        values: Sequence[Any],
-        arguments: Collection[int],
-        slotted: Collection[int] | None,
-        division: Division,
+    def run_body(
+        self, action: Evaluation, entry: RegionEntry, made: Schedule, given: Sequence[int], inputs: Sequence[Any]
     ) -> list[Any]:
-        """Emits a body that has passes of its own."""
-        return emit(made, self.placement, values, self.mode, self.lane, arguments, slotted, division)
+        eqn, region, flow = action.step.eqn, action.step.region, made.flow
+        assert region is not None
+
+        def bounded(forms: Sequence[Form], values: Sequence[Any]) -> list[Any]:
+            per_slot = entry.in_parts and flow.batch == self.flow.batch
+            return [*values] if per_slot else self.constrain_batched(flow, forms, values)
+
+        values = bounded([flow.state(var).form for var in flow.program.inputs], inputs)
+        lying = {i for i in region.fixed if isinstance(atom := eqn.invars[i], Var) and atom in self.arguments}
+        arguments = [k for k, i in enumerate(given) if i in lying]
+        whole = action.read_whole if entry.in_parts else set()
+        in_slots = [k for k, i in enumerate(given) if i not in whole] if entry.in_parts else None
+        layouts = [None if i in entry.split else self.layout_in_body(eqn.invars[i], region, i) for i in given]
+        division = dataclasses.replace(self.division, layouts=layouts, uneven=None, ends=())
+        outputs = emit(made, self.placement, values, self.mode, self.lane, arguments, in_slots, division)
+        return bounded(flow.output_forms, outputs)  # not per slot: another body may have them in parts
+
+    def take_batched(self, action: Evaluation, entry: RegionEntry, i: int, value: Any) -> None:
+        region, var = action.step.region, action.step.eqn.outvars[i]
+        assert region is not None
+        (self.collected if entry.in_parts else self.batched)[var] = value
+        if entry.in_parts and region.stacks and i >= len(region.carried):
+            self.stacked.add(var)
 
     def layout_in_body(self, atom: Atom, region: Region, i: int) -> Layout | None:
         """The layout of operand `i` of a loop or branch inside its bodies, if it is whole."""
@@ -367,22 +297,6 @@ class Emission(PassEmission):
         if layout is None or i not in region.scanned:
             return layout
         return Layout(layout.dims[1:])
-
-    def has_same_nodes(self, action: Evaluation) -> bool:
-        """Whether all bodies of a loop or branch have the nodes of the surrounding program."""
-        region = action.step.region
-        assert region is not None
-        return all(self.same_nodes(made.flow, test=k < region.tests) for k, made in enumerate(action.schedules))
-
-    def same_nodes(self, flow: Flow, test: bool) -> bool:
-        """Whether a body has the nodes of the surrounding program; for a loop's condition, none also counts.
-
-        A condition with several answers, one per leading dimension of the carry, does not.
-        """
-        if test and any(atom.aval.shape for atom in flow.program.outputs):
-            return False
-        same = flow.batch == self.flow.batch and flow.node_sizes.items() <= self.flow.node_sizes.items()
-        return same or (test and not any(isinstance(flow.states[var].form, Slice) for var in flow.program.inputs))
 
 
 def has_opaque(program: Program, eqn: JaxprEqn) -> bool:

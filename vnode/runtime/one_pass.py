@@ -15,24 +15,20 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 from jax.sharding import PartitionSpec
 
-from vnode.analysis.forms import WHOLE, Slice, Whole
+from vnode.analysis.forms import Slice, Whole
 from vnode.analysis.passes import Pass, Schedule
 from vnode.errors import UnsupportedPrimitiveError
-from vnode.operators.ordering_barrier import can_be_awaited
 from vnode.placement.placement import Placement
 from vnode.runtime import device_reductions, node_loops, small_sums
-from vnode.runtime.evaluate_recipe import Env, evaluate_recipe
-from vnode.runtime.host_prefetch import has_barrier_element
 from vnode.runtime.input_packing import Packing
 from vnode.runtime.mesh_function import Division, MeshFunction, refuse_windows, stacked_spec
+from vnode.runtime.mesh_values import MeshValues, inner_axes
 from vnode.runtime.mode import Mode
-from vnode.runtime.node import Node, WholeEvaluator
 from vnode.runtime.offloaded_accumulators import fold_pieces_offloaded
 from vnode.runtime.output_sharding import SummingDevices, choose_output_layouts
 from vnode.runtime.pass_layout import BatchedInput, DeviceInputs, PassLayout
 from vnode.runtime.replicated_region import ReplicatedRegion, is_separate
 from vnode.runtime.tree import Tree
-from vnode.runtime.values import Values, inner_axes
 from vnode.spmd.layout import Layout, replicated
 from vnode.spmd.resharding_collectives import convert, convert_after, devices_in_step, grows, with_axis_indices
 from vnode.spmd.sharded_program import long_axes, spec_of
@@ -41,7 +37,7 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 """Platforms for which a plan may have been made, whatever platform runs it."""
 
 
-class PassEmission(Values):
+class PassEmission(MeshValues):
     """The passes of an emission.
 
     Args:
@@ -71,8 +67,6 @@ class PassEmission(Values):
         self.alone = inputs is not None  # otherwise other programs hold other nodes
         self.lane = lane
         self.far = far
-        self.once = WholeEvaluator(self.platform)
-        self.unawaited: list[Var] = []  # totals that no pass has waited for
         self.once_axes = once_axes(placement, self.division.over_nodes) if division is not None else {}
         # axes whose size must not change bits
         self.exact = {placement.axis} & self.once_axes.keys() if mode is Mode.INVARIANT else set()
@@ -152,14 +146,6 @@ class PassEmission(Values):
             packing=self.packing(batched, barriers and divided is None),
             barriers=barriers,
         )
-
-    def note_dims(self, nodes: Pass, dims: Sequence[int | None]) -> None:
-        """Notes in which dimension the results of a pass are in uneven blocks."""
-        count = len(nodes.accumulators)
-        sums = zip((each.var for each in nodes.accumulators), dims[:count], strict=True)
-        kept = zip((var for var, _ in nodes.collected), dims[count:], strict=True)
-        self.dims.update((var, dim) for var, dim in sums if dim is not None)
-        self.collected_dims.update((var, dim) for var, dim in kept if dim is not None)
 
     def batched_input(self, var: Var, form: Slice) -> BatchedInput:
         """A batched value as a pass reads it."""
@@ -372,7 +358,7 @@ class PassEmission(Values):
         If the next once-computed task reads a shard only, each device receives its shard: the gradient of a sharded
         parameter.
         """
-        if not self.once_axes or not self.divides or self.division.uneven is not None:
+        if not self.once_axes or not self.divides or self.uneven is not None:
             return list(lies)
         stages = itertools.dropwhile(lambda stage: stage.node_pass is not nodes, self.schedule.stages)
         after = [
@@ -388,35 +374,6 @@ class PassEmission(Values):
                 ends, self.layout, together.read_layouts, self.axes, self.once_axes, self.exact
             ).values()
         )
-
-    def node_function(self, nodes: Pass, given: Sequence[Any], platform: str | None = None) -> list[Any]:
-        """The computation of one node in a pass, from its number, its parts of batched values, and whole values.
-
-        If a platform is named, emitted as for that platform, so that another platform's plan still applies.
-        """
-        number, *values = given
-        placement = self.placement
-        env: Env = dict(zip([*nodes.sliced_inputs, *((var, WHOLE) for var in nodes.whole_inputs)], values, strict=True))
-        flow, platform = self.flow, platform or self.platform
-        node = Node(number[0], placement.virtual_nodes, flow.node_sizes, flow.batch, platform)
-        return evaluate_recipe(nodes.recipe, env, node, self.serializes_independent)
-
-    @property
-    def serializes_independent(self) -> bool:
-        """Whether independent parts of a node's computation wait for one another.
-
-        XLA's CPU backend computes early whatever it can, and would keep the residuals of all backward passes live at
-        once. The compilers for other devices look for an order with low memory.
-        """
-        return self.platform == "cpu" and self.mode is not Mode.DIFFERENTIABLE and not self.axes
-
-    def node_input_shapes(self, nodes: Pass) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of a node's inputs in a pass: its number, its parts of batched values, and whole values."""
-        return [
-            jax.ShapeDtypeStruct((1,), jnp.int32),
-            *(jax.ShapeDtypeStruct(self.shape_in_node(var, form), var.aval.dtype) for var, form in nodes.sliced_inputs),
-            *(self.type_of(var, self.as_stored(var)) for var in nodes.whole_inputs),
-        ]
 
     def node_input_layouts(self, nodes: Pass) -> list[Layout]:
         """Layouts of a node's inputs in a pass."""
@@ -446,18 +403,6 @@ class PassEmission(Values):
             return divided
         refuse_windows(divided.flow)
         return None
-
-    def finish_totals(self, nodes: Pass, totals: Sequence[Any]) -> None:
-        """Stores the totals of a pass."""
-        for accumulator, total in zip(nodes.accumulators, totals, strict=True):
-            if self.mode is Mode.FAST and self.placement.size > 1:
-                total = device_reductions.read_all_bits(total)
-            if accumulator.rounded is not None:
-                total = total.astype(accumulator.rounded)
-            total = total.astype(accumulator.var.aval.dtype)
-            self.take_up(accumulator.var, self.dims.get(accumulator.var), total)
-            self.latest = total if has_barrier_element(total) else self.latest
-        self.unawaited += [a.var for a in nodes.accumulators if can_be_awaited(a.var.aval)]
 
     def barrier_values(self, nodes: Pass, given: Sequence[Layout], wanted: Sequence[Layout]) -> list[Var]:
         """The values that a pass waits for if it gathers its inputs: all totals of earlier passes.

@@ -42,10 +42,10 @@ from vnode.runtime.device_groups import GroupProgram
 from vnode.runtime.emit import emit
 from vnode.runtime.evaluate_recipe import restore_weak_types
 from vnode.runtime.mesh_function import Division, Records, UnevenValues
+from vnode.runtime.mesh_values import inner_axes
 from vnode.runtime.mode import Mode
 from vnode.runtime.one_pass import once_axes
 from vnode.runtime.tree import Tree
-from vnode.runtime.values import inner_axes
 from vnode.spmd.layout import Axes, Layout, from_spec
 from vnode.step.collector import collector_paused
 from vnode.step.coupling_policy import Option, check_couplings, couplings_in_schedule, mode_of

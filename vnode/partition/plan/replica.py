@@ -1,6 +1,6 @@
 """A step's schedule -> the program of one replica: its share of the nodes in a loop, and the replicated region.
 
-Knows schedules and how they are emitted. Must not know machines, searches, nor how anything is divided.
+Knows schedules and how they are interpreted. Must not know machines, searches, nor how anything is divided.
 
 A mesh has one axis for the nodes. The devices at one index of it are a replica; they divide each node's computation
 among themselves. A replica's program has whole values at global shapes, and the replica's part of batched values. Each
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from vnode.analysis.forms import Form, Slice
 from vnode.analysis.meshless import remove_mesh_closed
-from vnode.analysis.passes import Accumulator, Pass, Schedule
+from vnode.analysis.passes import Accumulator, Pass, Schedule, Stage
 from vnode.analysis.program import Atom, Program, bind, context_of, inline
 from vnode.analysis.recipe import Evaluation
 from vnode.errors import PartitionError, UnsupportedPrimitiveError
@@ -32,18 +31,18 @@ from vnode.partition.plan.node_spread import Spread
 from vnode.partition.plan.other_replicas import GATHER_FROM_REPLICAS, NODE_NUMBERS, SUM_OVER_REPLICAS
 from vnode.placement.placement import Placement
 from vnode.runtime import node_loops
-from vnode.runtime.emit import Emission
-from vnode.runtime.mesh_function import Division, UnevenValues, trace_to_jaxpr, trace_with_captures
+from vnode.runtime.evaluate_recipe import evaluate_once
+from vnode.runtime.mesh_function import UnevenValues, trace_to_jaxpr, trace_with_captures
 from vnode.runtime.mode import Mode
-from vnode.runtime.node import WholeEvaluator, restore_batch_order
+from vnode.runtime.node import restore_batch_order
 from vnode.runtime.one_pass import sums_of
-from vnode.runtime.replicated_region import ReplicatedRegion, is_separate
-from vnode.runtime.values import split_runs
+from vnode.runtime.replicated_region import ReplicatedRegion
+from vnode.runtime.schedule_interpreter import RegionEntry, ScheduleInterpreter, split_runs
 from vnode.spmd.branch_groups import Group, group_equations
 from vnode.spmd.factor_blocks import gather_blocks, in_blocks
 from vnode.spmd.layout import Axes
 from vnode.spmd.sharding_flow import Flow, Path, Step
-from vnode.spmd.uneven_blocks import Share
+from vnode.spmd.uneven_blocks import store
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -136,8 +135,21 @@ class ReplicaProgram:
         return found
 
 
-class ReplicaEmission(Emission):
-    """The emission of one replica."""
+class ReplicaEmission(ScheduleInterpreter):
+    """The emission of one replica: its part of batched values, and whole values.
+
+    Args:
+      schedule: the step.
+      placement: a placement of all nodes on one device.
+      inputs: values of the program's inputs.
+      spread: the spread of nodes over replicas.
+      platform: the platform to emit for.
+      axes: sizes of the mesh axes other than the nodes'.
+      groups: see `replica_program`.
+      invariant: see `replica_program`.
+      in_loop: for the body of a loop or branch, whether its batched inputs and outputs are in parts; None for the step.
+      rooms: see `replica_program`.
+    """
 
     def __init__(
         self,
@@ -152,53 +164,60 @@ class ReplicaEmission(Emission):
         in_loop: bool | None = None,
         rooms: UnevenValues | None = None,
     ) -> None:
-        super().__init__(schedule, placement, inputs, Mode.FAST, 1, None, Division(automatic=True, uneven=rooms))
-        self.axes, self.spread, self.mesh_axes = {}, spread, axes
-        self.platform, self.once = platform, WholeEvaluator(platform)
+        super().__init__(schedule, placement, Mode.FAST, platform, axes, rooms)
+        for var, value in zip(schedule.flow.program.inputs, inputs, strict=True):
+            self.store_input(var, value)
+        self.spread = spread
         self.groups = groups
         self.nodes: list[NodeProgram] = []
         self.invariant = invariant
         self.in_parts = self.has_equal_shards if in_loop is None else in_loop  # batched inputs and outputs
-        self.in_parts_inside = False  # likewise, in the current loop or branch
         given = (var for var in self.batched if in_loop is not None or spread.is_sharded_argument(self.flow, var))
         self.own = {*given} if self.in_parts else set[Var]()  # batched values of which it has its own part
 
     @property
     def has_equal_shards(self) -> bool:
+        """Whether replicas hold equal parts of the batch, without padding."""
         return self.spread.fits(self.flow)
 
     @property
-    def serializes_independent(self) -> bool:
-        return super().serializes_independent and not self.mesh_axes
+    def stages(self) -> Sequence[Stage]:
+        return self.schedule.stages
 
     def replicate(self, value: Any) -> Any:
         return value
 
-    def store_in_blocks(self, value: Any, dim: int, share: Share) -> Any:
+    def make_whole(self, var: Var) -> Any:
+        if var not in self.rooms:
+            return self.gather_batched(var)
+        assert self.uneven is not None
+        return gather_blocks(self.rooms[var], self.dims[var], self.uneven.share)
+
+    def store_in_blocks(self, atom: Atom, dim: int) -> Any:
+        assert self.uneven is not None
+        share = self.uneven.share
+        value = store(self.read(atom), dim, share)
         return bind(constraint_equation((*[None] * dim, share.axes, *[None] * (value.ndim - dim - 1))), [value])[0]
 
-    def restore_from_blocks(self, value: Any, dim: int, share: Share) -> Any:
-        return gather_blocks(value, dim, share)
+    def evaluate(self, action: Evaluation) -> Sequence[Any]:
+        return evaluate_once(action, self.read, self.known, self.once)
 
-    def run_all(self, actions: Sequence[Evaluation]) -> None:
-        if self.division.uneven is None:
-            return super().run_all(actions)
-        for apart, several in itertools.groupby(actions, is_separate):
-            for action in several if apart else ():
-                self.run_once(action)
-            if not apart:
-                self.run_together(list(several))
+    def run_region(self, actions: Sequence[Evaluation]) -> None:
+        if self.uneven is not None:
+            return self.run_together(actions)
+        for action in actions:
+            self.run_once(action)
 
     def run_together(self, actions: Sequence[Evaluation]) -> None:
         """Evaluates the replicated region, in blocks where its inputs are in blocks.
 
         See `vnode.runtime.replicated_region.divide_region`.
         """
-        together = ReplicatedRegion.from_actions(actions, self.readers, self.flow.program, self.once, self.ends)
+        together = ReplicatedRegion.from_actions(actions, self.readers, self.flow.program, self.once, {})
         given = [self.as_stored(var) for var in together.reads]
         shapes = [self.type_of(var, value) for var, value in zip(together.reads, given, strict=True)]
         batched = [i for i, (_, form) in enumerate(together.wanted) if isinstance(form, Slice)]
-        program, captured = trace_with_captures(together, shapes, self.mesh_axes)
+        program, captured = trace_with_captures(together, shapes, self.axes)
         try:
             program, dims = self.in_blocks_where_read(program, self.uneven_of(together.reads), batched)
         except (PartitionError, UnsupportedPrimitiveError):  # every device computes it whole
@@ -226,8 +245,8 @@ class ReplicaEmission(Emission):
         if var in self.batched and var not in self.own:
             return self.batched[var]
         value = self.by_node(form, *self.shard(var), var in self.collected)
-        if var in self.collected_dims and self.division.uneven is not None:
-            value = self.restore_from_blocks(value, self.collected_dims[var] + 1, self.division.uneven.share)
+        if var in self.collected_dims and self.uneven is not None:
+            value = gather_blocks(value, self.collected_dims[var] + 1, self.uneven.share)
         value = self.gather_from_replicas(value, 0, self.spread.nodes)
         return self.in_batch_order(value, form, self.units(form))
 
@@ -265,10 +284,6 @@ class ReplicaEmission(Emission):
             )
         return restore_batch_order(value, form, self.flow.node_elements(form), units)
 
-    def as_region_operand(self, form: Form | None, atom: Atom) -> Any:
-        in_part = self.in_parts_inside and isinstance(form, Slice)  # all others are read whole
-        return self.as_batched(form, atom) if in_part else super().as_region_operand(form, atom)
-
     def as_batched(self, form: Form | None, atom: Atom) -> Any:
         """A value in the form that a loop or branch expects where batched values are in parts. A whole value is sliced
         for that, such as the zeros of an initial carry, or of a branch that skips the computation of the others."""
@@ -279,11 +294,13 @@ class ReplicaEmission(Emission):
         return self.in_part(form, *self.shard_ordered(as_array(self.read(atom), atom), form), False)
 
     def shard(self, var: Var) -> tuple[Any, int]:
-        if var not in self.own:
-            return super().shard(var)
-        form = self.flow.states[var].form
+        """A batched value with the replica's nodes, or all nodes, in order; and the dimension that counts them."""
+        if var in self.collected:
+            return self.collected[var], 0
+        form, value = self.flow.states[var].form, self.batched[var]
         assert isinstance(form, Slice)
-        value = self.batched[var]
+        if var not in self.own:
+            return self.shard_ordered(value, form)
         return (value, form.dim) if form.outer == 1 else (split_runs(value, form), form.dim + 1)
 
     def by_node(self, form: Slice, value: Any, dim: int, there: bool) -> Any:
@@ -296,58 +313,54 @@ class ReplicaEmission(Emission):
         value = jnp.moveaxis(value.reshape(*value.shape[:dim], turns, n, *value.shape[dim + 1 :]), dim, 0)
         return value.reshape(turns, *value.shape[1 : form.dim + 1], form.outer * n, *value.shape[dim + 2 :])
 
-    def output(self, atom: Atom) -> Any:
-        batched = isinstance(atom, Var) and isinstance(self.flow.states[atom].form, Slice)
-        return self.own_part(atom) if batched and self.in_parts_inside else self.read(atom)
-
     def emit_output(self, atom: Atom, form: Form) -> Any:
         return self.as_batched(form, atom) if self.in_parts else self.read(atom)
 
     def shard_by_nodes(self, value: Any, form: Form | None) -> Any:
-        if not self.mesh_axes or not isinstance(form, Slice):
+        if not self.axes or not isinstance(form, Slice):
             return value
         return bind(constraint_equation(((),) * value.ndim), [value])[0]
 
-    def run_nested(self, action: Evaluation) -> None:
-        # Shards, or slots if replicas are uneven; bodies with other numbers of nodes get whole values.
-        self.in_parts_inside = (self.has_equal_shards or not self.spread.even) and self.has_same_nodes(action)
-        super().run_nested(action)
-        if self.in_parts_inside:
-            made = zip(action.step.eqn.outvars, action.results, strict=True)
-            self.own.update(var for var, form in made if isinstance(form, Slice))
+    def enter_region(self, action: Evaluation) -> RegionEntry:
+        """Batched values go in and out in parts: shards, or slots if replicas are uneven. Bodies with other numbers of
+        nodes get whole values."""
+        in_parts = (self.has_equal_shards or not self.spread.even) and self.has_same_nodes(action)
+        operands: list[Any] = []
+        for atom, form in zip(action.step.eqn.invars, action.operands, strict=True):
+            value = self.as_batched(form, atom) if in_parts else self.read(atom)
+            operands.append(self.shard_by_nodes(as_array(value, atom), form))
+        return RegionEntry(operands, in_parts)
 
-    def emit_body(
-        self,
-        made: Schedule,
-        values: Sequence[Any],
-        arguments: Collection[int],
-        slotted: Collection[int] | None,
-        division: Division,
+    def run_body(
+        self, action: Evaluation, entry: RegionEntry, made: Schedule, given: Sequence[int], inputs: Sequence[Any]
     ) -> list[Any]:
-        later = self.groups[len(self.nodes) :]
-        in_parts = self.in_parts_inside and made.flow.batch == self.flow.batch
+        flow = made.flow
         inner = ReplicaEmission(
             made,
             self.placement,
-            values,
+            self.constrain_batched(flow, [flow.state(var).form for var in flow.program.inputs], inputs),
             self.spread,
             self.platform,
-            self.mesh_axes,
-            later,
+            self.axes,
+            self.groups[len(self.nodes) :],
             self.invariant,
-            in_parts,
+            entry.in_parts and flow.batch == self.flow.batch,
         )
         outputs = inner.run()
         self.nodes += inner.nodes
-        return outputs
+        return self.constrain_batched(flow, flow.output_forms, outputs)
+
+    def take_batched(self, action: Evaluation, entry: RegionEntry, i: int, value: Any) -> None:
+        var = action.step.eqn.outvars[i]
+        self.batched[var] = value
+        if entry.in_parts:
+            self.own.add(var)
 
     def run_pass(self, nodes: Pass) -> Any:
         kept = [var in self.collected for var, _ in nodes.sliced_inputs]
         shards = [self.shard(var) for var, _ in nodes.sliced_inputs]
         whole = [self.as_stored(var) for var in nodes.whole_inputs]
-        made = trace_to_jaxpr(
-            functools.partial(self.node_function, nodes), self.node_input_shapes(nodes), self.mesh_axes
-        )
+        made = trace_to_jaxpr(functools.partial(self.node_function, nodes), self.node_input_shapes(nodes), self.axes)
         plain = remove_mesh_closed(made)
         written = inline(plain.jaxpr, plain.consts)
         groups = tuple(self.groups[len(self.nodes)]) if len(self.nodes) < len(self.groups) else ()
@@ -417,7 +430,6 @@ def replica_program(
         replica = ReplicaEmission(
             schedule, stands_for_all, values, spread, platform, axes, groups, invariant, rooms=rooms
         )
-        replica.arguments = set(schedule.flow.program.inputs)
         outputs = zip(replica.run(), schedule.flow.program.outputs, strict=True)
         nodes.extend(replica.nodes)
         return [jnp.asarray(value, atom.aval.dtype) for value, atom in outputs]

@@ -1,12 +1,11 @@
-"""The values of an emission so far: their layouts on devices, and conversions between layouts.
+"""Values of a schedule -> arrays on the devices of a mesh: their layouts, and conversions between layouts.
 
 Knows flows, layouts and placements. Must not know how values are computed, nor any primitive.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -24,18 +23,18 @@ from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.runtime import node_loops
 from vnode.runtime.host_prefetch import fetch_to_device, is_on_host
-from vnode.runtime.mesh_function import Division, UnevenValues, meshless_type, stacked_spec
+from vnode.runtime.mesh_function import Division, stacked_spec
 from vnode.runtime.mode import Mode
 from vnode.runtime.node import restore_batch_order
-from vnode.runtime.replicated_region import read_variables
+from vnode.runtime.schedule_interpreter import ScheduleInterpreter
 from vnode.spmd.layout import Layout, replicated, restrict_to_axes
 from vnode.spmd.resharding_collectives import convert, with_axis_indices
 from vnode.spmd.sharded_program import long_axes, spec_of
-from vnode.spmd.uneven_blocks import Share, restore
+from vnode.spmd.uneven_blocks import Share, restore, store
 
 
-class Values:
-    """The values of an emission so far.
+class MeshValues(ScheduleInterpreter):
+    """The values of an emission so far, held by the devices of a mesh.
 
     Args:
       schedule: the step.
@@ -47,16 +46,10 @@ class Values:
       division: who partitions the computation over mesh axes that nodes are not spread over; XLA by default.
 
     Attributes:
-      whole: values at their global shapes.
-      batched: values of all nodes, in batch order.
-      collected: values of all nodes per slot, one node's part each.
       stacked: the collected values that a loop computed; their slots are dimension 1, not 0.
-      rooms: whole values stored in uneven blocks; `dims` has their dimensions.
-      collected_dims: dimensions of the collected values whose parts are in uneven blocks.
       away: values in host memory, with their specs.
       layouts: layouts of values that do not have the layout of a whole one.
       arguments: the values that are arguments of the step, in memory as they are.
-      latest: the value computed last.
     """
 
     def __init__(
@@ -68,78 +61,30 @@ class Values:
         slotted: Collection[int] | None,
         division: Division | None,
     ) -> None:
-        self.mode = mode
-        self.schedule = schedule
-        self.placement = placement
-        self.flow = schedule.flow
+        self.division = division or Division(automatic=True)
+        platform = placement.devices[0].platform
+        axes = inner_axes(placement) if division is not None else {}
+        super().__init__(schedule, placement, mode, platform, axes, self.division.uneven)
         program = self.flow.program
-        self.whole: dict[Var, Any] = dict(program.constants)
-        self.batched: dict[Var, Any] = {}
-        self.collected: dict[Var, Any] = {}
         self.stacked: set[Var] = set()
         self.slotted = slotted is not None
         self.arguments: set[Var] = set()
-        self.platform: str = placement.devices[0].platform
-        self.division = division or Division(automatic=True)
         self.divides = not self.division.automatic
         self.by_xla = division is not None and division.automatic  # once-computed values, from shards
-        self.axes = inner_axes(placement) if division is not None else {}
         lying = zip(program.inputs, self.division.layouts, strict=False)
         self.layouts = {var: layout for var, layout in lying if layout is not None and not layout.is_whole}
-        rooms = self.division.uneven
-        stored_so = zip(program.inputs, rooms.inputs if rooms else (), strict=False)
-        self.dims = {var: dim for var, dim in stored_so if dim is not None}
-        self.rooms: dict[Var, Any] = {}
-        self.collected_dims: dict[Var, int] = {}
         self.away: dict[Var, tuple[Any, PartitionSpec]] = {}
-        self.latest: Any = None
         for i, (var, value) in enumerate(zip(program.inputs, inputs, strict=True)) if inputs is not None else ():
+            batched = isinstance(self.flow.states[var].form, Slice)
             if isinstance(value, ShardedBatch):
                 self.collected[var], *_ = value.parts
-            elif slotted is not None and i in slotted and isinstance(self.flow.states[var].form, Slice):
+            elif slotted is not None and i in slotted and batched:
                 self.collected[var] = value
-            elif isinstance(self.flow.states[var].form, Slice):
-                self.batched[var] = value
-            elif var in self.dims:
-                self.rooms[var] = value
-            elif is_on_host(value):
+            elif not batched and var not in self.dims and is_on_host(value):
                 spec = self.division.specs[i] if i < len(self.division.specs) else None
                 self.away[var] = value, spec or PartitionSpec()
             else:
-                self.whole[var] = value
-
-    def uneven_of(self, whole: Sequence[Var], sliced: Sequence[Var] = (), before: int = 0) -> UnevenValues | None:
-        """Describes the operands in uneven blocks; None if there are none.
-
-        A batched value that a pass collected in blocks is in blocks only where a node reads its part of it. Where it is
-        read whole, it is restored.
-
-        Args:
-          whole: the values that are read whole; the last operands.
-          sliced: the batched values of which a node reads its part.
-          before: number of other operands, which come first.
-        """
-        dims = [*[None] * before, *map(self.collected_dims.get, sliced), *map(self.dims.get, whole)]
-        return (
-            UnevenValues(self.division.uneven.share, dims)
-            if self.division.uneven is not None and any_given(dims)
-            else None
-        )
-
-    @functools.cached_property
-    def readers(self) -> dict[Var, set[int]]:
-        """For each value its readers: actions by their id; passes and the caller as 0."""
-        found: dict[Var, set[int]] = {}
-        for stage in self.schedule.stages:
-            for action in stage.once_actions:
-                for var in read_variables(action):
-                    found.setdefault(var, set()).add(id(action))
-            for var, _ in stage.node_pass.recipe.leaves if stage.node_pass is not None else ():
-                found.setdefault(var, set()).add(0)
-        for atom in self.flow.program.outputs:
-            if isinstance(atom, Var):
-                found.setdefault(atom, set()).add(0)
-        return found
+                self.store_input(var, value)
 
     def layout(self, var: Var) -> Layout:
         """The layout of a whole value; of one kept for all nodes, its layout after the gather."""
@@ -169,55 +114,17 @@ class Values:
             *entries[: form.dim], *[None] * (dim - form.dim), self.placement.axis, *entries[form.dim + 1 :]
         )
 
-    def take_up(self, var: Var, dim: int | None, value: Any) -> None:
-        """Stores a computed whole value, perhaps in uneven blocks."""
-        if dim is None:
-            self.whole[var] = value
-        else:
-            self.dims[var], self.rooms[var] = dim, value
-
-    def as_stored(self, var: Var) -> Any:
-        """A whole value as it is stored, perhaps in uneven blocks."""
-        return self.rooms[var] if var in self.rooms else self.read(var)
-
-    def type_of(self, var: Var, value: Any) -> jax.ShapeDtypeStruct:
-        """The type of a stored whole value, in its own shape."""
-        kind = meshless_type(value)
-        return kind if var not in self.dims else kind.update(shape=var.aval.shape)
-
-    def shape(self, var: Var, dims: Mapping[Var, int] | None = None) -> tuple[int, ...]:
-        """The shape in which a value is stored.
-
-        Args:
-          var: the value.
-          dims: the dimensions in blocks; by default those of whole values.
-        """
-        shape, dim, rooms = list(var.aval.shape), (self.dims if dims is None else dims).get(var), self.division.uneven
-        if dim is not None and rooms is not None:
-            shape[dim] = rooms.share.stored_size(shape[dim])
-        return tuple(shape)
-
-    def shape_in_node(self, var: Var, form: Slice) -> tuple[int, ...]:
-        """The shape of one node's part of a batched value."""
-        n = form.outer * self.flow.node_elements(form)
-        return (*var.aval.shape[: form.dim], n, *var.aval.shape[form.dim + 1 :])
-
-    def read(self, atom: Atom) -> Any:
-        """The whole value of an atom."""
-        if isinstance(atom, Literal):
-            return atom.val
-        if atom in self.away:
-            value, spec = self.away.pop(atom)
-            self.whole[atom] = fetch_to_device(value, self.latest, spec, self.placement.mesh)
-        if atom not in self.whole and atom in self.rooms:
-            assert self.division.uneven is not None
-            self.whole[atom] = self.restore_from_blocks(self.rooms[atom], self.dims[atom], self.division.uneven.share)
-        if atom not in self.whole:
-            value = self.gather_batched(atom)
-            if self.mode is Mode.INVARIANT and atom not in self.arguments:
-                value = self.materialize_input(value)
-            self.whole[atom] = value
-        return self.whole[atom]
+    def make_whole(self, var: Var) -> Any:
+        if var in self.away:
+            value, spec = self.away.pop(var)
+            return fetch_to_device(value, self.latest, spec, self.placement.mesh)
+        if var in self.rooms:
+            assert self.uneven is not None
+            return self.restore_from_blocks(self.rooms[var], self.dims[var], self.uneven.share)
+        value = self.gather_batched(var)
+        if self.mode is Mode.INVARIANT and var not in self.arguments:
+            value = self.materialize_input(value)
+        return value
 
     def gather_batched(self, var: Var) -> Any:
         """Gathers a batched value on each device; its layout over the inner axes stays."""
@@ -259,10 +166,11 @@ class Values:
         batched later."""
         return self.output(atom) if isinstance(form, Slice) else self.read(atom)
 
-    def store_in_blocks(self, value: Any, dim: int, share: Share) -> Any:
-        """Stores a value in uneven blocks, each on its device."""
+    def store_in_blocks(self, atom: Atom, dim: int) -> Any:
+        assert self.uneven is not None
+        share = self.uneven.share
         spec = PartitionSpec(*[None] * dim, share.axes)
-        return lax.with_sharding_constraint(value, self.placement.sharding(*spec))
+        return lax.with_sharding_constraint(store(self.output(atom), dim, share), self.placement.sharding(*spec))
 
     def restore_from_blocks(self, value: Any, dim: int, share: Share) -> Any:
         """Gathers a value stored in uneven blocks on every device."""
@@ -298,7 +206,7 @@ class Values:
 
     def collected_by_slot(self, var: Var) -> Any:
         """A collected value in one piece, ``[slots, ...]``."""
-        value, rooms = self.collected[var], self.division.uneven
+        value, rooms = self.collected[var], self.uneven
         if rooms is None or var not in self.collected_dims:
             return value
         return self.restore_from_blocks(value, self.collected_dims[var] + 1, rooms.share)
@@ -311,11 +219,6 @@ class Values:
         """Replicates a value: the partitioner picks elements of a sharded one by adding zeros, which changes the
         sign of -0."""
         return lax.with_sharding_constraint(value, self.placement.sharding())
-
-    def as_computed_once(self, value: Any) -> Any:
-        """Replicates a once-computed value: otherwise the partitioner would shard it as its readers are, and
-        compilers round the parts differently."""
-        return self.replicate(value) if self.mode is Mode.INVARIANT else value
 
     def shard_by_nodes(self, value: Any, form: Form | None) -> Any:
         """Constrains an operand of a loop or branch; a batched one is sharded by nodes only, if in equal parts.
@@ -332,20 +235,10 @@ class Values:
         spec = [*[None] * form.dim, self.placement.axis] if self.has_equal_shards else []
         return lax.with_sharding_constraint(value, self.placement.sharding(*spec))
 
-    def units(self, form: Slice) -> int:
-        """Elements of a run of the batch that the placement's nodes hold, without padding."""
-        start, stop = (min(n * self.flow.node_elements(form), form.units) for n in self.node_range)
-        return stop - start
-
     @property
     def has_equal_shards(self) -> bool:
         """Whether devices hold equal parts of the batch, without padding."""
         return self.placement.even and self.flow.needs_no_padding(self.placement.nodes)
-
-    @property
-    def node_range(self) -> tuple[int, int]:
-        """The placement's first node, and the one after its last."""
-        return self.placement.first, self.placement.first + self.placement.nodes
 
     def shard(self, var: Var) -> tuple[Any, int]:
         """A batched value laid out so that each shard holds its device's nodes, and the sharded dimension."""
@@ -354,33 +247,6 @@ class Values:
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
         return self.shard_ordered(self.batched[var], form)
-
-    def shard_ordered(self, value: Any, form: Slice) -> tuple[Any, int]:
-        """As `shard`, for a value in batch order."""
-        n = self.flow.node_elements(form)
-        if self.placement.even and self.placement.nodes * form.outer * n == value.shape[form.dim]:
-            return (value, form.dim) if form.outer == 1 else (split_runs(value, form), form.dim + 1)
-        return self.split_into_slots(value, form), form.dim + 1
-
-    def split_into_slots(self, value: Any, form: Slice) -> Any:
-        """Splits a value in batch order into the elements of each slot, one after another.
-
-        Returns:
-          The value with dimension `form.dim` split in two: the runs of the batch, and ``slots * elements``. Slots
-          without a node repeat their device's last real one.
-        """
-        placement, n = self.placement, self.flow.node_elements(form)
-        first, last = placement.first, placement.first + placement.nodes - 1
-        nodes = [min(start + k, last) for start in placement.starts for k in range(placement.waves)]
-        rows = (np.array(nodes)[:, None] * n + np.arange(n)).reshape(-1)
-        value, axis = split_runs(value, form), form.dim + 1
-        rows = np.minimum(rows - first * n, value.shape[axis] - 1)
-        return jnp.take(self.replicate(value), rows, axis=axis, mode="clip")
-
-
-def any_given(dims: Sequence[int | None]) -> bool:
-    """Whether any dimension is given."""
-    return any(dim is not None for dim in dims)
 
 
 def inner_axes(placement: Placement) -> dict[str, int]:
@@ -391,9 +257,3 @@ def inner_axes(placement: Placement) -> dict[str, int]:
 def without_cut(dim: int, layout: Layout) -> Layout:
     """A layout with one dimension not cut."""
     return Layout((*layout.dims[:dim], None, *layout.dims[dim + 1 :]))
-
-
-def split_runs(value: Any, form: Slice) -> Any:
-    """Splits a value's batched dimension into runs of the batch and elements of a run."""
-    before, n, after = value.shape[: form.dim], value.shape[form.dim], value.shape[form.dim + 1 :]
-    return value.reshape(*before, form.outer, n // form.outer, *after)  # no -1: another dimension may have size 0
