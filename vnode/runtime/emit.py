@@ -220,19 +220,26 @@ class Emission(PassEmission):
         held = {var: value for (var, _), value in zip(together.wanted, made, strict=True)}
         return [held.get(var) for var in action.step.eqn.outvars]
 
-    @functools.cached_property
+    @property
     def joint_evaluator(self) -> WholeEvaluator:
-        """Evaluates whole values in one program for all devices.
+        """Evaluates whole values in one program for all devices; after each pass, with another rounding.
 
         A rounding is made from one of the latest totals. Made from an argument, it would be computed before the pass,
         and the values it is part of would be live during the pass.
         """
-        constants = self.flow.program.constants
-        several = {var: self.whole[var] for var in self.latest_totals if var in self.whole} | self.whole
-        made = [value for var, value in several.items() if var not in constants and self.layout(var).is_whole]
-        return WholeEvaluator(
-            self.platform, Rounding.from_values(made) if self.mode is Mode.INVARIANT and not self.by_xla else None
-        )
+        latest = tuple(self.latest_totals)
+        if latest not in self.joint_evaluators:
+            constants = self.flow.program.constants
+            several = {var: self.whole[var] for var in latest if var in self.whole} | self.whole
+            made = [value for var, value in several.items() if var not in constants and self.layout(var).is_whole]
+            rounding = Rounding.from_values(made) if self.mode is Mode.INVARIANT and not self.by_xla else None
+            self.joint_evaluators[latest] = WholeEvaluator(self.platform, rounding)
+        return self.joint_evaluators[latest]
+
+    @functools.cached_property
+    def joint_evaluators(self) -> dict[tuple[Var, ...], WholeEvaluator]:
+        """By the latest totals."""
+        return {}
 
     def automatic_axes(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which XLA may shard whole values over mesh axes that nodes are not spread over."""
