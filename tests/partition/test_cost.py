@@ -249,7 +249,7 @@ def test_damaged_and_foreign_files_count_as_none(tmp_path: Any) -> None:
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Any) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ProfileError, match="cannot be kept"):
+    with pytest.raises(ProfileError, match="cannot be stored"):
         Cache(tmp_path / "file" / "folder").put({"a": "b"}, {"seconds": 1.0})
 
 
