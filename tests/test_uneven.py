@@ -303,6 +303,20 @@ def test_what_has_an_effect_is_given_a_gradient_in_one_piece() -> None:
 
 
 @pytest.mark.quickly
+def test_a_state_that_was_restored_may_be_the_only_value_beside_constants() -> None:
+    """What is computed of constants alone is rounded by the state's bits. The axis does not divide the 15 indices."""
+
+    def step(w: Any, x: Any) -> Any:
+        jax.debug.callback(lambda w: None, w)  # restores it
+        return w - 0.1 * jax.grad(lambda w: jnp.square(x @ w).mean())(w), jnp.sin(jnp.arange(6.0)).sum()
+
+    w, x = numbers(4, 15), numbers(16, 4)
+    made = on(step, {"": vnode.UnevenSpec(1, "model", (10, 5))}, 2)
+    state, total = made(w, x)
+    assert_same((made.get(state), total), jax.jit(step), w, x)
+
+
+@pytest.mark.quickly
 def test_a_loop_with_passes_of_its_own_is_given_a_state_in_one_piece() -> None:
     """Two minibatches, one after the other, each with an update."""
     loss, params, x, partition = CASES["perceptron"]

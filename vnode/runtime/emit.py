@@ -169,7 +169,7 @@ class Emission(PassEmission):
             self.placement.mesh,
             in_specs=(
                 PartitionSpec(),
-                None if other is None else spec_of(self.layout(other)),
+                None if other is None else self.spec_of_whole(other),
                 list(map(spec_of, divided.inputs)),
             ),
             out_specs=list(map(spec_of, divided.results)),
@@ -193,6 +193,10 @@ class Emission(PassEmission):
         """
         several = ((var, value) for var, value in self.whole.items() if var not in self.flow.program.constants)
         return next((var for var, value in several if Rounding.can_use(value)), None)
+
+    def spec_of_whole(self, var: Var) -> PartitionSpec:
+        """The spec of a value in `whole`; one that is stored in uneven blocks was restored on every device."""
+        return PartitionSpec() if var in self.dims else spec_of(self.layout(var))
 
     def evaluate(self, action: Evaluation) -> Sequence[Any]:
         if self.placement.mesh.size > 1 and has_opaque(self.flow.program, action.step.eqn):
