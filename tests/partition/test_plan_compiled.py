@@ -220,8 +220,10 @@ def test_without_time_to_compile_the_best_draft_is_taken() -> None:
         entry(Made("FSDP", (1.3, 10), (0.0, 0), (3.0, 10))),
         entry(Made("data parallel", (1.3, 10), (0.0, 0), (1.0, 101))),
     ]
-    best = CompiledRanking(V5E, 100, compiler, math.inf).best(several)
+    ranking = CompiledRanking(V5E, 100, compiler, math.inf)
+    best = ranking.best(several)
     assert best is not None and best is several[1] and best.figures is None
+    assert "figures of drafts: no candidate that fits was compiled in full in time" in ranking.said
     assert best.draft is not None and (best.draft.source, best.draft.memory) == ("draft", 10)
 
 

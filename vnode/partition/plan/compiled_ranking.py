@@ -146,7 +146,12 @@ class CompiledRanking:
         except KeyboardInterrupt:
             self.interrupted = True
             self.said.append("compiling was interrupted")
-        return self.fastest() or (self.fastest_draft() if over or self.interrupted else None)
+        best = self.fastest()
+        if best is None and (over or self.interrupted):
+            best = self.fastest_draft()
+            if best is not None:
+                self.said.append("figures of drafts: no candidate that fits was compiled in full in time")
+        return best
 
     @property
     def is_finished(self) -> bool:

@@ -498,14 +498,16 @@ class Plan(Drawn, Bound):
         columns = (Column("plan"), *(Column(name, right=True) for name in names), Column("fits"), Column("by"))
         others = [row(name, figures) for name, figures in self.beside.items()]
         note = "for each device; exchange may run beside computation"
-        known = self._calibration()
-        said = [
-            f"{what} {spread[0]:g} to {spread[-1]:g}"
-            for what, spread in (("memory", known.memory), ("computation", known.time))
-            if spread is not None
-        ]
+        known, is_draft = self._calibration(), self.figures.source == "draft"
+        spreads = (
+            (("memory", DRAFT_MEMORY), ("time", DRAFT_TIME))
+            if is_draft
+            else (("memory", known.memory), ("computation", known.time))
+        )
+        said = [f"{what} {spread[0]:g} to {spread[-1]:g}" for what, spread in spreads if spread is not None]
         if said:
-            note += f"; as compiled, {' and '.join(said)} times the estimate, of eight in ten programs"
+            times = "the draft's, compiled with few optimizations" if is_draft else "the estimate"
+            note += f"; as compiled, {' and '.join(said)} times {times}, of eight in ten programs"
         return Table("beside others", columns, (row(f"this: {self.name}", self.figures, True), *others), note)
 
     def _state(self) -> list[Table]:
