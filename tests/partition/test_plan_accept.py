@@ -299,7 +299,7 @@ def test_a_plan_from_a_file_is_accepted_and_a_changed_one_is_not(tmp_path: Path)
     plan_of(on.subject, made, V5E, GIB, {}).save(tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json", step, args, donate_argnums=(0,))
     assert plan.prediction.exchanges
-    with pytest.raises(vnode.PartitionError, match=r"a plan from a file has no timeline(?s:.*)search the plan again"):
+    with pytest.raises(vnode.PartitionError, match=r"a plan from a file has no timeline(?s:.*)search again"):
         plan.timeline.chrome_trace(tmp_path / "trace.json")
     found = plan.accept()
     assert found.accepted, str(found)
