@@ -1,4 +1,4 @@
-"""What the same bits cost over sizes of models, numbers of nodes and devices, beside any order and a scan by hand.
+"""The price of the same bits over model sizes, numbers of nodes and devices, beside any order and a scan by hand.
 
 `python -m benchmarks.bits` prints a table with one row for each case: a transformer of four layers with so many MiB of
 gradients, four examples a node, on so many CPU devices. With `--json`, one JSON line for each case, as it is measured.
@@ -46,7 +46,7 @@ FACTORIES = {
     "invariant": contenders.invariant,
 }
 ROUNDS = 5
-"""Of tracing and lowering; at least three of running."""
+"""The number of rounds of tracing and lowering; running takes at least three."""
 
 WRITERS = ("copy", "fusion", "all-to-all", "all-gather", "all-reduce", "reduce-scatter", "dynamic-update-slice")
 

@@ -304,7 +304,7 @@ def test_what_has_an_effect_is_given_a_gradient_in_one_piece() -> None:
 
 @pytest.mark.quickly
 def test_a_state_that_was_restored_may_be_the_only_value_beside_constants() -> None:
-    """What is computed of constants alone is rounded by the state's bits. The axis does not divide the 15 indices."""
+    """A sum of constants alone takes its rounding from the state's bits. The axis does not divide the 15 indices."""
 
     def step(w: Any, x: Any) -> Any:
         jax.debug.callback(lambda w: None, w)  # restores it

@@ -16,9 +16,8 @@
 
 Knows shardings and placements. Must not know steps, arrays, nor how these move.
 
-All that decides where an argument or a state goes asks `leaf_sharding`: calls, programs that are compiled ahead,
-`put`, exchanges between processes, and patterns of names. So a program that is compiled ahead is the one that a call
-wants.
+Five callers ask `leaf_sharding` where an argument or a state goes: calls, ahead-of-time compilation, `put`, exchanges
+between processes, and patterns of names. So ahead-of-time compilation makes the program that a call needs.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class BatchedInput:
 
 @dataclasses.dataclass(frozen=True)
 class PassLayout:
-    """How the values of a pass lie on the devices.
+    """The layouts of a pass's values on the devices.
 
     Attributes:
       node_pass: the pass.
@@ -114,7 +114,7 @@ class DeviceInputs:
     """The inputs of a device's nodes in a pass.
 
     Attributes:
-      layout: how they lie.
+      layout: the layouts of the pass.
       first: the number of the device's first node.
       shards: the device's shards of the batched values.
       packed: the packed arrays of them (`PassLayout.pack`).

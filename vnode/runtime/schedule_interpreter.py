@@ -106,7 +106,7 @@ class ScheduleInterpreter(abc.ABC):
         self.latest_totals: Sequence[Var] = ()
         self.unawaited: list[Var] = []
 
-    # How values are held, and how they are computed
+    # Operations that interpreters implement
 
     @property
     @abc.abstractmethod

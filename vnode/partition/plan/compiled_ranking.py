@@ -21,7 +21,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import jax
 
@@ -201,12 +201,9 @@ class CompiledRanking:
         if not near:
             return []
         enough = HOPELESS_DRAFT * min(self.seconds(each) for each in near)
-        best_of_kind: dict[str, Entry] = {}
-        for each in near:
-            if self.seconds(each) <= enough:
-                best_of_kind.setdefault(each.kind, each)
+        best_of_kinds = first_of_each_kind(each for each in near if self.seconds(each) <= enough)
         faster = sorted(near, key=self.seconds)[:1]  # by the model it nearly fits
-        wanted = dict.fromkeys([near[0], *faster, *best_of_kind.values(), *near])
+        wanted = dict.fromkeys([near[0], *faster, *best_of_kinds, *near])
         return [each for each in wanted if each.draft_job is None][:DRAFTS]
 
     def batch(self, waiting: Sequence[Entry]) -> list[Entry]:
@@ -233,14 +230,12 @@ class CompiledRanking:
             return near[:TOGETHER]
         enough = HOPELESS * best.candidate.figures.seconds
         known = {each.kind for each in self.tried}
-        of_kind: dict[str, Entry] = {}
-        for each in near:
-            if each.kind in EXPERTS and each.kind not in known and each.candidate.figures.seconds <= enough:
-                of_kind.setdefault(each.kind, each)
+        untried = (each for each in near if each.kind in EXPERTS and each.kind not in known)
+        experts = first_of_each_kind(each for each in untried if each.candidate.figures.seconds <= enough)
         better = [each for each in near if self.seconds(each) < best.figures.seconds]
         if not best.figures.timed:  # times are the model's: only candidates that it has as faster can be better
             return better[:TOGETHER]
-        wanted = [*of_kind.values(), *better, *near[: max(LEAST - len(self.tried), 0)]]
+        wanted = [*experts, *better, *near[: max(LEAST - len(self.tried), 0)]]
         return list(dict.fromkeys(wanted))[:TOGETHER]
 
     def compile_drafts(self, several: Sequence[Entry]) -> bool:
@@ -322,6 +317,14 @@ class CompiledRanking:
     def seconds(self, each: Entry) -> float:
         """Seconds that a candidate is expected to take, corrected."""
         return each.expected.seconds * self.ratio(each, lambda figures: figures.seconds)
+
+
+def first_of_each_kind(entries: Iterable[Entry]) -> list[Entry]:
+    """The first entry of each kind, in order."""
+    found: dict[str, Entry] = {}
+    for each in entries:
+        found.setdefault(each.kind, each)
+    return list(found.values())
 
 
 def kind_of(name: str) -> str:

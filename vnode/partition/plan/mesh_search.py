@@ -301,7 +301,7 @@ class MeshesSearch:
         """
         without = fastest(found, self.limit)
 
-        def late() -> bool:
+        def lacks_time() -> bool:
             lacks = self.budget.lacks(took) or self.budget.left < BRANCHES * self.budget.seconds
             if lacks:
                 self.budget.leave_out(f"{mesh_text(on.sizes)}: branches side by side not tried further")
@@ -313,7 +313,7 @@ class MeshesSearch:
                 stages = [stage for stage in kept if stage is not left_out]
                 hopeless = left_out is not None and fastest(best, self.limit) > HOPELESS * without
                 began = time.monotonic()
-                if not stages or hopeless or late():
+                if not stages or hopeless or lacks_time():
                     break
                 tried: list[Candidate] = []
                 self.say(on.sizes, found)

@@ -67,7 +67,7 @@ HUES = {
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Plan(Drawn, Bound):
-    """How a step runs on a machine; made by `vnode.partition.search`, printed, saved, and turned into a step.
+    """A way to run a step on a machine, found by `vnode.partition.search`; it can be printed, saved, and run.
 
     Attributes:
       pattern: the step, a `VirtualStep`.
