@@ -210,7 +210,7 @@ def expert_plans(model: Any, machine: Any, nodes: int) -> Iterator[tuple[str, An
     """
     import jax
 
-    from vnode.partition.plan.candidates import Candidate, MeshSearch
+    from vnode.partition.plan.candidates import MEGATRON, Candidate, MeshSearch
     from vnode.partition.plan.predict import NODES, platform_of
     from vnode.partition.plan.search import plan_of
     from vnode.partition.plan.search_subject import on_nodes, subject_of
@@ -229,7 +229,7 @@ def expert_plans(model: Any, machine: Any, nodes: int) -> Iterator[tuple[str, An
     yield named(on.candidate("data parallel", on.undivided))
     for inner in (2, 4):
         on = MeshSearch(subject, machine, {NODES: count // inner, "model": inner}, platform, None)
-        for candidate in on.megatron():
+        for candidate in [on.expert(MEGATRON)] if MEGATRON in on.expert_splits else ():
             yield named(candidate)
             yield named(on.with_sharded_state(candidate))
 

@@ -18,7 +18,7 @@ import pytest
 import vnode
 from tests.ahead import said
 from vnode.partition import Machine, Plan, search
-from vnode.partition.plan.candidates import MeshSearch
+from vnode.partition.plan.candidates import MEGATRON, MeshSearch
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import on_nodes, subject_of
 from vnode.runtime import offloaded_accumulators
@@ -85,7 +85,7 @@ def test_the_bits_stay_where_nodes_are_divided_too(monkeypatch, reduced):
     machine = Machine.gpus("P100", hosts=1, per_host=8)
     subject = subject_of(on_nodes(train, NODES, {}), arguments())
     on = MeshSearch(subject, machine, {"vnode": 2, "model": 4}, "gpu", None)
-    (expert,) = on.megatron()
+    expert = on.expert(MEGATRON)
     plan = plan_of(subject, on.with_sharded_state(expert) if reduced else expert, machine, 2**34, {})
     found = []
     for far in (0, 1, 2):

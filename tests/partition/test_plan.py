@@ -33,7 +33,7 @@ from tests.rounding import assert_same
 from vnode.cluster.live.command_submit import planned as planned_seconds
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.budget import Budget
-from vnode.partition.plan.candidates import MeshSearch
+from vnode.partition.plan.candidates import MEGATRON, MeshSearch
 from vnode.partition.plan.mesh_search import MeshesSearch
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import on_nodes, subject_of
@@ -230,7 +230,7 @@ def test_what_fits_only_with_its_state_sharded_over_all_axes() -> None:
     args = (wide, OPTIMIZER.init(wide)), (normal(3, 16, 64), normal(4, 16, 64))
     subject = subject_of(on_nodes(step, 8, {}), args)
     on = MeshSearch(subject, V5E, {"vnode": 4, "model": 2}, "cpu", None)
-    expert = on.megatron()[0]
+    expert = on.expert(MEGATRON)
     both = on.with_sharded_state(expert)
     scalar = 4  # the optimizer's count of steps
     assert both.figures.state - scalar == (expert.figures.state - scalar) / 4
@@ -690,7 +690,7 @@ def test_a_plan_for_other_options_is_refused(tmp_path: Path) -> None:
     def write(**options: Any) -> None:
         subject = subject_of(on_nodes(step, 4, options), args)
         on = MeshSearch(subject, V5E, {"vnode": 2, "model": 4}, "cpu", None)
-        plan_of(subject, on.megatron()[0], V5E, 2**30, {}).save(path)
+        plan_of(subject, on.expert(MEGATRON), V5E, 2**30, {}).save(path)
 
     write(donate_argnums=0)
     assert Plan.load(path, step, args, donate_argnums=0).step().spec.donate_argnums == (0,)
@@ -763,7 +763,7 @@ def test_names_are_taken_as_they_are() -> None:
     args = {"w\n": normal(1, 8, 64), "w": normal(2, 64, 8), "(b)*": normal(3, 8)}, normal(4, 16, 8)
     subject = subject_of(on_nodes(step, 4, {}), args)
     on = MeshSearch(subject, V5E, {"vnode": 2, "model": 4}, "cpu", None)
-    virtual = plan_of(subject, on.megatron()[0], V5E, 2**30, {}).step()
+    virtual = plan_of(subject, on.expert(MEGATRON), V5E, 2**30, {}).step()
     placed = virtual.put(args[0])
     assert [placed[name].addressable_shards[0].data.shape for name in ("w\n", "w")] == [(8, 16), (16, 8)]
     jax.tree.map(

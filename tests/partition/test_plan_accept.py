@@ -23,7 +23,7 @@ import vnode
 from tests.partition.test_plan import OPTIMIZER, V5E, layers, normal, planned, updated
 from vnode.partition import Plan
 from vnode.partition.accept import TOLERANCE
-from vnode.partition.plan.candidates import Candidate, MeshSearch
+from vnode.partition.plan.candidates import MEGATRON, Candidate, MeshSearch
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import on_nodes, subject_of
 from vnode.runtime import one_pass
@@ -74,7 +74,7 @@ def candidate(
             assert found is not None
             return on, found
         case "Megatron":
-            return on, on.megatron()[0]
+            return on, on.expert(MEGATRON)
     return on, on.candidate(kind, on.undivided, shard_state=kind == "FSDP")
 
 
@@ -135,7 +135,7 @@ def test_exchanges_of_an_update_in_a_branch_are_as_planned(optimizer: str, reduc
     options = {"reduction": reduction, "donate_argnums": (0,)}
     subject = subject_of(on_nodes(step, 8, options), ((params, tx.init(params)), batch))
     on = MeshSearch(subject, V5E, MESHES[mesh], "cpu", None)
-    made = on.candidate("FSDP", on.undivided, shard_state=True) if mesh == "8" else on.megatron()[0]
+    made = on.candidate("FSDP", on.undivided, shard_state=True) if mesh == "8" else on.expert(MEGATRON)
     found = plan_of(subject, made, V5E, GIB, {}).accept()
     assert found.planned == found.found and found.exchange_accepted, str(found)
     assert not found.added and not found.rewritten
@@ -219,7 +219,7 @@ def test_small_gradients_of_a_sharded_state_are_not_gathered_to_be_clipped() -> 
     args = (params, optimizer.init(params)), normal(4, 64, 256), normal(5, 64, 8)
     subject = subject_of(on_nodes(step, 8, {"donate_argnums": (0,)}), args)
     on = MeshSearch(subject, V5E, {"vnode": 4, "model": 2}, "cpu", None)
-    plan = plan_of(subject, on.with_sharded_state(on.megatron()[0]), V5E, GIB, {})
+    plan = plan_of(subject, on.with_sharded_state(on.expert(MEGATRON)), V5E, GIB, {})
     assert all("vnode" in str(spec) for name, spec in plan.specs.items() if "small" in name)
     found = plan.accept()
     assert found.exchange_accepted, str(found)

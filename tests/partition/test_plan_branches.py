@@ -230,8 +230,11 @@ def test_derivatives_from_outside() -> None:
 def test_a_plan_is_accepted_and_comes_back_from_a_file(name: str, mesh: str, tmp_path: Path) -> None:
     step, (params, batch) = example(name)
     on = on_mesh(name, mesh, donated=True)
-    made, _ = on.side_by_side("model", on.stages).searched(2**30, 20, 0.01)
-    assert made is not None and made.name == BESIDE and made.gap is None
+    beside = on.side_by_side("model", on.stages)
+    solution = beside.solution(2**30, 20, 0.01)
+    assert solution is not None
+    made = beside.searched(solution)
+    assert made.name == BESIDE and made.gap is None
     plan = plan_of(on.subject, made, V5E, 2**30, {})
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json", step, (params, batch), donate_argnums=(0,))

@@ -19,7 +19,7 @@ from benchmarks.partition import possible
 from tests.partition.test_plan import V5E, normal
 from tests.rounding import assert_same
 from vnode.partition import Machine, Plan
-from vnode.partition.plan.candidates import MeshSearch
+from vnode.partition.plan.candidates import MEGATRON, MeshSearch
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import on_nodes, subject_of
 
@@ -103,7 +103,7 @@ def planned(args: Any, name: str, mesh: str, kind: str, reduction: str, nodes: i
     on = MeshSearch(subject, machine, sizes, "cpu", None)
     match kind:
         case "Megatron":
-            made = on.with_sharded_state(on.megatron()[-1])
+            made = on.with_sharded_state(on.expert(MEGATRON))
         case "searched":
             found, _ = on.searched(GIB, 20, 0.01)
             assert found is not None

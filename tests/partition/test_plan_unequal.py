@@ -28,7 +28,7 @@ from tests.rounding import assert_same
 from vnode.errors import PartitionError, PlacementError
 from vnode.partition import Machine, Plan, search
 from vnode.partition.machine import Kind
-from vnode.partition.plan.candidates import Candidate, MeshSearch, pace_of
+from vnode.partition.plan.candidates import MEGATRON, Candidate, MeshSearch, pace_of
 from vnode.partition.plan.plan_file import checksum
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import Subject, on_nodes, subject_of
@@ -131,7 +131,8 @@ class TestFound:
         where = machine(4, 3.0, along="vnode", work=WORK)
         pace = pace_of(subject, where, "gpu", None)
         on = MeshSearch(subject, where, {"vnode": 2, "model": 2}, "gpu", None, pace)
-        assert on.unequal(where, pace, on.megatron(), GIB, float("inf")) == []
+        megatron = [on.expert(name) for name in on.expert_splits if name == MEGATRON]
+        assert on.unequal(where, pace, megatron, GIB, float("inf")) == []
 
     @pytest.mark.thorough
     def test_what_does_not_fit_is_not_chosen(self) -> None:
@@ -248,7 +249,7 @@ def candidate(
     """Megatron's split with other counts."""
     several = shares(subject, where, sizes, platform)
     on = MeshSearch(subject, where, sizes, platform, None, pace_of(subject, where, platform, None))
-    seeds = divided_state(on.megatron()[0].flow, subject, "model")
+    seeds = divided_state(on.expert(MEGATRON).flow, subject, "model")
     shared = several.with_counts(tied_inputs(subject, seeds, blocks), counts)
     assert shared is not None
     return on.shared("unequal", shared, several.across.counts)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from benchmarks import tpu
 from vnode.partition import Machine
-from vnode.partition.plan.candidates import MeshSearch
+from vnode.partition.plan.candidates import MEGATRON, MeshSearch
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import on_nodes, subject_of
 
@@ -26,6 +26,6 @@ x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
 machine = Machine.tpu("v5e:2x4")
 subject = subject_of(on_nodes(step, 8, {"reduction": sys.argv[1], "donate_argnums": (0,)}), (w, x))
 on = MeshSearch(subject, machine, {"vnode": 2, "model": 4}, "tpu", None)
-plan = plan_of(subject, on.megatron()[0], machine, 2**34, {})
+plan = plan_of(subject, on.expert(MEGATRON), machine, 2**34, {})
 found = plan.accept(tpu.topology("v5e:2x4"))
 print(json.dumps({"accepted": found.accepted, "found": found.found, "said": str(found), "error": found.memory_error}))

@@ -63,12 +63,11 @@ FSDP_OVER_ALL = "FSDP over all axes"
 EXPERTS = ("data parallel", "FSDP", MEGATRON, SEQUENCE, CONTEXT, EXPERT, FSDP_OVER_ALL)
 """Names of the candidates that experts write by hand."""
 
-OUTDONE = 2.0
-"""An expert's split is predicted in full up to this factor on the cost of the search's solution, both by the search's
-cost model."""
+EXPERT_SPLITS = {MEGATRON: "Megatron over", SEQUENCE: SEQUENCE, CONTEXT: CONTEXT, EXPERT: EXPERT}
+"""The splits of each kind begin with this name among `experts`; the last one divides over all axes."""
 
 HOPELESS = 2.0
-"""Candidates with unequal shares or branches are dropped beyond this factor on the best time without them."""
+"""Candidates with unequal shares are dropped beyond this factor on the best time without them."""
 
 
 WORSE = 1.25
@@ -215,17 +214,23 @@ class MeshSearch:
             (k, each) for k, node in enumerate(self.replica.nodes) for each in branch_stages(node.written, self.seconds)
         ]
 
-    def by_balance(self, axis: str) -> list[tuple[int, Branches]]:
-        """The stages, those first whose branches balance the devices along an axis worst."""
+    def idle_seconds(self, axis: str, stage: tuple[int, Branches]) -> float:
+        """Seconds of a step that a device waits on average if a stage's branches are side by side along an axis."""
+        k, branches = stage
+        program, size = self.replica.nodes[k].written, self.axes[axis]
+        (group,) = groups_along(program, [branches], self.seconds, axis, size)
+        takes = [sum(self.seconds(program.equations[n]) for n in branch) for branch in group.branches]
+        return self.shares.iterations * (size * max(takes) - sum(takes)) / math.prod(self.axes.values())
 
-        def busiest_share(stage: tuple[int, Branches]) -> float:
-            k, branches = stage
-            program, size = self.replica.nodes[k].written, self.axes[axis]
-            (group,) = groups_along(program, [branches], self.seconds, axis, size)
-            takes = [sum(self.seconds(program.equations[n]) for n in branch) for branch in group.branches]
-            return sum(takes) / (size * max(takes))
-
-        return sorted(self.stages, key=busiest_share)
+    def stages_within(self, axis: str, spare: float) -> list[tuple[int, Branches]]:
+        """The stages, the best balanced first, for which devices wait less than `spare` seconds of a step in all."""
+        within: list[tuple[int, Branches]] = []
+        for idle, stage in sorted(((self.idle_seconds(axis, each), each) for each in self.stages), key=lambda x: x[0]):
+            spare -= idle
+            if spare <= 0:
+                break
+            within.append(stage)
+        return [stage for stage in self.stages if stage in within]
 
     def side_by_side(self, axis: str, stages: Sequence[tuple[int, Branches]]) -> MeshSearch:
         """The search with branches side by side: the devices of one index along an axis evaluate one branch.
@@ -368,41 +373,28 @@ class MeshSearch:
                 found[i] = further
         return found
 
-    def estimated(self, name: str, strategies: Array, below: float, gap: float | None = None) -> Candidate | None:
-        """The candidate of an assignment; None if it takes longer than `below` by the search's cost model."""
-        estimate = self.search.problem.cost(strategies)
-        if estimate > below:
-            return None
-        return dataclasses.replace(self.candidate(name, self.search.flow(strategies), gap=gap), estimate=estimate)
-
-    def megatron(self, below: float = math.inf) -> list[Candidate]:
-        """Megatron's splits over all axes; empty if the step has none, or they take longer than `below`.
-
-        Args:
-          below: seconds by the search's cost model.
-        """
-        names = [name for name in self.by_experts if name.startswith("Megatron over")]
-        several = [self.estimated(MEGATRON, self.by_experts[name], below) for name in names[-1:]]
-        return [each for each in several if each is not None]
-
-    def other_experts(self, below: float = math.inf) -> list[Candidate]:
-        """The experts' candidates besides Megatron's, over all axes, if they come near the search's solution.
-
-        Args:
-          below: seconds by the search's cost model beyond which none is taken.
-        """
-        best = min((each.cost for each in self.solutions.values() if each is not None), default=math.inf)
-        below, found = min(below, OUTDONE * best), list[Candidate]()
-        known = [self.by_experts[name] for name in self.by_experts if name.startswith("Megatron over")][-1:]
-        for kind in (SEQUENCE, CONTEXT, EXPERT):
-            several = [self.by_experts[name] for name in self.by_experts if name.startswith(kind)][-1:]
-            if several and not any(np.array_equal(several[0], each) for each in known):
-                known += several
-                found += filter(None, [self.estimated(kind, several[0], below)])
-        if self.replicas > 1 and self.search.problem.cost(self.by_experts["FSDP"]) <= below:
-            flow = self.search.flow(self.by_experts["FSDP"])
-            found.append(self.candidate(FSDP_OVER_ALL, flow, shard_state=True))
+    @functools.cached_property
+    def expert_splits(self) -> dict[str, Array]:
+        """The experts' assignments that divide over all axes, by the candidate's name; equal ones once."""
+        found: dict[str, Array] = {}
+        for name, prefix in EXPERT_SPLITS.items():
+            several = [self.by_experts[each] for each in self.by_experts if each.startswith(prefix)][-1:]
+            if several and not any(np.array_equal(several[0], each) for each in found.values()):
+                found[name] = several[0]
+        if self.replicas > 1:
+            found[FSDP_OVER_ALL] = self.by_experts["FSDP"]
         return found
+
+    def expert(self, name: str) -> Candidate:
+        """The candidate of one of `expert_splits`."""
+        if name == FSDP_OVER_ALL:
+            return self.candidate(name, self.search.flow(self.expert_splits[name]), shard_state=True)
+        return self.assigned(name, self.expert_splits[name])
+
+    def assigned(self, name: str, strategies: Array, gap: float | None = None) -> Candidate:
+        """The candidate of an assignment, with its cost by the search's cost model."""
+        made = self.candidate(name, self.search.flow(strategies), gap=gap)
+        return dataclasses.replace(made, estimate=self.search.problem.cost(strategies))
 
     @collector_paused()
     def unequal(
@@ -481,23 +473,14 @@ class MeshSearch:
         return self.solutions[memory]
 
     @collector_paused()
-    def searched(
-        self, memory: float, budget: float, gap: float, below: float = math.inf
-    ) -> tuple[Candidate | None, bool]:
-        """The candidate that the search finds within a memory limit in bytes, and whether Ctrl-C ended the search.
-
-        None if nothing fits, or if the solution takes more seconds than `below` by the search's cost model.
-        """
-        solution = self.solution(memory, budget, gap)
-        if solution is None:
-            return None, False
+    def searched(self, solution: Solution) -> Candidate:
+        """The candidate of a solution."""
         if self.grouped:  # the search has added up what branches take: that is no bound
-            made: Candidate | None = self.candidate(BESIDE, self.search.flow(solution.strategies))
+            made = self.candidate(BESIDE, self.search.flow(solution.strategies))
         else:
             proven = solution.gap if solution.lower_bound > 0 else None
-            made = self.estimated(SEARCHED, solution.strategies, below, proven)
-        account = self.search.problem.footprint(solution.strategies)
-        return made and dataclasses.replace(made, account=account), solution.interrupted
+            made = self.assigned(SEARCHED, solution.strategies, proven)
+        return dataclasses.replace(made, account=self.search.problem.footprint(solution.strategies))
 
     def least(self, budget: float) -> float:
         """The fewest bytes of a device by the search's cost model; infinite if they are not found in time."""

@@ -18,7 +18,6 @@ from vnode.partition.cost.time_sources import Times
 from vnode.partition.machine import Machine
 from vnode.partition.plan.budget import Budget
 from vnode.partition.plan.candidates import (
-    HOPELESS,
     MEGATRON,
     SEARCHED,
     Candidate,
@@ -58,12 +57,31 @@ SHARES = 12
 BRANCHES = 0.5
 """The share of the budget that must be left for branches side by side: few models are faster so."""
 
-LEFT_OUT = 8
-"""At most this many stages of branches are tried without, one after another."""
+NEAR, NEAR_UNEQUAL = 1.25, 1.5
+"""A candidate is not predicted if its cost exceeds that of one of its name on another mesh by this factor; the second
+is for machines with several kinds of devices. The ratio of predictions to costs differed by up to 1.3 from mesh to mesh
+(nine models on v5e), and was smaller on meshes with more replicas, which are cheaper as a rule."""
 
-SLOWER = 1.5
-"""A solution is not predicted if its cost exceeds that of a candidate on another mesh by this factor. The ratio of
-predictions to costs varied by 1.4 over the meshes of a machine (a transformer on v5e and P100)."""
+OUTDONE = 2.0
+"""An expert's split, other than Megatron's, is predicted up to this factor on the cost of the mesh's solution."""
+
+FURTHER = 0.999
+"""A candidate is predicted on a mesh with more axes if its cost is below this share of that on fewer axes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchedMesh:
+    """A mesh that was searched.
+
+    Attributes:
+      on: the search on it.
+      cost: seconds of a step of its solution, by the search's cost model; infinite without a solution.
+      took: seconds that the search took.
+    """
+
+    on: MeshSearch
+    cost: float
+    took: float
 
 
 @dataclasses.dataclass
@@ -97,12 +115,14 @@ class MeshesSearch:
         found: list[Candidate] = []
         pace = pace_of(subject, self.machine, self.platform, self.times)
         try:
-            waiting = self.on_meshes(subject, pace, found)
-            divided = self.predicted(waiting, found)
-            for _, _, on in divided if pace else ():
-                self.unequally(on, found, pace)
-            for _, took, on in divided:
-                if self.side_by_side(on, found, took):
+            searched = self.on_meshes(subject, pace, found)
+            if self.predicted(searched, found):
+                return found
+            searched.sort(key=lambda mesh: fastest([each for each in found if each.mesh == mesh.on.sizes], self.limit))
+            for mesh in searched if pace else ():
+                self.unequally(mesh.on, found, pace)
+            for mesh in searched:
+                if self.side_by_side(mesh, found):
                     break
         except KeyboardInterrupt:
             self.budget.interrupt()
@@ -110,15 +130,9 @@ class MeshesSearch:
                 raise
         return found
 
-    def on_meshes(
-        self, subject: Subject, pace: Mapping[str, float], found: list[Candidate]
-    ) -> list[tuple[float, float, MeshSearch]]:
-        """Adds the candidates that divide the batch alone, and searches the other meshes while there is time.
-
-        Returns:
-          (seconds of a step by the search's cost model, seconds that the search took, mesh), the fastest first.
-        """
-        waiting: list[tuple[float, float, MeshSearch]] = []
+    def on_meshes(self, subject: Subject, pace: Mapping[str, float], found: list[Candidate]) -> list[SearchedMesh]:
+        """Adds the candidates that divide the batch alone, and searches the other meshes while there is time."""
+        waiting: list[SearchedMesh] = []
         took, before = 0.0, 0
         every = [*meshes(len(self.machine.devices), subject.virtual_nodes, NODES)]
         for number, sizes in enumerate(every):
@@ -160,58 +174,46 @@ class MeshesSearch:
             if solution is not None and solution.cut_short:
                 gap = f", at most {solution.gap:.1%} above the best by its own cost" if solution.lower_bound else ""
                 self.budget.leave_out(f"{mesh_text(sizes)}: not searched to the end{gap}")
-            waiting.append((cost, took, on))
+            waiting.append(SearchedMesh(on, cost, took))
             if solution is not None and solution.interrupted:
                 self.budget.interrupt()
                 break
-        return sorted(waiting, key=lambda each: each[0])
+        return waiting
 
-    def predicted(
-        self, waiting: Sequence[tuple[float, float, MeshSearch]], found: list[Candidate]
-    ) -> list[tuple[float, float, MeshSearch]]:
-        """Adds the experts' candidates and the solutions on searched meshes, while there is time.
+    def predicted(self, searched: Sequence[SearchedMesh], found: list[Candidate]) -> bool:
+        """Adds the solutions and the experts' candidates on searched meshes, while there is time.
 
-        Returns:
-          (predicted seconds of the best candidate, seconds that it took, mesh), the fastest first.
-        """
-        done: list[tuple[float, float, MeshSearch]] = []
-        for number, (_, before, on) in enumerate(waiting):
-            began, known = time.monotonic(), len(found)
-            if found and self.budget.lacks() and (done or self.budget.more):  # after Ctrl-C the best mesh all the same
-                left = (each.sizes for _, _, each in waiting[number:])
-                self.budget.leave_out(
-                    *(f"{mesh_text(sizes)}: searched, what was found is not predicted" for sizes in left)
-                )
-                break
-            self.say(on.sizes, found)
-            over = self.divided(on, found)
-            best = min((c.figures.seconds for c in found[known:]), default=math.inf)
-            done.append((best, before + time.monotonic() - began, on))
-            if over:
-                return []
-            self.with_host(found[known:], found)
-        return sorted(done, key=lambda each: each[0])
-
-    def divided(self, on: MeshSearch, found: list[Candidate]) -> bool:
-        """Adds the best on one mesh, and experts' splits if there is time for them, too.
+        Each kind of candidate is predicted where the search's cost model has it fastest, and on further meshes as long
+        as none fits, or where it comes near.
 
         Returns:
           Whether Ctrl-C ended it.
         """
-        interrupted = self.searched(on, found)
-        if not interrupted and self.budget.lacks():
-            self.budget.leave_out(f"{mesh_text(on.sizes)}: {MEGATRON} is not predicted")
-        elif not interrupted:
-            for expert in on.megatron(self.slowest_worth_predicting(MEGATRON, found)):
-                self.add(on, expert, found)
-            if self.budget.lacks():
-                self.budget.leave_out(
-                    f"{mesh_text(on.sizes)}: sequence, context and expert parallelism are not predicted"
-                )
-            else:
-                for expert in on.other_experts():
-                    self.add(on, expert, found)
-        return interrupted
+        began = len(found)
+        for name, mesh, cost in in_turn(searched):
+            if cost > self.slowest_worth_predicting(name, found):
+                continue
+            # after Ctrl-C the best mesh all the same
+            if found and self.budget.lacks() and (len(found) > began or self.budget.more):
+                self.budget.leave_out(f"{mesh_text(mesh.on.sizes)}: {name} is not predicted")
+                continue
+            self.say(mesh.on.sizes, found)
+            known = len(found)
+            if name != SEARCHED:
+                self.add(mesh.on, mesh.on.expert(name), found)
+            elif self.searched(mesh.on, found):
+                return True
+            self.with_host(found[known:], found)
+        return False
+
+    def slowest_worth_predicting(self, name: str, found: Sequence[Candidate]) -> float:
+        """Seconds by the search's cost model beyond which a candidate is not predicted, as one of its name is faster.
+
+        Predictions are finer and take longer, but do not reverse so large a difference.
+        """
+        near = NEAR if len(self.machine.kinds) == 1 else NEAR_UNEQUAL
+        fits = (c.estimate for c in fitting_first(found, self.limit) if c.name.startswith(name))
+        return near * min(fits, default=math.inf)
 
     def with_host(self, several: Sequence[Candidate], found: list[Candidate]) -> None:
         """Adds some candidates with as much on the host as they need, where nothing fits otherwise."""
@@ -248,19 +250,20 @@ class MeshesSearch:
             if (tried or (self.budget.more and fitting_first(found, self.limit))) and self.budget.lacks():
                 self.budget.leave_out(f"{mesh_text(on.sizes)}: not searched with less memory")
                 break
-            if on.solution(allowed, left(), GAP) is None:
+            solution = on.solution(allowed, left(), GAP)
+            if solution is None:
                 if tried or allowed == math.inf:
                     break
                 allowed = math.inf
                 continue
+            if tried and solution.cost > self.slowest_worth_predicting(SEARCHED, found):
+                break
             known = len(found)
-            candidate, interrupted = on.searched(allowed, left(), GAP, self.slowest_worth_predicting(SEARCHED, found))
-            if candidate is not None:
-                self.add(on, candidate, found)
-            if interrupted:
+            candidate = on.searched(solution)
+            self.add(on, candidate, found)
+            if solution.interrupted:
                 self.budget.interrupt()
-            if interrupted or candidate is None:
-                return interrupted
+                return True
             predicted = min(each.figures.memory for each in found[known:])
             tried.append((candidate.account, predicted))
             if predicted <= self.limit or candidate.account <= ALMOST * least:
@@ -271,15 +274,6 @@ class MeshesSearch:
             )
         return False
 
-    def slowest_worth_predicting(self, name: str, found: Sequence[Candidate]) -> float:
-        """Seconds by the search's cost model beyond which a candidate is not predicted, as one of its name is faster.
-
-        Predictions are finer and take longer, but do not reverse so large a difference.
-        """
-        return SLOWER * min(
-            (c.estimate for c in fitting_first(found, self.limit) if c.name.startswith(name)), default=math.inf
-        )
-
     def unequally(self, on: MeshSearch, found: list[Candidate], pace: Mapping[str, float]) -> None:
         """Adds the best candidates of a mesh with larger shares for the faster devices along its axis."""
         if len(on.axes) != 1 or on.subject.step.spec.plan.offloaded or self.budget.lacks(predictions=SHARES):
@@ -288,42 +282,31 @@ class MeshesSearch:
         self.say(on.sizes, found)
         found += on.unequal(self.machine, pace, sorted(evens, key=by_seconds), self.limit, self.budget.until)
 
-    def side_by_side(self, on: MeshSearch, found: list[Candidate], took: float) -> bool:
-        """Adds candidates with branches side by side along each axis; leaves out the stages that do not pay.
+    def side_by_side(self, mesh: SearchedMesh, found: list[Candidate]) -> bool:
+        """Adds candidates with branches side by side along each axis.
 
-        Args:
-          on: the search on a mesh.
-          found: the candidates so far; more are added.
-          took: seconds of the search on that mesh without branches.
+        A branch is not divided along that axis, so devices with shorter branches wait. Stages are taken as long as the
+        least computation on this mesh and these waits, without any exchange, are shorter than the best step so far.
 
         Returns:
           True if time is over, or Ctrl-C ended the search.
         """
-        without = fastest(found, self.limit)
-
-        def lacks_time() -> bool:
-            lacks = self.budget.lacks(took) or self.budget.left < BRANCHES * self.budget.seconds
-            if lacks:
+        on, took = mesh.on, mesh.took
+        compute = min((each.figures.compute for each in found if each.mesh == on.sizes), default=math.inf)
+        for axis in on.axes:
+            stages = on.stages_within(axis, fastest(found, self.limit) - compute) if compute < math.inf else []
+            if not stages:
+                continue
+            if self.budget.lacks(took) or self.budget.left < BRANCHES * self.budget.seconds:
                 self.budget.leave_out(f"{mesh_text(on.sizes)}: branches side by side not tried further")
-            return lacks
-
-        for axis in on.axes if on.stages else ():
-            kept, best = on.stages, list[Candidate]()
-            for left_out in (None, *on.by_balance(axis)[:LEFT_OUT]):
-                stages = [stage for stage in kept if stage is not left_out]
-                hopeless = left_out is not None and fastest(best, self.limit) > HOPELESS * without
-                began = time.monotonic()
-                if not stages or hopeless or lacks_time():
-                    break
-                tried: list[Candidate] = []
-                self.say(on.sizes, found)
-                interrupted = self.searched(on.side_by_side(axis, stages), tried)
-                found += tried
-                if interrupted:
-                    return True
-                if fastest(tried, self.limit) < fastest(best, self.limit):
-                    kept, best = stages, tried
-                took = time.monotonic() - began
+                return self.budget.is_spent
+            began = time.monotonic()
+            self.say(on.sizes, found)
+            tried: list[Candidate] = []
+            if self.searched(on.side_by_side(axis, stages), tried):
+                return True
+            found += tried
+            took = time.monotonic() - began
         return self.budget.is_spent
 
     def add(self, on: MeshSearch, candidate: Candidate, found: list[Candidate]) -> None:
@@ -347,6 +330,32 @@ class MeshesSearch:
         best = fitting_first(found, self.limit)
         mesh = mesh_text(sizes)
         self.shown.update(round(1000 * done), f"{mesh}; best {best[0].figures.seconds:.3g} s" if best else mesh)
+
+
+def in_turn(searched: Sequence[SearchedMesh]) -> list[tuple[str, SearchedMesh, float]]:
+    """(name, mesh, cost) of the candidates on searched meshes: of each name that of the least cost, then the next ones.
+
+    Args:
+      searched: the meshes.
+    """
+    kinds: dict[str, list[tuple[float, SearchedMesh]]] = {SEARCHED: [(mesh.cost, mesh) for mesh in searched]}
+    for mesh in searched:
+        for name, strategies in mesh.on.expert_splits.items():
+            cost = mesh.on.search.problem.cost(strategies)
+            if cost <= (math.inf if name == MEGATRON else OUTDONE * mesh.cost) and math.isfinite(cost):
+                kinds.setdefault(name, []).append((cost, mesh))
+    found: list[tuple[int, str, SearchedMesh, float]] = []
+    for name, several in kinds.items():
+        least: dict[int, float] = {}  # by the number of replicas
+        kept: list[tuple[float, SearchedMesh]] = []
+        for cost, mesh in sorted(several, key=lambda each: len(each[1].on.axes)):
+            replicas = mesh.on.replicas
+            if cost <= FURTHER * least.get(replicas, math.inf):
+                least[replicas] = cost
+                kept.append((cost, mesh))
+        kept.sort(key=lambda each: each[0])
+        found += [(turn, name, mesh, cost) for turn, (cost, mesh) in enumerate(kept)]
+    return [(name, mesh, cost) for _, name, mesh, cost in sorted(found, key=lambda each: each[0])]
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:
