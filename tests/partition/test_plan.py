@@ -503,18 +503,20 @@ class FakeMesh:
         return int(self.slope * account + self.more)
 
     def solution(self, memory: float, *_: Any) -> Any:
-        return None if memory < self.fewest else memory
+        if memory < self.fewest:
+            return None
+        return types.SimpleNamespace(memory=memory, cost=1.0, interrupted=False)
 
     def least(self, _: float) -> float:
         return self.fewest
 
-    def searched(self, memory: float, *_: Any) -> Any:
-        self.asked.append(memory)
-        account = min(memory, self.free)
+    def searched(self, solution: Any) -> Any:
+        self.asked.append(solution.memory)
+        account = min(solution.memory, self.free)
         figures = types.SimpleNamespace(memory=self.predicted(account), seconds=1.0)
         return types.SimpleNamespace(
             name="searched", figures=figures, account=account, estimate=1.0, prediction_seconds=0.0
-        ), False
+        )
 
 
 def search_within(limit: int, on: FakeMesh, left: float = 1e6) -> tuple[MeshesSearch, list[Any]]:

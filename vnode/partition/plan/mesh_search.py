@@ -110,6 +110,11 @@ class MeshesSearch:
     undivided: str = ""
     method: Method = METHODS["exact"]
 
+    @property
+    def near(self) -> float:
+        """The factor on the least cost up to which a candidate may be the best by its prediction."""
+        return NEAR if len(self.machine.kinds) == 1 else NEAR_UNEQUAL
+
     def candidates(self, subject: Subject) -> list[Candidate]:
         """All candidates that are found in time."""
         found: list[Candidate] = []
@@ -139,6 +144,8 @@ class MeshesSearch:
             began, inner = time.monotonic(), len(sizes) - 1
             if inner and self.undivided:
                 break
+            if inner > 1 and not self.is_worth_further_axes(sizes, waiting):
+                continue
             took *= MORE_AXES ** max(inner - before, 0)
             unknown = 0.0 if self.budget.predictions else PREDICTED * took  # a prediction takes about as long
             if (found or waiting) and self.budget.lacks(took + unknown, predictions=PREDICTED):
@@ -180,6 +187,23 @@ class MeshesSearch:
                 break
         return waiting
 
+    def is_worth_further_axes(self, sizes: Mapping[str, int], searched: Sequence[SearchedMesh]) -> bool:
+        """Whether a mesh with several axes may be better than those searched.
+
+        It is searched if the solution with as many replicas on one axis comes near the best: a further axis saved at
+        most 13 % (nine models on v5e).
+        """
+        least = min((mesh.cost for mesh in searched), default=math.inf)
+        alike = [mesh.cost for mesh in searched if mesh.on.replicas == sizes[NODES]]
+        return not alike or alike[0] <= self.near * least
+
+    def divided(self, on: MeshSearch) -> list[Candidate]:
+        """The solution and the experts' candidates on one mesh, as far as there is time."""
+        found: list[Candidate] = []
+        solution = on.solution(float(self.limit), max(self.budget.left, LEAST), GAP)
+        self.predicted([SearchedMesh(on, math.inf if solution is None else solution.cost, 0.0)], found)
+        return found
+
     def predicted(self, searched: Sequence[SearchedMesh], found: list[Candidate]) -> bool:
         """Adds the solutions and the experts' candidates on searched meshes, while there is time.
 
@@ -211,9 +235,8 @@ class MeshesSearch:
 
         Predictions are finer and take longer, but do not reverse so large a difference.
         """
-        near = NEAR if len(self.machine.kinds) == 1 else NEAR_UNEQUAL
         fits = (c.estimate for c in fitting_first(found, self.limit) if c.name.startswith(name))
-        return near * min(fits, default=math.inf)
+        return self.near * min(fits, default=math.inf)
 
     def with_host(self, several: Sequence[Candidate], found: list[Candidate]) -> None:
         """Adds some candidates with as much on the host as they need, where nothing fits otherwise."""

@@ -6,7 +6,7 @@ Knows the search's results, and changes that may help. Must not know how they ar
 from __future__ import annotations
 
 from vnode.errors import MemoryLimitError, layout_message
-from vnode.partition.plan.candidates import Candidate, MeshSearch
+from vnode.partition.plan.candidates import Candidate
 from vnode.partition.plan.mesh_search import MeshesSearch
 from vnode.partition.plan.remedies import Remedies, plan_title
 from vnode.partition.plan.search_subject import Subject
@@ -26,13 +26,8 @@ def nothing_fits_error(search: MeshesSearch, subject: Subject, least: Candidate)
     search.budget.extend()
     search.shown.update(1000, "nothing fits; what would?")
 
-    def fewest_bytes_on(on: MeshSearch) -> list[Candidate]:
-        found: list[Candidate] = []
-        search.divided(on, found)
-        return found
-
     until = search.budget.until
-    tries = Remedies(subject, least, machine, limit, search.platform, search.times, fewest_bytes_on, until)
+    tries = Remedies(subject, least, machine, limit, search.platform, search.times, search.divided, until)
     try:
         fits = tries.found()
     except KeyboardInterrupt:

@@ -85,12 +85,16 @@ class EqnChoice:
       results: the layout that each result gets.
       seconds: the time on one device.
       asked: the sharding.
+      operand_numbers: the numbers of `operands`.
+      result_numbers: the numbers of `results`.
     """
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     seconds: float
-    asked: RequestedSharding
+    asked: RequestedSharding | None
+    operand_numbers: tuple[int, ...]
+    result_numbers: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -270,31 +274,39 @@ class Strategies:
                     return Strategy(picks, math.inf)
                 if found is None:
                     found = self.choice(each, self.ways(each, []), states, pieces)
-            if pieces and (found is None or found.asked.passed != pieces):
+            found = found or self.undivided(node)
+            if pieces and (found.asked is None or found.asked.passed != pieces):
                 return Strategy(picks, math.inf)
-            if found is None:  # every device evaluates it whole
-                operands = tuple(replicated(len(getattr(a.aval, "shape", ()))) for a in node.eqn.invars)
-                results = tuple(replicated(len(getattr(v.aval, "shape", ()))) for v in node.eqn.outvars)
-            else:
-                operands, results = found.operands, found.results
-            times.append(0.0 if found is None else node.times * found.seconds)
+            times.append(node.times * found.seconds)
             for i, place in enumerate(each.operands):
                 if place == OUTSIDE:
-                    wanted[position, i] = operands[i]
+                    wanted[position, i] = found.operands[i]
                 elif place >= 0:
-                    end = self.number(operands[i])
+                    end = found.operand_numbers[i]
                     if end != states[place] and (place, end) not in held:
                         held.add((place, end))
                         var = node.eqn.invars[i]
                         assert isinstance(var, Var)
                         start = self._numbered[states[place]]
-                        inner[position, i] = node.times * self.move(start, operands[i], var)
-            for j, layout in enumerate(results):
-                states.append(self.number(layout))
-                made[position, j] = layout
-            taken.append(None if found is None else found.asked)
+                        inner[position, i] = node.times * self.move(start, found.operands[i], var)
+            states.extend(found.result_numbers)
+            made.update(((position, j), layout) for j, layout in enumerate(found.results))
+            taken.append(found.asked)
         seconds = sum(times) + sum(inner.values())
         return Strategy(picks, seconds, made, wanted, tuple(taken), tuple(times), inner)
+
+    def undivided(self, node: Node) -> EqnChoice:
+        """The cost of an equation that every device evaluates whole: none, as it is the same for all strategies."""
+        operands = [replicated(len(getattr(atom.aval, "shape", ()))) for atom in node.eqn.invars]
+        results = [replicated(len(getattr(var.aval, "shape", ()))) for var in node.eqn.outvars]
+        return self.numbered(operands, results, 0.0, None)
+
+    def numbered(
+        self, operands: Sequence[Layout], results: Sequence[Layout], seconds: float, asked: RequestedSharding | None
+    ) -> EqnChoice:
+        """A choice with the numbers of its layouts."""
+        numbers = tuple(map(self.number, operands)), tuple(map(self.number, results))
+        return EqnChoice(tuple(operands), tuple(results), seconds, asked, *numbers)
 
     def number(self, layout: Layout) -> int:
         """A layout's number; equal layouts have the same."""
@@ -355,7 +367,7 @@ class Strategies:
             else:
                 seconds = self.model.compute_time(node.eqn, choice) + self.rounding(node, choice)
                 asked = RequestedSharding(ways, tuple(each.layout for each in given), choice.passed)
-                self._choices[key] = EqnChoice(choice.operands, reached_layouts(node.eqn, choice), seconds, asked)
+                self._choices[key] = self.numbered(choice.operands, reached_layouts(node.eqn, choice), seconds, asked)
         return self._choices[key]
 
     def expected(self, node: Node, operand: int, ways: tuple[FactorSharding, ...]) -> Layout:
