@@ -45,31 +45,35 @@ class TimedOp:
     def cost(self) -> Cost:
         """Operations of all equations; bytes at the border only, each variable read once and written once."""
         if len(self.equations) == 1 and region_of(self.equations[0]) is None:
-            return cost_of(self.equations[0])
+            return self.eqn_costs[0].cost
         total = Cost()
-        for eqn in self.equations:
-            total = total + dataclasses.replace(cost_of(eqn), read=0, written=0)
+        for each in self.eqn_costs:
+            total = total + dataclasses.replace(each.cost, read=0, written=0)
         read, written = self.border
         return dataclasses.replace(total, read=sum(read.values()), written=sum(written.values()))
+
+    @functools.cached_property
+    def eqn_costs(self) -> tuple[EqnCost, ...]:
+        """The facts about each equation."""
+        return tuple(map(eqn_cost, self.equations))
 
     @functools.cached_property
     def border(self) -> tuple[Mapping[Var, int], Mapping[Var, int]]:
         """Bytes of each variable that is read, and of each that is written."""
         shares = dict.fromkeys(self.writes, 1.0)  # the share of each variable that is read
-        for eqn in reversed(self.equations):
+        for eqn, each in zip(reversed(self.equations), reversed(self.eqn_costs), strict=True):
             sizes = {atom: nbytes(atom.aval) for atom in eqn.invars if isinstance(atom, Var)}
-            each, whole = cost_of(eqn), sum(sizes.values())
-            moves = region_of(eqn) is None and eqn_cost(eqn).moves
-            own = shares.get(eqn.outvars[0], 1.0) if moves else 1.0
+            whole = sum(sizes.values())
+            own = shares.get(eqn.outvars[0], 1.0) if each.moves else 1.0
             for var in sizes:  # a look-up reads only a part of its operand
-                part = own if each.read >= whole else own * each.read / max(whole, 1)
+                part = own if each.cost.read >= whole else own * each.cost.read / max(whole, 1)
                 shares[var] = max(shares.get(var, 0.0), part)
         read = {var: math.ceil(nbytes(var.aval) * shares[var]) for var in self.reads if var in shares}
         written = {var: nbytes(var.aval) for var in self.writes}
         for var in self.writes:  # an update in place writes only its new elements
-            last = next(eqn for eqn in reversed(self.equations) if var in eqn.outvars)
-            if len(self.writes) == 1 or len(last.outvars) == 1:
-                written[var] = min(written[var], cost_of(last).written or written[var])
+            last = max(k for k, eqn in enumerate(self.equations) if var in eqn.outvars)
+            if len(self.writes) == 1 or len(self.equations[last].outvars) == 1:
+                written[var] = min(written[var], self.eqn_costs[last].cost.written or written[var])
         return read, written
 
     @functools.cached_property
@@ -135,7 +139,7 @@ def stable_text(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class EqnCost:
-    """The memoized facts about an equation.
+    """The facts about an equation, loops and branches included.
 
     Attributes:
       cost: its cost.
@@ -151,7 +155,9 @@ EQN_COSTS = Memo[EqnCost](20_000)
 
 
 def eqn_cost(eqn: JaxprEqn) -> EqnCost:
-    """The memoized facts about an equation that is no loop or branch."""
+    """The facts about an equation, memoized unless it is a loop or branch."""
+    if region_of(eqn) is not None:
+        return EqnCost(equation_cost(eqn), False)
     of = kind_to_keep(eqn)
     if of is None:
         return described_eqn_cost(eqn)
@@ -169,11 +175,6 @@ def described_eqn_cost(eqn: JaxprEqn) -> EqnCost:
         return EqnCost(Cost(read=read, written=sum(nbytes(var.aval) for var in eqn.outvars)), False)
     moves = not of.reduced and not of.has(Algebra.CONTRACTS) and len(eqn.outvars) == 1
     return EqnCost(described_cost(eqn, of), moves)
-
-
-def cost_of(eqn: JaxprEqn) -> Cost:
-    """The cost of one equation, loops and branches included."""
-    return eqn_cost(eqn).cost if region_of(eqn) is None else equation_cost(eqn)
 
 
 def timed_op_of(equations: Sequence[JaxprEqn], writes: Iterable[Var] | None = None) -> TimedOp:

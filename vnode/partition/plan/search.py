@@ -195,7 +195,8 @@ def search(
             if ranking.interrupted and not found.fits:
                 raise KeyboardInterrupt
             if not ranking.is_answered or ranking.interrupted:
-                return found.plan(limit, tuple(ranking.said))  # nothing was compiled in time, or Ctrl-C
+                late = () if ranking.interrupted else ("estimates only: nothing was compiled in time",)
+                return found.plan(limit, (*late, *ranking.said))
             less = min(ranking.memory_allowed(), math.ceil(LESS * allowed))
             if ranking.is_finished or less < 1 or not found.fits:
                 raise MemoryLimitError(nothing_compiled_fits(limit, ranking, found))
