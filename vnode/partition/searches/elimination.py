@@ -175,38 +175,6 @@ class Elimination:
             chosen[v] = total.argmin()
         return bound, chosen
 
-    def marginals(self, times: Sequence[Array], pause: Callable[[], None] = lambda: None) -> list[Array]:
-        """A lower bound of the cost for each strategy of each operator.
-
-        Args:
-          times: the times of each operator's strategies, float64.
-          pause: called now and then; may raise.
-
-        Returns:
-          For each operator float64 ``[strategies]``. If `exact`, these are the least costs with that strategy.
-        """
-        messages = self._messages(times, pause)
-        bound = self._bound(messages)
-        found = [np.full(n, -np.inf) for n in self.sizes]
-        down: dict[int, Array] = {}
-        for k in reversed(range(len(self.buckets))):
-            bucket = self.buckets[k]
-            belief = self._table(bucket, times, messages)
-            if bucket.rest:
-                belief += self._spread(down.pop(k), bucket.rest, bucket.scope)
-            least = belief.min()
-            others = tuple(a for a, i in enumerate(bucket.scope) if i != bucket.operator)
-            if np.isfinite(least):
-                own = belief.min(axis=others) - least + bound
-                found[bucket.operator] = np.maximum(found[bucket.operator], own)
-            for m in bucket.messages:
-                rest = self.buckets[m].rest
-                over = tuple(a for a, i in enumerate(bucket.scope) if i not in rest)
-                with np.errstate(invalid="ignore"):
-                    down[m] = np.nan_to_num(belief.min(axis=over) - messages[m], nan=np.inf, posinf=np.inf)
-            pause()
-        return found
-
 
 def smallest_first(sizes: Sequence[int], edges: Sequence[Edge]) -> list[int]:
     """The order that always eliminates next the operator whose table, over all its neighbours, is smallest."""

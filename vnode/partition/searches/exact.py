@@ -2,10 +2,9 @@
 
 Knows problems, elimination and integer programs. Must not know equations or machines.
 
-Without a memory limit that matters, elimination finds the best assignment. With one, each point of time gets a price
-per byte. At any prices, the least sum of times and of prices of the bytes above the limit is a lower bound (Geoffrion,
-"Lagrangean relaxation for integer programming", 1974). At good prices, elimination finds an assignment near the best.
-A strategy is dropped if its bound is above the best cost so far. An integer program solves the remaining problem.
+Elimination finds the best assignment without a memory limit. If it does not fit, it is a lower bound, and the start of
+a descent to an assignment that fits. Strategies are dropped that no better assignment can have, by the bound that
+diffusion gives for each. An integer program solves the remaining problem.
 """
 
 from __future__ import annotations
@@ -14,20 +13,16 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import scipy.optimize
 
 from vnode.partition.searches.descent import coordinate_descent, descend_to_limit
 from vnode.partition.searches.diffusion import diffuse, least_more
-from vnode.partition.searches.elimination import ENTRIES, Elimination
+from vnode.partition.searches.elimination import Elimination
 from vnode.partition.searches.integer_program import least_memory, least_time, variables
 from vnode.partition.searches.problem import SLACK, Array, Problem
 from vnode.partition.searches.solution import Solution, Watch, run_search
 
 PROVEN = 1e-9
 """A relative gap that is only rounding."""
-
-TURNS = 60
-"""The most changes of prices."""
 
 VARIABLES = 1_500_000
 """The most variables of an integer program."""
@@ -39,7 +34,6 @@ def exact(
     gap: float = 0.0,
     budget: float = 60.0,
     candidates: Sequence[Sequence[int] | Array] = (),
-    entries: int = ENTRIES,
     progress: bool | None = None,
 ) -> Solution:
     """Finds the best assignment, or a good one with a bound on its distance from the best.
@@ -49,7 +43,6 @@ def exact(
       gap: the search ends when the solution's gap is this or less; 0 for the best assignment.
       budget: seconds after which the search ends with the best assignment so far.
       candidates: assignments; the result is not worse than any of them that fits.
-      entries: the most entries of an elimination table; 1 leaves everything to the integer program.
       progress: whether to show a bar; by default in notebooks and on terminals.
 
     Returns:
@@ -70,7 +63,7 @@ def exact(
     """
 
     def body(watch: Watch) -> str:
-        ended = _Exact(problem, watch, max(gap, PROVEN), entries).run()
+        ended = _Exact(problem, watch, max(gap, PROVEN)).run()
         if watch.best is not None and watch.cost - watch.lower_bound <= 4 * PROVEN * watch.cost:
             watch.lower_bound = watch.cost  # they differ by rounding
         return ended
@@ -85,31 +78,28 @@ class BudgetSpent(Exception):
 class _Exact:
     """The state of one search."""
 
-    def __init__(self, problem: Problem, watch: Watch, gap: float, entries: int) -> None:
-        self.problem, self.watch, self.gap, self.entries = problem, watch, gap, entries
+    def __init__(self, problem: Problem, watch: Watch, gap: float) -> None:
+        self.problem, self.watch, self.gap = problem, watch, gap
         self.kept = undominated(problem)  # the strategies not yet dropped
         self.base = 0.0  # the remaining problem costs this much less than the whole problem
         self.floor = math.inf  # a lower bound for assignments with a dropped strategy
-        finite = 0 < problem.limit < math.inf
-        self.unit, self.allowed = (problem.limit, 1.0) if finite else (1.0, 0.0)  # of bytes; the limit, if it matters
 
     def run(self) -> str:
         try:
             if self.problem.bounded:
                 self.something_that_fits()
-            while True:
-                before = sum(map(len, self.kept))
-                rest = self.tightened()
-                if self.done or rest is None:
-                    return "bound by diffusion"
-                elimination = Elimination(rest.sizes, rest.edges, self.entries)
-                prices = self.relax(rest, elimination)
-                if self.done or math.isinf(self.watch.lower_bound):
-                    return "elimination" if not rest.bounded else "prices of memory"
-                if not self.drop(rest, elimination, prices):
-                    return "prices of memory"
-                if sum(map(len, self.kept)) > 0.7 * before:
-                    return self.integer_program(self.problem.restricted(self.kept))
+            rest = self.tightened()
+            if self.done or rest is None:
+                return "bound by diffusion"
+            value, chosen = Elimination(rest.sizes, rest.edges).least(rest.seconds, self.pause)
+            self.watch.evaluations += 1
+            self.bound(self.base + value)
+            self.offer(chosen)
+            if self.done or math.isinf(self.watch.lower_bound):
+                return "elimination"
+            if self.tightened() is None or self.done:
+                return "bound by diffusion"
+            return self.integer_program(self.problem.restricted(self.kept))
         except BudgetSpent:
             return f"budget of {self.watch.budget:g} s spent"
 
@@ -165,76 +155,6 @@ class _Exact:
             return None
         self.kept = [kept[k] for kept, k in zip(self.kept, good, strict=True)]
         return rest.restricted(good)
-
-    def relax(self, rest: Problem, elimination: Elimination) -> Array:
-        """Raises the lower bound by prices of memory; offers the best assignment at each; returns the best prices."""
-        over = rest.most > rest.limit
-        held = [each[over] / self.unit for each in rest.memory]
-        cuts: list[tuple[float, Array]] = []  # of each assignment seen: its cost, and its bytes above the limit
-        if self.watch.best is not None and over.any():
-            best = self.watch.best[None]
-            used = self.problem.footprints(best)[0][over] / self.unit - self.allowed
-            cuts.append((self.watch.cost - self.base, used))
-        prices = best_prices = np.zeros(int(over.sum()))
-        most, scale = -math.inf, 0.0
-        for turn in range(TURNS):
-            times = [s + prices @ h for s, h in zip(rest.seconds, held, strict=True)]
-            value, chosen = elimination.least(times, self.pause)
-            self.watch.evaluations += 1
-            value -= float(prices.sum()) * self.allowed
-            if value > most:
-                most, best_prices = value, prices
-            self.bound(self.base + value)
-            self.offer(chosen)
-            if self.done or not over.any() or math.isinf(value):
-                break
-            used = rest.footprints(chosen[None])[0][over] / self.unit - self.allowed
-            cuts.append((rest.cost(chosen), used))
-            if turn == 0:
-                scale = 10 * max(abs(self.base + c) for c, _ in cuts if math.isfinite(c))
-            ideal, master = self.master(cuts, scale)
-            if master - most <= 1e-7 * abs(self.base + master) and (ideal < scale).all():
-                break
-            if (ideal >= scale).any():
-                scale *= 10
-            before, prices = prices, ideal if len(ideal) == 1 else (ideal + best_prices) / 2
-            if np.allclose(before, prices, rtol=1e-9, atol=0):
-                break  # the tables are too small for a better bound
-        return best_prices
-
-    @staticmethod
-    def master(cuts: Sequence[tuple[float, Array]], scale: float) -> tuple[Array, float]:
-        """The prices with the greatest bound, judging by the assignments seen so far (Kelley 1960)."""
-        finite = [(c, g) for c, g in cuts if math.isfinite(c)]
-        slopes = np.array([g for _, g in finite])
-        unit = max(scale, 1e-300)
-        result = scipy.optimize.linprog(
-            np.append(np.zeros(slopes.shape[1]), -1.0),
-            np.column_stack([-slopes, np.ones(len(finite))]),
-            np.array([c for c, _ in finite]) / unit,
-            bounds=[*[(0, 1)] * slopes.shape[1], (None, None)],
-        )
-        if result.x is None:
-            return np.zeros(slopes.shape[1]), math.inf
-        return result.x[:-1] * scale, float(result.x[-1] * scale)
-
-    def drop(self, rest: Problem, elimination: Elimination, prices: Array) -> bool:
-        """Drops strategies that no better assignment has; returns whether any assignment is left."""
-        if self.watch.best is None:
-            return True
-        enough = self.watch.cost * (1 - self.gap)
-        needed = enough - self.base
-        over = rest.most > rest.limit
-        times = [s + prices @ h[over] / self.unit for s, h in zip(rest.seconds, rest.memory, strict=True)]
-        least = elimination.marginals(times, self.pause)
-        paid = float(prices.sum()) * self.allowed
-        self.floor = min(self.floor, enough)
-        kept = [k[each - paid < needed] for k, each in zip(self.kept, least, strict=True)]
-        if not all(map(len, kept)):
-            self.bound(self.floor)
-            return False
-        self.kept = kept
-        return True
 
     def integer_program(self, rest: Problem) -> str:
         """Solves the remaining problem as an integer program."""
