@@ -82,6 +82,16 @@ def as_shown(app: Any, doctree: nodes.document) -> None:
             block.children = [nodes.Text(block.rawsource)]
 
 
+def long_cells(app: Any, doctree: nodes.document) -> None:
+    """Marks the columns of tables that hold sentences: on a narrow page a table scrolls before they become slivers."""
+    for group in doctree.findall(nodes.tgroup):
+        rows = [[cell for cell in row if isinstance(cell, nodes.entry)] for row in group.findall(nodes.row)]
+        for column in zip(*rows, strict=False):
+            if max(len(cell.astext()) for cell in column) > 30:
+                for cell in column:
+                    cell["classes"].append("long")
+
+
 CODE = re.compile(r"(``.+?``|`[^`]+`)(?=(\w?))", re.DOTALL)
 INITIAL = re.compile(r"^(\s*(?::[^:]+:\s+)?)(?=[A-Z]\.(?:\s|$))", re.MULTILINE)
 TYPE = re.compile(r"^(:vartype \w+: )(.+)$", re.MULTILINE)
@@ -142,4 +152,5 @@ def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", as_meant, priority=600)
     app.connect("autodoc-process-signature", as_called)
     app.connect("doctree-read", as_shown)
+    app.connect("doctree-read", long_cells)
     app.connect("missing-reference", by_class)
