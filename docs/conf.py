@@ -35,6 +35,7 @@ autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
 autodoc_class_signature = "mixed"
 autodoc_preserve_defaults = True
+autodoc_type_aliases = {"ArrayLike": "ArrayLike"}  # NumPy's, which is a union of a dozen protocols
 add_module_names = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 90
