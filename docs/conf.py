@@ -35,6 +35,7 @@ autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
 autodoc_class_signature = "mixed"
 autodoc_preserve_defaults = True
+autodoc_type_aliases = {"ArrayLike": "ArrayLike"}  # NumPy's, which is a union of a dozen protocols
 add_module_names = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 90
@@ -80,6 +81,16 @@ def as_shown(app: Any, doctree: nodes.document) -> None:
         if block.rawsource == text:  # coloured when it is written
             block.rawsource = text.rstrip("\n")
             block.children = [nodes.Text(block.rawsource)]
+
+
+def long_cells(app: Any, doctree: nodes.document) -> None:
+    """Marks the columns of tables that hold sentences: on a narrow page a table scrolls before they become slivers."""
+    for group in doctree.findall(nodes.tgroup):
+        rows = [[cell for cell in row if isinstance(cell, nodes.entry)] for row in group.findall(nodes.row)]
+        for column in zip(*rows, strict=False):
+            if max(len(cell.astext()) for cell in column) > 30:
+                for cell in column:
+                    cell["classes"].append("long")
 
 
 CODE = re.compile(r"(``.+?``|`[^`]+`)(?=(\w?))", re.DOTALL)
@@ -142,4 +153,5 @@ def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", as_meant, priority=600)
     app.connect("autodoc-process-signature", as_called)
     app.connect("doctree-read", as_shown)
+    app.connect("doctree-read", long_cells)
     app.connect("missing-reference", by_class)

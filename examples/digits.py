@@ -168,7 +168,7 @@ def draw(runs, path):
             left.annotate(
                 change, (at, 0.97), xycoords=("data", "axes fraction"), va="top", ha="center", color="dimgray"
             )
-    left.set(xlabel="step", ylabel="loss", title="Training loss: one curve under the other")
+    left.set(xlabel="step", ylabel="loss", title="Training loss: all curves coincide")
     left.legend(title="devices")
 
     rows = {}

@@ -324,7 +324,28 @@ def test_columns_share_a_line_so_that_names_stay_whole() -> None:
     assert "CheckpointBlock_0,1/" in words and "bytes_lm.py:45" in words
 
 
+def test_a_narrow_terminal_shows_every_column_in_parts() -> None:
+    """The right columns of a wide table were cut off, and names were broken within."""
+    columns = (
+        Column("pass", right=True),
+        *(Column(f"number {i}", right=True) for i in range(8)),
+        Column("name", wide=True),
+    )
+    rows = tuple((Cell(str(k)), *(Cell(f"{k}{i}0.5 MiB") for i in range(8)), Cell("[model*model2,")) for k in range(3))
+    for width in (40, 60, 80, 160):
+        shown = terminal(Shown(Table("table", columns, rows)), width)
+        assert max(map(len, shown.splitlines())) <= width and "…" not in shown
+        assert all(cell.text in shown for row in rows for cell in row)
+        parts = shown.count("pass")
+        assert len(re.findall(r"^ +2 ", shown, re.MULTILINE)) == parts and (parts > 1) == (width < 130)
+
+
 # HTML
+
+
+def test_a_line_may_be_broken_before_a_note() -> None:
+    """Without a space, the last word before a note and its first word were one."""
+    assert re.sub("<[^>]*>", "", drawing.facts(Facts((Fact("", "240.0 KiB", "12 values"),)))) == "240.0 KiB 12 values"
 
 
 NASTY = """<script>alert("1 & '2'")</script>"""

@@ -112,7 +112,7 @@ def test_cluster(tmp_path: Path) -> None:
     """Three jobs share four workers, and the picture says so."""
     output = run(str(ROOT / "examples" / "cluster.py"), "--out", "page", cwd=tmp_path)
     assert "The hashes are equal" in output and "shrunk" in output and "grown" in output
-    assert "Who has devices" in (tmp_path / "page" / "index.html").read_text()
+    assert "Devices of each job" in (tmp_path / "page" / "index.html").read_text()
 
 
 TIMED = {"elastic", "fit", "profile"}

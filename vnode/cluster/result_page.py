@@ -1,4 +1,4 @@
-"""Turns results of simulations into a page: a table, who had how many devices when, utilisation, completion times.
+"""Turns results of simulations into a page: a table, the devices of each job over time, utilisation, completion times.
 
 Knows results and pictures. Must not know how results came about.
 """
@@ -32,14 +32,15 @@ def write(folder: Path, results: Mapping[str, Result], figures: str, seeds: Mapp
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(results)}
     title = f"{len(next(iter(results.values())).jobs)} jobs on {next(iter(results.values())).devices} devices"
     parts = [f"<h1>{title}</h1>", table(figures)]
-    parts += ["<h2>Devices that make steps</h2>", legend(colours)]
+    parts += ["<h2>Devices that train</h2>", legend(colours)]
     parts += [utilisation(result, longest(results), colours[name]) for name, result in results.items()]
-    parts += ["<h2>Jobs that have ended within a time</h2>", completion(results, colours)]
+    parts += ["<h2>Share of jobs that have ended within a time</h2>", completion(results, colours)]
     if seeds:
         parts += [f"<h2>Mean JCT over {len(next(iter(seeds.values())))} seeds</h2>", spread(seeds, colours)]
     for name, result in results.items():
-        parts += [f"<h2>Who has devices: {html.escape(name)}</h2>", gantt(result)]
-    page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+        parts += [f"<h2>Devices of each job: {html.escape(name)}</h2>", gantt(result)]
+    page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+    page += f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style>'
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "index.html"
     path.write_text(page + "".join(parts) + "</html>", encoding="utf-8")
@@ -53,11 +54,11 @@ def table(text: str) -> str:
         "".join(f"<{tag}>{cell}</{tag}>" for cell in row)
         for row, tag in zip(rows, ["th"] + ["td"] * len(rows), strict=False)
     ]
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    return f'<div class="wide"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
 
 
 def utilisation(result: Result, until: float, colour: str) -> str:
-    """Devices that make steps, over time."""
+    """Devices that train, over time."""
     axes = Axes(until, result.devices, "time, s", "devices", 120)
     start, total, now = 0.0, 0, [0] * len(result.jobs)
     for event in result.events:
@@ -83,20 +84,20 @@ def completion(results: Mapping[str, Result], colours: Mapping[str, str]) -> str
 def spread(seeds: Mapping[str, Sequence[float]], colours: Mapping[str, str]) -> str:
     """Mean completion times: a bar to the median of all seeds, a line from the least to the most."""
     height = 60 + 26 * len(seeds)
-    axes = Axes(max(map(max, seeds.values())), len(seeds), "mean JCT, s", "policy", height, y_ticks=False)
+    axes = Axes(max(map(max, seeds.values())), len(seeds), "mean JCT, s", height=height, rows=list(seeds))
     for row, (name, values) in enumerate(seeds.items()):
         bottom, ordered = len(seeds) - row - 1, sorted(values)
         middle = ordered[len(ordered) // 2]
         axes.box(0, middle, bottom + 0.2, bottom + 0.8, colours[name], f"{name}: {middle:.0f} s")
         axes.line([(ordered[0], bottom + 0.5), (ordered[-1], bottom + 0.5)], "currentColor")
-        axes.text(axes.x(0) + 6, axes.y(bottom + 0.5) + 4, name)
     return axes.svg()
 
 
 def gantt(result: Result) -> str:
     """A row for each job: from its arrival on, as high as its share of what it demands."""
     count = len(result.jobs)
-    axes = Axes(result.makespan, count, "time, s", "jobs", 60 + ROW * count, y_ticks=False)
+    names = [str(job.facts.get("name", job.id)) for job in result.jobs]
+    axes = Axes(result.makespan, count, "time, s", height=60 + ROW * count, rows=names)
     priorities = sorted({job.priority for job in result.jobs})
     for row, (job, spans) in enumerate(zip(result.jobs, result.shares(), strict=True)):
         bottom = count - row - 1
@@ -107,7 +108,6 @@ def gantt(result: Result) -> str:
             axes.box(
                 start, end, bottom + 0.05, top, colour, f"{job.id}: {held} of {job.demand}, {start:.0f} to {end:.0f} s"
             )
-        axes.text(54, axes.y(bottom + 0.2), str(job.facts.get("name", job.id))[:8], "end")
     return axes.svg() + legend({f"priority {p:g}": COLOURS[i % len(COLOURS)] for i, p in enumerate(priorities)})
 
 

@@ -17,12 +17,13 @@ GOLDEN = 137.508
 """Degrees between the hues of consecutive devices: the golden angle, so that neighbours differ and none repeat."""
 
 # JupyterLab aligns all cells at the right, by a selector that outweighs `.vnode td`; `.vnode.vnode` outweighs that one.
+# The clamp is 11em in windows narrower than 700px, else 0: there a table scrolls, and names in it stay whole.
 STYLE = """
 .vnode{font:13px/1.45 system-ui,-apple-system,"Segoe UI",sans-serif;color:inherit;max-width:72em;text-align:left}
 .vnode h3{font-size:1.25em;font-weight:600;margin:.2em 0 .1em}
 .vnode h4{font-size:1em;font-weight:600;margin:1.3em 0 .3em}
 .vnode p{margin:.1em 0 .5em}
-.vnode .note{opacity:.65;font-weight:400;margin-left:.6em}
+.vnode .note{opacity:.65;font-weight:400;margin-left:.35em}
 .vnode p .note{margin-left:0}
 .vnode .scroll{overflow-x:auto}
 .vnode table{border-collapse:collapse;table-layout:auto;width:auto;margin:0;font-size:1em;border:0;background:none}
@@ -35,6 +36,7 @@ background:none;font-weight:400}
 .vnode th.right,.vnode td.right{font-variant-numeric:tabular-nums;white-space:nowrap}
 .vnode td.code{font-family:ui-monospace,"SF Mono",Menlo,Consolas,monospace;font-size:.92em}
 .vnode td:not(.wide),.vnode tbody th{white-space:nowrap}
+.vnode .rows td.wide{min-width:clamp(0px,(700px - 100vw)*99,11em)}
 .vnode .facts td{white-space:normal}
 .vnode .strong{font-weight:600}
 .vnode td.quiet{opacity:.65}
@@ -94,7 +96,8 @@ def page_elements(page: Page) -> Iterator[str]:
 
 
 def note(text: str) -> str:
-    return f'<span class="note">{escape(text)}</span>' if text else ""
+    """A note; the space before it lets the line break there."""
+    return f' <span class="note">{escape(text)}</span>' if text else ""
 
 
 def heading(title: str, more: str = "") -> str:

@@ -133,26 +133,68 @@ def facts(block: Facts, width: int) -> Iterator[Line]:
 
 
 def table(block: Table, width: int) -> Iterator[Line]:
-    """Headings, a rule, and rows; wide entries are broken over lines."""
+    """Headings, a rule, and rows; wide entries are broken over lines.
+
+    If the columns do not fit side by side, the table is drawn in parts, one below the other. Each begins with the first
+    column.
+    """
     texts = [[column.name for column in block.columns], *([cell.text for cell in row] for row in block.rows)]
     natural = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    widths = narrow_columns(natural, block.columns, width - INDENT - GAP * (len(natural) - 1))
-    if widths != natural:
-        widths = share_width(widths, block.columns, texts)
-    heads = [Cell(column.name, quiet=True) for column in block.columns]
-    if any(column.name for column in block.columns):
-        yield from row_lines(heads, block.columns, widths)
-        yield [(" " * INDENT + "─" * (sum(widths) + GAP * (len(widths) - 1)), QUIET)]
-    for row in block.rows:
-        yield from row_lines(row, block.columns, widths)
+    least = [
+        least_width(column, wide, entries, width)
+        for column, wide, entries in zip(block.columns, natural, zip(*texts, strict=True), strict=True)
+    ]
+    for number, shown in enumerate(column_groups(least, width - INDENT)):
+        if number:
+            yield []
+        columns, (head, *rest) = [block.columns[k] for k in shown], [[row[k] for k in shown] for row in texts]
+        room = width - INDENT - GAP * (len(shown) - 1)
+        whole = [natural[k] for k in shown]
+        widths = narrow_columns(whole, [least[k] for k in shown], columns, room)
+        if widths != whole:
+            widths = share_width(widths, columns, [head, *rest])
+        if any(head):
+            yield from row_lines([Cell(name, quiet=True) for name in head], columns, widths)
+            yield [(" " * INDENT + "─" * (sum(widths) + GAP * (len(widths) - 1)), QUIET)]
+        for row in block.rows:
+            yield from row_lines([row[k] for k in shown], columns, widths)
 
 
-def narrow_columns(natural: Sequence[int], columns: Sequence[Column], room: int) -> list[int]:
+def least_width(column: Column, natural: int, texts: Sequence[str], width: int) -> int:
+    """The width below which a column's numbers or names would be broken; long names are broken all the same."""
+    if column.right:
+        return natural
+    longest = max((len(part) for text in texts for part in CUT.sub(r"\g<0> ", text).split()), default=0)
+    return min(natural, max(NARROW, min(longest, width // 3)))
+
+
+def column_groups(least: Sequence[int], room: int) -> list[list[int]]:
+    """Columns that fit side by side; each group begins with the first column.
+
+    >>> column_groups([4, 10, 10, 10], 40), column_groups([4, 10, 10, 10], 30), column_groups([4, 50], 30)
+    ([[0, 1, 2, 3]], [[0, 1, 2], [0, 3]], [[0, 1]])
+    """
+    groups, used = [[0]], least[0]
+    for k in range(1, len(least)):
+        used += GAP + least[k]
+        if used > room and len(groups[-1]) > 1:
+            groups.append([0])
+            used = least[0] + GAP + least[k]
+        groups[-1].append(k)
+    return groups
+
+
+def narrow_columns(natural: Sequence[int], least: Sequence[int], columns: Sequence[Column], room: int) -> list[int]:
     """Widths of columns that fit into a line, if possible; columns that may be broken are narrowed first."""
     widths = list(natural)
-    for may in (lambda c: c.wide, lambda c: not c.right, lambda c: True):
+    floors = (
+        [bound if column.wide else wide for column, bound, wide in zip(columns, least, natural, strict=True)],
+        least,
+        [NARROW] * len(widths),
+    )
+    for floor in floors:
         while sum(widths) > room:
-            fit = [i for i, column in enumerate(columns) if may(column) and widths[i] > NARROW]
+            fit = [i for i in range(len(widths)) if widths[i] > floor[i]]
             if not fit:
                 break
             widths[max(fit, key=lambda i: widths[i])] -= 1

@@ -2,8 +2,8 @@
 
 Knows how jobs are shown. Must not know how they run.
 
-    PID   WORKERS  STEP  SINCE                      FOLDER
-    4711  3        1200  2026-01-01T12:00:00+00:00  /home/me/runs/7
+    PID   WORKERS  STEP  SINCE                FOLDER
+    4711  3        1200  2026-01-01 12:00:00  /home/me/runs/7
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def described(job: Found) -> dict[str, Any]:
 
 def row(job: Found) -> tuple[str, ...]:
     """A job, as ``vnode runs`` lists it."""
-    since = str(job.facts.get("since"))
+    since = clock(str(job.facts.get("since")))
     if job.runs:
         said = described(job)
         workers, step = str(len(said["workers"])), said["step"]
@@ -70,6 +70,18 @@ def row(job: Found) -> tuple[str, ...]:
         code = job.facts.get("code")
         workers, step = "killed" if code is None else f"ended ({code})", job.facts.get("step")
     return str(job.facts.get("pid")), workers, "" if step is None else str(step), since, job.name
+
+
+def clock(time: str) -> str:
+    """A recorded time as a time of day where it is read.
+
+    >>> clock("never")
+    'never'
+    """
+    try:
+        return datetime.datetime.fromisoformat(time).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except ValueError:
+        return time
 
 
 def show_events(job: Found, as_json: bool) -> None:

@@ -32,7 +32,7 @@ from vnode.partition.machine.networks import Network, Pairs, Resource, Switch
 from vnode.partition.machine.torus import Torus
 from vnode.show.drawable import Drawn
 from vnode.show.page import Cell, Column, Page, Table
-from vnode.show.units import number, several, size
+from vnode.show.units import number, seconds, several, size
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -398,7 +398,7 @@ class Machine(Drawn):
                 *(Cell(f"{number(kind.rate(dtype))}op/s", note) for dtype in ("float32", "bfloat16")),
                 Cell(size(kind.memory)),
                 Cell(f"{number(kind.bandwidth)}B/s"),
-                Cell(f"{number(kind.host_bandwidth)}B/s", f"after {microseconds(kind.host_latency)}"),
+                Cell(f"{number(kind.host_bandwidth)}B/s", f"after {seconds(kind.host_latency)}"),
             )
 
         numbers = ("float32", "bfloat16", "memory", "bandwidth", "to host")
@@ -411,7 +411,7 @@ class Machine(Drawn):
         for (name, joins, bandwidth, latency), alike in itertools.groupby(self.networks, key=in_words):
             times = len(list(alike))
             said = Cell(f"{joins}, {times} times" if times > 1 else joins)
-            rows.append((Cell(name), said, Cell(f"{number(bandwidth)}B/s"), Cell(microseconds(latency))))
+            rows.append((Cell(name), said, Cell(f"{number(bandwidth)}B/s"), Cell(seconds(latency))))
         note = "from the nearest to the farthest; bandwidth of a link in one direction"
         return Table("networks", (*columns, Column("latency", right=True)), tuple(rows), note)
 
@@ -434,12 +434,3 @@ def in_words(network: Network) -> tuple[str, str, float, float]:
         case _:
             joins = several(len(network.members), "device")
     return network.name, joins, network.bandwidth, network.latency
-
-
-def microseconds(time: float) -> str:
-    """Seconds as text.
-
-    >>> microseconds(1e-6), microseconds(2.5e-4)
-    ('1 us', '250 us')
-    """
-    return f"{time * 1e6:.3g} us"

@@ -14,6 +14,8 @@ from vnode.show.units import several, size
 
 LEFT, RIGHT, TOP, HEIGHT, BELOW = 76, 46, 26, 160, 44
 """Pixels: the margin beside, the margin above, the height, and the margin below the area in which bytes are drawn."""
+LEAST = 720
+"""Pixels: a picture is not scaled below this width, or its text would be too small to read."""
 MOST_NAMED = 3000
 """The most fused ops that each have a tooltip."""
 STYLE = (
@@ -78,7 +80,8 @@ def draw(levels: Sequence[Level], always: int, limit: int, *, width: int = 960) 
     height = bottom + BELOW
     return (
         f'<svg class="levels" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" role="img"><title>Memory over time: {escape(said)}</title><style>{STYLE}</style>'
+        f'height="{height}" style="min-width:{min(width, LEAST)}px" role="img">'
+        f"<title>Memory over time: {escape(said)}</title><style>{STYLE}</style>"
         f"{''.join(parts)}</svg>"
     )
 
@@ -112,7 +115,7 @@ def loops(levels: Sequence[Level], x: Callable[[float], float], bottom: int) -> 
                 start = None
     if found:
         found.append(
-            f'<text class="quiet" x="{LEFT}" y="{bottom + 38}">bars: loops and branches, one turn of each, '
-            "one within the other</text>"
+            f'<text class="quiet" x="{LEFT}" y="{bottom + 38}">bars: loops and branches, one iteration of each; '
+            "nested ones stand lower</text>"
         )
     return found

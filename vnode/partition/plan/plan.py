@@ -397,10 +397,14 @@ class Plan(Drawn, Bound):
         if self.prediction is not None and self.prediction.levels:
             figures, levels = self.figures, self.prediction.levels
             always = figures.arguments + figures.results
-            found.append(f"<h4>memory over time</h4>{draw_levels(levels, always, self.limit)}")
+            found.append(("memory over time", draw_levels(levels, always, self.limit)))
         if self.prediction is not None and self.prediction.timeline is not None:
-            found.append(f"<h4>timeline of one device</h4>{self.prediction.timeline.svg()}")
-        return f'<figure class="vnode" style="margin:1em 0">{"".join(found)}</figure>' if found else ""
+            found.append(("timeline of one device", self.prediction.timeline.svg()))
+        drawn = "".join(
+            f'<h4>{title} <span class="note">as predicted</span></h4><div class="scroll">{picture}</div>'
+            for title, picture in found
+        )
+        return f'<figure class="vnode" style="margin:1em 0">{drawn}</figure>' if drawn else ""
 
     def _repr_html_(self) -> str:
         return super()._repr_html_() + self.pictures()

@@ -21,6 +21,8 @@ Timeline = Any
 
 ROW, BAR, TOP, CHARACTER = 24, 18, 34, 7.0
 """Pixels: the height of a row, of its bar, and of the space above the first row; the width of a character."""
+LEAST = 720
+"""Pixels: a picture is not scaled below this width, or its text would be too small to read."""
 MOST_ROWS = 48
 """The most resources that are drawn by default."""
 MOST_NAMED = 3000
@@ -74,7 +76,8 @@ def draw(timeline: Timeline, *, resources: ArrayLike | None = None, width: int =
     )
     return (
         f'<svg class="timeline" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" role="img"><title>Timeline of {escape(facts)}</title><style>{STYLE}</style>'
+        f'height="{height}" style="min-width:{min(width, LEAST)}px" role="img">'
+        f"<title>Timeline of {escape(facts)}</title><style>{STYLE}</style>"
         f"{axis(timeline.makespan, left, bottom, scale)}{''.join(rows)}{''.join(bars)}"
         f'<path class="critical" d="{"".join(lines)}"/>{legend}{note}</svg>'
     )

@@ -174,7 +174,7 @@ class Timeline:
         return draw(self, resources=resources, width=width)
 
     def _repr_html_(self) -> str:
-        return self.svg()
+        return f'<div style="overflow-x:auto">{self.svg()}</div>'
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
