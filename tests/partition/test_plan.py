@@ -33,8 +33,8 @@ from tests.rounding import assert_same
 from vnode.cluster.live.command_submit import planned as planned_seconds
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.budget import Budget
-from vnode.partition.plan.candidates import MEGATRON, MeshSearch
-from vnode.partition.plan.mesh_search import MeshesSearch
+from vnode.partition.plan.candidates import MEGATRON, SEARCHED, MeshSearch
+from vnode.partition.plan.mesh_search import FURTHER, MeshesSearch, SearchedMesh, in_turn
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import on_nodes, subject_of
 from vnode.spmd.flow_record import RecordedFlow
@@ -532,6 +532,36 @@ def test_a_search_whose_time_is_over_solves_a_mesh_once(left: float, solved: int
     run, _ = search_within(100, on, left)
     assert len(on.asked) == solved and on.asked == sorted(on.asked, reverse=True)
     assert run.budget.cut_short == (left < 0)
+
+
+COSTS = st.lists(st.floats(0.5, 2.0), min_size=3, max_size=3)
+"""Costs of one kind of candidate on the meshes 2x2x2, 2x4 and 4x2."""
+
+
+@given(COSTS, COSTS)
+@settings(max_examples=50, deadline=None)
+def test_each_kind_is_predicted_first_where_its_cost_is_least(solutions: list[float], megatron: list[float]) -> None:
+    """And on a mesh with a further axis only if that is cheaper than as many replicas without it."""
+
+    def mesh(replicas: int, axes: int, solution: float, expert: float) -> SearchedMesh:
+        problem = types.SimpleNamespace(cost=lambda _: expert)
+        made = types.SimpleNamespace(
+            replicas=replicas,
+            axes=range(axes),
+            search=types.SimpleNamespace(problem=problem),
+            expert_splits={MEGATRON: None},
+        )
+        return SearchedMesh(cast(Any, made), solution, 0.0)
+
+    meshes = [mesh(*each) for each in zip((2, 2, 4), (2, 1, 1), solutions, megatron, strict=True)]
+    order = in_turn(meshes)
+    for name, costs in ((SEARCHED, solutions), (MEGATRON, megatron)):
+        several = [(meshes.index(at), cost) for each, at, cost in order if each == name]
+        assert all(cost == costs[k] for k, cost in several)
+        kept = {0, 1, 2} if costs[0] <= FURTHER * costs[1] else {1, 2}
+        assert {k for k, _ in several} == kept
+        assert [cost for _, cost in several] == sorted(costs[k] for k in kept)
+    assert {name for name, *_ in order[:2]} == {SEARCHED, MEGATRON}
 
 
 @pytest.mark.sampled(3, thorough=9)
