@@ -3,7 +3,7 @@
 from vnode.partition.searches.exact import exact
 from vnode.partition.searches.exhaustive import exhaustive
 from vnode.partition.searches.experts import experts
-from vnode.partition.searches.flexflow_walk import Walk, metropolis
+from vnode.partition.searches.flexflow_walk import metropolis
 from vnode.partition.searches.flows import seconds_of
 from vnode.partition.searches.ilp_formulation import Search, as_problem
 from vnode.partition.searches.problem import Edge, Problem
@@ -27,7 +27,6 @@ __all__ = [
     "SharedEdge",
     "Simulated",
     "Solution",
-    "Walk",
     "as_problem",
     "between",
     "bisection",
