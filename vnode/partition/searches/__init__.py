@@ -11,7 +11,7 @@ from vnode.partition.searches.search_costs import CostModel, Estimate, of_machin
 from vnode.partition.searches.simulated_cost import Simulated
 from vnode.partition.searches.solution import Solution
 from vnode.partition.searches.tofu_bisection import bisection
-from vnode.partition.uneven_shares.accpar import Cut, SharedEdge, recursively, shared
+from vnode.partition.uneven_shares.accpar import Cut, SharedEdge, shared
 from vnode.partition.uneven_shares.carried_shares import CarriedOut, carried_out
 from vnode.partition.uneven_shares.unequal_groups import Group, between
 
@@ -36,7 +36,6 @@ __all__ = [
     "experts",
     "metropolis",
     "of_machine",
-    "recursively",
     "seconds_of",
     "shared",
 ]
