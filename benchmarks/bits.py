@@ -102,7 +102,7 @@ def written(module: hlo.Module, turns: Mapping[tuple[str, ...], float]) -> float
     for visit in module.walk():
         nodes = any(trips is not None or names.get(loop, ("",))[-1] == "run" for loop, trips in visit.loops)
         if not nodes and not visit.fused and visit.instruction.opcode in WRITERS:
-            total += visit.instruction.bytes * visit.times(known)
+            total += visit.instruction.bytes * hlo.runs(visit, known)
     return total
 
 

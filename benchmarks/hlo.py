@@ -3,13 +3,15 @@
 This file knows the text format only: nothing of JAX, of devices, or of what is being compiled.
 """
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vnode.partition.hlo import COLLECTIVES, Instruction, Module, cycles, group_size, parse, trip_counts
+from vnode.partition.hlo import COLLECTIVES, Instruction, Module, Visit, group_size, parse
 
-__all__ = ["Module", "additions", "canonical", "collectives", "cycles", "named_loops", "parse", "trip_counts"]
+__all__ = ["Module", "additions", "canonical", "collectives", "cycles", "named_loops", "parse", "runs", "trip_counts"]
 
 _ATTRIBUTES = re.compile(r", (metadata|backend_config|frontend_attributes)=\{.*")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -24,6 +26,22 @@ class Collective:
     opcode: str
     bytes: int
     inside: bool
+
+
+def runs(visit: Visit, turns: Mapping[str, float]) -> float:
+    """The number of times an instruction runs; `turns` has the trip counts that the text lacks, 1 by default."""
+    return math.prod(turns.get(name, 1) if trips is None else trips for name, trips in visit.loops)
+
+
+def cycles(module: Module, turns: Mapping[str, float], in_loops: bool = False) -> int:
+    """The compiler's estimated cycles, of all instructions or of those in loops, each as often as its loops run."""
+    counted = (v for v in module.walk() if not v.fused and (v.loops or not in_loops))
+    return round(sum(v.instruction.cycles * runs(v, turns) for v in counted))
+
+
+def trip_counts(module: Module) -> list[int | None]:
+    """Trip counts of the outermost loops, in order; None where the text lacks them."""
+    return [module.trip_count(v.instruction) for v in module.walk() if v.instruction.opcode == "while" and not v.loops]
 
 
 def collectives(module: Module) -> list[Collective]:

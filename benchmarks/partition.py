@@ -281,9 +281,10 @@ class Row:
 def compared(plan: Plan, built: Build, platform: str) -> Row:
     """Predicts what a plan takes, and looks at what was compiled."""
     from vnode.partition import Machine, Roofline, Times, accept, program_cost
+    from vnode.partition.compiler.stats import estimated_cycles
     from vnode.partition.cost import device_program
     from vnode.partition.cost.compiler import CLOCKS
-    from vnode.partition.hlo import cycles, parse
+    from vnode.partition.hlo import parse
 
     machine = Machine.tpu(TOPOLOGY)
     device = device_program(plan.flow, plan.axes, platform=platform, donated=range(plan.donated))
@@ -291,7 +292,7 @@ def compared(plan: Plan, built: Build, platform: str) -> Row:
     cost = program_cost(device, machine, machine.mesh(plan.axes), times=times, platform=platform)
     found = accept(built, cost)
     clock = CLOCKS[machine.kinds[0].name]
-    seconds = cycles(parse(built.text), {}) / clock if platform == "tpu" else 0.0
+    seconds = estimated_cycles(parse(built.text)) / clock if platform == "tpu" else 0.0
     return Row(
         plan.name,
         found.exchange_accepted and not found.rewritten and not found.added,

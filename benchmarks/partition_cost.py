@@ -87,9 +87,10 @@ def compare(name: str, model: Model, topology: str | None) -> None:
 
     from vnode.analysis.program import inline
     from vnode.partition import Machine, Roofline, Times, accept, program_cost
+    from vnode.partition.compiler.stats import estimated_cycles
     from vnode.partition.cost import device_program
     from vnode.partition.cost.compiler import CLOCKS
-    from vnode.partition.hlo import cycles, parse
+    from vnode.partition.hlo import parse
     from vnode.spmd.layout import from_spec
     from vnode.spmd.sharded_program import as_spec_layout, flow_over_mesh, spec_of
     from vnode.spmd.sharding_flow import follow
@@ -127,7 +128,7 @@ def compare(name: str, model: Model, topology: str | None) -> None:
     print(f"  {report}".replace("\n", "\n  "))
     print(f"  temporary memory off by {temporary:+.1%}")
     if topology is not None:
-        whole = cycles(parse(compiled.as_text() or ""), {}) / CLOCKS[machine.kinds[0].name]
+        whole = estimated_cycles(parse(compiled.as_text() or "")) / CLOCKS[machine.kinds[0].name]
         bare = program_cost(device, machine, machine.mesh(AXES), times=Times((Roofline(0, False),))).compute
         off = f"calibrated {cost.compute / whole - 1:+.1%}, data sheet {bare / whole - 1:+.1%}"
         print(f"  compute: whole step {whole:.4g} s by the compiler, {off}")

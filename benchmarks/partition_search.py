@@ -390,11 +390,12 @@ def timeline(seed: int) -> Sheet:
         search, batch = searched(name, machine)
         best, simulated = exact(search.problem), Simulated(search)
         began = time.process_time()
-        polished = metropolis(search.problem, starts=[best.strategies], proposals=3000, walk=simulated, seed=seed)
+        polished = metropolis(search.problem, starts=[best.strategies], proposals=3000, cost=simulated, seed=seed)
         took = time.process_time() - began
-        plain = simulated.start(experts(search, batch)["data parallel"])
-        costs = [best.cost, simulated.start(best.strategies), polished.cost, plain]
-        rows.append([f"{name} {machine}", str(len(simulated.parts)), *(f"{1e3 * x:.4g}" for x in costs), f"{took:.1f}"])
+        plain = simulated(experts(search, batch)["data parallel"])
+        costs = [best.cost, simulated(best.strategies), polished.cost, plain]
+        tasks = str(len(simulated.resource))
+        rows.append([f"{name} {machine}", tasks, *(f"{1e3 * x:.4g}" for x in costs), f"{took:.1f}"])
     heads = ["case", "tasks", "exact, sum, ms", "exact, ms", "polished, ms", "data parallel, ms", "walk, CPU s"]
     return Sheet("Timeline", heads, rows, "simulated; the sum is without overlap")
 

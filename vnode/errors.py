@@ -126,7 +126,7 @@ class SearchError(VnodeError):
 
 
 class TaskGraphError(VnodeError):
-    """A task graph cannot be simulated: its arrays do not fit together, or tasks wait for each other in a circle."""
+    """A task of a task graph names an unknown task or resource, or takes no time, or too long."""
 
 
 class Bound:

@@ -15,7 +15,7 @@ from tests.partition.search.test_steps import STEPS
 from vnode.analysis.program import inline
 from vnode.partition.machine import Kind
 from vnode.partition.machine.known_kinds import kind_named
-from vnode.partition.uneven_shares.accpar import Cut, SharedEdge, balanced, recursively, shared
+from vnode.partition.uneven_shares.accpar import Cut, SharedEdge, balanced, shared
 from vnode.partition.uneven_shares.unequal_groups import Group, between
 
 GRID = np.linspace(0, 1, 401)
@@ -62,18 +62,6 @@ def test_unequal_shares_are_never_worse_than_equal_ones(cut: Cut) -> None:
     chosen = tuple(found.strategies.tolist())
     assert found.seconds == pytest.approx(by_hand(cut, chosen, found.share))
     assert found.seconds <= found.equal
-
-
-def test_groups_without_exchange_share_by_speed() -> None:
-    """Devices of speeds 1, 1, 3, 3: the first two have an eighth each."""
-    speeds = [1.0, 1.0, 3.0, 3.0]
-
-    def ask(first: tuple[int, ...], second: tuple[int, ...], above: object) -> Cut:
-        times = [[12 / sum(speeds[d] for d in group)] for group in (first, second)]
-        return Cut((np.array(times),), (np.zeros((2, 1)),))
-
-    shares = recursively(range(4), ask).shares()
-    assert shares == pytest.approx({0: 1 / 8, 1: 1 / 8, 2: 3 / 8, 3: 3 / 8})
 
 
 def twice_the_speed(kind: Kind, times: float) -> Kind:

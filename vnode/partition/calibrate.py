@@ -25,13 +25,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vnode.analysis.program import inline
+from vnode.partition.compiler.stats import estimated_cycles
 from vnode.partition.cost.cache import Cache
 from vnode.partition.cost.calibration import FILE, Calibration, Quantiles, entries
 from vnode.partition.cost.compiler import CLOCKS, tpu_topology
 from vnode.partition.cost.measured_times import Measured
 from vnode.partition.cost.split_cost import program_cost
 from vnode.partition.cost.timed_pieces import TimedOp, traced_op
-from vnode.partition.hlo import cycles, parse
+from vnode.partition.hlo import parse
 from vnode.partition.machine import Kind, Machine
 from vnode.partition.machine.known_kinds import KINDS, kind_named
 from vnode.placement.temporary import temporary_of
@@ -77,7 +78,7 @@ def compiled_seconds(device: Any, kind: Kind) -> Seconds:
     def seconds(piece: TimedOp) -> float:
         given = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=place) for each in piece.shapes]
         text = jax.jit(piece.function, out_shardings=place).lower(*given).compile().as_text()
-        return cycles(parse(text or ""), {}) / CLOCKS[kind.name]
+        return estimated_cycles(parse(text or "")) / CLOCKS[kind.name]
 
     return seconds
 
@@ -186,7 +187,7 @@ def spread(machine: Machine, devices: Sequence[Any]) -> tuple[Quantiles | None, 
             taken = said.argument_size_in_bytes + said.output_size_in_bytes - said.alias_size_in_bytes
             memory.append((taken + temporary_of(compiled).held) / cost.memory.total)
             if clock is not None:
-                time.append(cycles(parse(compiled.as_text() or ""), {}) / clock / cost.compute)
+                time.append(estimated_cycles(parse(compiled.as_text() or "")) / clock / cost.compute)
     return quantiles(memory), quantiles(time)
 
 

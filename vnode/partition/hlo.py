@@ -85,10 +85,6 @@ class Visit:
     loops: tuple[tuple[str, int | None], ...]
     fused: bool
 
-    def times(self, turns: Mapping[str, float]) -> float:
-        """The number of times it runs; `turns` has the trip counts that the text lacks, by loop name, 1 by default."""
-        return math.prod(turns.get(name, 1) if trips is None else trips for name, trips in self.loops)
-
 
 @dataclass(frozen=True)
 class Module:
@@ -115,12 +111,15 @@ class Module:
                 if role == "condition" and not conditions:
                     continue
                 if role in ("body", "condition"):
-                    trips, again = self._trips(instruction), role == "condition"  # evaluated once more than the body
-                    inner = (*loops, (instruction.name, trips if trips is None else trips + again))
+                    trips = self.trip_count(instruction)
+                    if role == "condition" and trips is not None:
+                        trips += 1  # evaluated once more than the body
+                    inner = (*loops, (instruction.name, trips))
                 for called in names:
                     yield from self._walk(called, inner, fused or instruction.opcode == "fusion", conditions)
 
-    def _trips(self, loop: Instruction) -> int | None:
+    def trip_count(self, loop: Instruction) -> int | None:
+        """The trip count of a loop; None where the text does not tell."""
         known = _TRIPS.search(loop.rest)
         if known:
             return int(known[1])
@@ -152,19 +151,6 @@ def parse(text: str) -> Module:
     if entry is None:
         raise ValueError("no ENTRY computation in this text")
     return Module(entry, computations)
-
-
-def group_size(instruction: Instruction) -> int:
-    """The number of devices in a group of a collective, in any of three notations."""
-    found = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]|mesh\[(.*?)\][^{]*\{(.*?)\})", instruction.rest)
-    if found is None:
-        raise ValueError(f"{instruction.name} does not say which devices take part: {instruction.rest[:200]}")
-    listed, size, mesh, axes = found.groups()
-    if mesh is None:
-        return len(listed.split(",")) if listed else int(size)
-    sizes = dict(axis.split("=") for axis in mesh.split(","))
-    parts = (re.sub(r".*:\(\d+\)", "", axis) for axis in axes.split(","))  # "x:(2)4": of x, 4 in the middle or end
-    return math.prod(int(sizes.get(part, part)) for part in parts)
 
 
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
@@ -219,6 +205,14 @@ def _counted(said: str) -> np.ndarray:
     sizes = [*map(int, shape.strip("[]").split(","))]
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
     return (numbers.transpose([*map(int, order.strip("()").split(","))]) if order else numbers).ravel()
+
+
+def group_size(instruction: Instruction) -> int:
+    """The number of devices in a group of a collective."""
+    groups = device_groups(instruction)
+    if not groups:
+        raise ValueError(f"{instruction.name} does not say which devices take part: {instruction.rest[:200]}")
+    return len(groups[0])
 
 
 def array_bytes(instruction: Instruction) -> list[int]:
@@ -394,23 +388,6 @@ def _border_permutes(module: Module, scattered: Mapping[str, int]) -> set[str]:
                 if any(other.name in scattered for other in inner):
                     found.add(each.name)
     return found
-
-
-def cycles(module: Module, turns: Mapping[str, float], in_loops: bool = False) -> int:
-    """The compiler's estimated cycles, each instruction as often as its loops run.
-
-    Args:
-        module: The module.
-        turns: Trip counts that the text lacks, by name of the loop.
-        in_loops: Count only instructions in loops.
-    """
-    counted = (v for v in module.walk() if not v.fused and (v.loops or not in_loops))
-    return round(sum(v.instruction.cycles * v.times(turns) for v in counted))
-
-
-def trip_counts(module: Module) -> list[int | None]:
-    """Trip counts of the outermost loops, in order; None where the text lacks them."""
-    return [module._trips(v.instruction) for v in module.walk() if v.instruction.opcode == "while" and not v.loops]
 
 
 def _width(kind: str) -> int:

@@ -34,7 +34,7 @@ def found(name: str, bandwidth: float, blocks: int | None = None) -> CarriedOut:
     kind = twice_the_speed(kind_named("v5e"), 1.0)
     groups = [Group(kind, 1, bandwidth), Group(twice_the_speed(kind, 3.0), 1, bandwidth)]
     search, cut = between(inline(closed.jaxpr, closed.consts), groups, carried={i: i for i in range(leaves)})
-    return carried_out(search, shared(cut), samples={leaves: 0, leaves + 1: 0}, blocks=blocks)
+    return carried_out(search, shared(cut), blocks=blocks)
 
 
 def check(plan: CarriedOut, name: str) -> None:
@@ -77,8 +77,7 @@ def test_the_labels_say_what_is_divided() -> None:
     kind = twice_the_speed(kind_named("v5e"), 1.0)  # none that is calibrated, as the other
     groups = [Group(kind, 1, 1e30), Group(twice_the_speed(kind, 3.0), 1, 1e30)]
     search, cut = between(inline(closed.jaxpr, closed.consts), groups)
-    plan = carried_out(search, shared(cut), samples={0: 0})
-    assert {each.kind for each in plan.dimensions} <= {"samples", "parameters"}
+    plan = carried_out(search, shared(cut))
     shares = {each.share.counts[0] / each.share.blocks for each in plan.dimensions if each.share is not None}
     assert shares and all(share == pytest.approx(0.25, abs=0.02) for share in shares)
     assert "carried out" in str(plan) and "on both groups" in str(plan)

@@ -64,13 +64,9 @@ def compile_folder(folder: Path) -> dict[str, Any]:
 
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     topology = request["topology"]
-    if topology is None:
-        by_id = {device.id: device for device in jax.devices("cpu")}
-        devices = [by_id[n] for n in request["devices"]]
-    else:
-        devices = [*Topology(**topology).devices()]
-        by_id = {device.id: device for device in devices}
-        devices = [by_id[n] for n in request["devices"]]
+    known = jax.devices("cpu") if topology is None else Topology(**topology).devices()
+    by_id = {device.id: device for device in known}
+    devices = [by_id[n] for n in request["devices"]]
     module, options = (folder / "module.mlir").read_bytes(), (folder / "options.pb").read_bytes()
     try:
         executable = compile_requested(module, options, devices, request["draft"])

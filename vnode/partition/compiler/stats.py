@@ -128,7 +128,7 @@ def compiled_stats(compiled: Any, over_nodes: int | None = None) -> CompiledStat
     )
 
 
-def estimated_cycles(module: Module, over_nodes: int | None) -> int:
+def estimated_cycles(module: Module, over_nodes: int | None = None) -> int:
     """The compiler's cycles of a step; other loops without a known trip count count once."""
     nodes = loops_over_nodes(module)
     visits = (visit for visit in module.walk() if not visit.fused and visit.instruction.cycles)

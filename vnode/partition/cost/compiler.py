@@ -2,8 +2,8 @@
 
 Knows data sheets and libtpu's names. Must not know programs.
 
-The compiler writes ``estimated_cycles`` at every fused operation of a scheduled program (`vnode.partition.hlo.cycles`).
-They hold no transfer over links and no time of a launch. Cycles become seconds by the clock, which follows from a
+The compiler writes ``estimated_cycles`` at every fused operation of a scheduled program (`vnode.partition.hlo`). They
+hold no transfer over links and no time of a launch. Cycles become seconds by the clock, which follows from a
 chip's peak rate as the documentation has it: operations a second / (units x rows x columns x 2).
 """
 

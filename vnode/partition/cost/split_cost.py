@@ -33,7 +33,7 @@ from vnode.partition.cost.program_memory import Memory, memory_of
 from vnode.partition.cost.roofline import Time, seconds_by_source
 from vnode.partition.cost.time_sources import Times
 from vnode.partition.machine import Machine, MachineMesh
-from vnode.partition.simulator import Builder, TaskGraph, Timeline, picoseconds, simulate
+from vnode.partition.simulator import TaskGraph, Timeline, picoseconds, simulate
 from vnode.show.units import size
 from vnode.spmd.sharding_flow import Flow
 
@@ -370,18 +370,18 @@ def build_task_graph(tasks: Sequence[_Task], overlap: bool) -> tuple[TaskGraph, 
     classes = list(dict.fromkeys(frozenset(numbers) for numbers in used.values()))
     place = {numbers: 1 + i for i, numbers in enumerate(classes)}
     resources = {found: sorted({place[frozenset(used[link])] for link in found}) for found in sets}
-    builder = Builder(["compute", *(f"links {i}" for i in range(1, len(classes) + 1))])
+    graph = TaskGraph(["compute", *(f"links {i}" for i in range(1, len(classes) + 1))])
     members = [[DEVICE], *([link for link in used if frozenset(used[link]) == each] for each in classes)]
     idle = np.zeros(len(members), np.int64)
     made: dict[Var, int] = {}
     for task in tasks:
         on = ([0] if task.computes or not overlap else []) + resources.get(task.links, [])
         after = sorted({made[var] for var in task.reads if var in made})
-        (number,) = builder.add(int(picoseconds(task.seconds)), on, after=after, label=task.label)
-        made.update(dict.fromkeys(task.writes, int(number)))
+        number = graph.add(int(picoseconds(task.seconds)), on, after=after, label=task.label)
+        made.update(dict.fromkeys(task.writes, number))
         if task.works is None:
             continue
         for resource in on:
             works = max(task.works.get(link, 0.0) for link in members[resource])
             idle[resource] += max(int(picoseconds(task.seconds)) - int(picoseconds(works)), 0)
-    return builder.build(), idle
+    return graph, idle

@@ -213,16 +213,6 @@ def checked_groups(groups: Sequence[Sequence[int]], devices: int) -> tuple[Group
     return found
 
 
-def shift_pairs(devices: int, offset: int, around: bool) -> tuple[tuple[int, int], ...]:
-    """The (sender, receiver) pairs of a shift by `offset` positions.
-
-    >>> shift_pairs(3, 1, False), shift_pairs(3, 1, True)
-    (((0, 1), (1, 2)), ((0, 1), (1, 2), (2, 0)))
-    """
-    every = ((i, i + offset) for i in range(devices))
-    return tuple((i, j % devices) for i, j in every if around or 0 <= j < devices)
-
-
 def checked_pairs(pairs: Sequence[tuple[int, int]], devices: int) -> tuple[tuple[int, int], ...]:
     """Checks (sender, receiver) pairs, by position in a group.
 

@@ -23,7 +23,7 @@ from vnode.partition.machine.machine_builders import (
     hosts_of,
     wrapped_axes,
 )
-from vnode.partition.machine.measure_machine import MeasuredKind, host_memory, measure_kind
+from vnode.partition.machine.measure_machine import host_memory, measure_kind
 from vnode.partition.machine.networks import Network
 from vnode.partition.machine.torus import Axis, Torus
 from vnode.placement.placement import device_list
@@ -44,8 +44,7 @@ def this_machine(devices: Sequence[Any] | None, measure: bool) -> Parts:
         known = KINDS.get(JAX_NAMES.get(name, ""))
         memory = min((n for n in map(reported_bytes, group) if n), default=0)
         if known is None or measure:
-            result = measure_local_devices(name, group, memory)
-            kinds[name], links[name] = result.kind, link_of_measured(result)
+            kinds[name], links[name] = measure_local_devices(name, group, memory)
         else:
             kinds[name] = dataclasses.replace(known, memory=memory or known.memory)
             links[name] = LINKS.get(known.name, (None, None))[0]
@@ -54,12 +53,12 @@ def this_machine(devices: Sequence[Any] | None, measure: bool) -> Parts:
     name = " + ".join(f"{len(group)} x {kind}" for kind, group in by_kind.items())
     if len(found) == 1:
         return name, made, ()
-    if not measure and (networks := slice_networks(found)):
+    if not measure and (networks := slice_networks(found, made)):
         return name, made, networks
     return name, made, switch_networks(made, links, [d.device_kind for d in found])
 
 
-def measure_local_devices(name: str, group: Sequence[Any], memory: int) -> MeasuredKind:
+def measure_local_devices(name: str, group: Sequence[Any], memory: int) -> tuple[Kind, Link | None]:
     """Measures the devices of one kind that belong to this process."""
     mine = [device for device in group if is_local(device)]
     if not mine:
@@ -70,11 +69,6 @@ def measure_local_devices(name: str, group: Sequence[Any], memory: int) -> Measu
     return measure_kind(name, mine, memory or host_memory(len(mine)))
 
 
-def link_of_measured(found: MeasuredKind) -> Link | None:
-    """The link between measured devices."""
-    return None if found.bandwidth is None else Link("measured", found.bandwidth, found.latency)
-
-
 def host_key(device: Any) -> Any:
     """The key of a device's host. For GPUs it is the slice, which NVLink can join; for other devices the process."""
     if device.platform == "gpu" and getattr(device, "slice_index", None) is not None:
@@ -82,7 +76,7 @@ def host_key(device: Any) -> Any:
     return device.process_index
 
 
-def slice_networks(devices: Sequence[Any]) -> tuple[Network, ...]:
+def slice_networks(devices: Sequence[Any], described: Sequence[Device]) -> tuple[Network, ...]:
     """The torus of each slice of TPU chips, and the network between slices; empty for other devices."""
     names = {JAX_NAMES.get(device.device_kind, "") for device in devices}
     made = [found for found in SLICES.values() if {found.kind} == names]
@@ -102,10 +96,7 @@ def slice_networks(devices: Sequence[Any]) -> tuple[Network, ...]:
         axes = tuple(map(Axis, sizes, wrapped_axes(sizes)))
         networks.append(Torus(f"ICI of slice {index}", axes, tuple(mine), tuple(points), made[0].bandwidth, HOP))
     if len(networks) > 1:
-        hosts: dict[int, list[int]] = {}
-        for i, device in enumerate(devices):
-            hosts.setdefault(device.process_index, []).append(i)
-        networks.append(Link("data center network", 25e9, DCN, of="host").network(list(hosts.values())))
+        networks.append(Link("data center network", 25e9, DCN, of="host").network(hosts_of(described)))
     return tuple(networks)
 
 

@@ -21,7 +21,6 @@ from vnode.partition.machine.collective_times import (
     Fabric,
     checked_groups,
     checked_pairs,
-    shift_pairs,
 )
 from vnode.partition.machine.description_checks import MOST_DEVICES, error_context, one_line, whole_number, wrong_value
 from vnode.partition.machine.description_checks import nonempty_list as some
@@ -264,19 +263,10 @@ class Machine(Drawn):
     def _costs(self) -> dict[Any, Cost]:
         return {}
 
-    @functools.cached_property
+    @property
     def resources(self) -> tuple[Resource, ...]:
-        """All links, each in one direction: the networks' links, then each device's link to its host, and back.
-
-        A simulator queues transfers for them. Their number is their position in this sequence.
-        """
-
-        def both(i: int, kind: Kind) -> tuple[Resource, Resource]:
-            up = Resource(f"device {i} to host", kind.host_bandwidth, kind.host_latency)
-            return up, dataclasses.replace(up, name=f"host to device {i}")
-
-        links = (resource for i, device in enumerate(self.devices) for resource in both(i, device.kind))
-        return (*self._fabric.resources, *links)
+        """All links, each in one direction. Their number is their position in this sequence."""
+        return self._fabric.resources
 
     def route(self, source: int, target: int) -> Cost:
         """The cost of a transfer between two devices.
@@ -300,32 +290,11 @@ class Machine(Drawn):
             whole_number(device, place, "the number of a device", 0, len(self.devices) - 1)
         return self._cached(("route", source, target), lambda: self._fabric.route(source, target))
 
-    def to_host(self, device: int, *, back: bool = False) -> Cost:
-        """The cost of a transfer from a device to its host's memory, or back.
-
-        Args:
-          device: the number of the device.
-          back: whether it goes from the host to the device.
-
-        Raises:
-          MachineError: there is no such device.
-
-        Example:
-          >>> Machine.tpu("v5e:2x2").to_host(0).seconds(15e6)
-          0.00101
-        """
-        whole_number(device, "device", "the number of a device", 0, len(self.devices) - 1)
-        link = len(self._fabric.resources) + 2 * device + back
-        kind = self.devices[device].kind
-        return Cost(kind.host_latency, 1 / kind.host_bandwidth, (link,))
-
     def collective(
         self,
         name: str,
         groups: Sequence[Sequence[int]],
         *,
-        offset: int = 1,
-        around: bool = True,
         pairs: Sequence[tuple[int, int]] | None = None,
     ) -> Cost:
         """The cost of a collective that groups of devices run at the same time.
@@ -336,9 +305,8 @@ class Machine(Drawn):
         Args:
           name: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"`` or ``"permute"``.
           groups: groups of equally many devices, as `MachineMesh.groups` gives them.
-          offset: for a permute: the device at place i of its group sends to the one at place i + offset.
-          around: for a permute: whether the last devices send to the first.
-          pairs: for a permute, instead: (sender, receiver) pairs, by place in each group.
+          pairs: for a permute: (sender, receiver) pairs, by place in each group; by default each device sends to the
+            next, and the last to the first.
 
         Returns:
           The cost; zero if a group has one device.
@@ -354,10 +322,10 @@ class Machine(Drawn):
         if name not in COLLECTIVES:
             raise MachineError(f"collectives are {', '.join(COLLECTIVES)}, not {name!r}")
         found = checked_groups(groups, len(self.devices))
-        whole_number(offset, "offset", "an offset", -MOST_DEVICES, MOST_DEVICES)
         if name != "permute":
             return self._cached((name, found), lambda: self._fabric.collective(name, found))
-        sent = shift_pairs(len(found[0]), offset, around) if pairs is None else checked_pairs(pairs, len(found[0]))
+        size = len(found[0])
+        sent = tuple((i, (i + 1) % size) for i in range(size)) if pairs is None else checked_pairs(pairs, size)
         return self._cached((name, found, sent), lambda: self._fabric.permute(found, sent))
 
     def _cached(self, key: Any, make: Any) -> Cost:

@@ -67,16 +67,12 @@ def machine_to_json(name: str, devices: Sequence[Device], networks: Sequence[Net
         "devices": [json.dumps({"kind": d.kind.name, "host": d.host, "count": n}) for d, n in runs],
         "networks": [json.dumps({"type": types[type(net)], **dataclasses.asdict(cast(Any, net))}) for net in networks],
     }
-    said = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in file_head(name).items()]
+    head = {"format": FORMAT, "version": VERSION, "name": name}
+    said = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     for key, lines in rows.items():
         opened, closed = "{}" if key == "kinds" else "[]"
         said.append(f" {json.dumps(key)}: {opened}" + ",".join(f"\n  {line}" for line in lines) + f"\n {closed}")
     return "{\n" + ",\n".join(said) + "\n}\n"
-
-
-def file_head(name: str) -> dict[str, Any]:
-    """The first entries of a file."""
-    return {"format": FORMAT, "version": VERSION, "name": name}
 
 
 def machine_from_json(said: str) -> Parts:

@@ -1,6 +1,6 @@
 """Devices of one kind -> their measured rates and the bandwidth and latency of their links.
 
-Knows jax, devices and clocks. Must not know networks, or which kinds have data sheets.
+Knows jax, devices and clocks. Must not know machines, or which kinds have data sheets.
 
 All devices of a kind run at once, as in a step, so that devices that share a resource get their share of it: the CPU
 devices of a process share its cores. The programs run in interleaved rounds, and the median of each one's times counts.
@@ -12,7 +12,6 @@ fitted to a ring of 2 (p - 1) steps. The time of starting a program is subtracte
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import statistics
@@ -26,6 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vnode.partition.machine.device_kind import Kind
+from vnode.partition.machine.machine_builders import Link
 
 ROUNDS = 7
 TARGET = 0.02
@@ -54,28 +54,16 @@ LEAST = 1e-9
 Run = Callable[[], float]
 
 
-@dataclasses.dataclass(frozen=True)
-class MeasuredKind:
-    """The measured figures of a kind of device.
-
-    Attributes:
-      kind: the kind, with measured rates.
-      bandwidth: bytes a second from each device to the next in a ring of all; None for a single device.
-      latency: seconds of a step of such a ring without bytes.
-    """
-
-    kind: Kind
-    bandwidth: float | None
-    latency: float
-
-
-def measure_kind(name: str, devices: Sequence[Any], memory: int) -> MeasuredKind:
+def measure_kind(name: str, devices: Sequence[Any], memory: int) -> tuple[Kind, Link | None]:
     """Measures devices of one kind, all at once.
 
     Args:
       name: the kind's name.
       devices: devices of this process.
       memory: bytes of memory of each device.
+
+    Returns:
+      The kind, and the link from each device to the next in a ring of all; None for a single device.
     """
     mesh = Mesh(np.array(devices), ("d",))
     rows = ROWS.get(devices[0].platform, ROWS["gpu"])
@@ -90,11 +78,11 @@ def measure_kind(name: str, devices: Sequence[Any], memory: int) -> MeasuredKind
         if len(devices) > 1:
             runs[f"send {size}"] = program(mesh, sum_over_devices(mesh), size // 4)
     seconds = median_seconds(runs)
-    between, latency = None, 0.0
+    link = None
     if len(devices) > 1:
         steps = 2 * (len(devices) - 1)
         whole, start = fit_bandwidth(seconds[f"send {SMALL}"], seconds[f"send {LARGE}"], seconds["start"])
-        between, latency = whole * steps / len(devices), start / steps
+        link = Link("measured", whole * steps / len(devices), start / steps)
     host, host_latency = fit_bandwidth(seconds[f"host {SMALL}"], seconds[f"host {LARGE}"], 0.0)
     kind = Kind(
         name,
@@ -106,7 +94,7 @@ def measure_kind(name: str, devices: Sequence[Any], memory: int) -> MeasuredKind
         host_latency=host_latency,
         source=f"measured on {len(devices)} at once, jax {jax.__version__}",
     )
-    return MeasuredKind(kind, between, latency)
+    return kind, link
 
 
 def fit_bandwidth(small: float, large: float, nothing: float) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from vnode.partition.searches.exact import exact
 from vnode.partition.searches.exhaustive import exhaustive
 from vnode.partition.searches.experts import experts
-from vnode.partition.searches.flexflow_walk import Walk, metropolis
+from vnode.partition.searches.flexflow_walk import metropolis
 from vnode.partition.searches.flows import seconds_of
 from vnode.partition.searches.ilp_formulation import Search, as_problem
 from vnode.partition.searches.problem import Edge, Problem
@@ -11,7 +11,7 @@ from vnode.partition.searches.search_costs import CostModel, Estimate, of_machin
 from vnode.partition.searches.simulated_cost import Simulated
 from vnode.partition.searches.solution import Solution
 from vnode.partition.searches.tofu_bisection import bisection
-from vnode.partition.uneven_shares.accpar import Cut, SharedEdge, recursively, shared
+from vnode.partition.uneven_shares.accpar import Cut, SharedEdge, shared
 from vnode.partition.uneven_shares.carried_shares import CarriedOut, carried_out
 from vnode.partition.uneven_shares.unequal_groups import Group, between
 
@@ -27,7 +27,6 @@ __all__ = [
     "SharedEdge",
     "Simulated",
     "Solution",
-    "Walk",
     "as_problem",
     "between",
     "bisection",
@@ -37,7 +36,6 @@ __all__ = [
     "experts",
     "metropolis",
     "of_machine",
-    "recursively",
     "seconds_of",
     "shared",
 ]

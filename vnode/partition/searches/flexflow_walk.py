@@ -26,7 +26,7 @@ COLD = 20.0
 
 
 class Walk(Protocol):
-    """The cost of an assignment, one change after another; a simulator that keeps its last timeline can be a walk."""
+    """The cost of an assignment, one change after another."""
 
     def start(self, strategies: Array) -> float:
         """Starts from an assignment; returns its seconds."""
@@ -100,7 +100,6 @@ def metropolis(
     beta: float | None = None,
     seed: int = 0,
     cost: Cost | None = None,
-    walk: Walk | None = None,
     candidates: Sequence[Sequence[int] | Array] = (),
     budget: float = math.inf,
     progress: bool | None = None,
@@ -116,7 +115,6 @@ def metropolis(
         accepted with probability ``exp(-beta * x)``. By default 20 for each operator.
       seed: the seed of all random draws.
       cost: the seconds of an assignment, in place of the problem's sum.
-      walk: the cost as a `Walk`, where costing one change is cheaper than costing an assignment.
       candidates: assignments; the result is not worse than any of them that fits. `starts` are among them.
       budget: seconds after which the search ends.
       progress: whether to show a bar; by default in notebooks and on terminals.
@@ -134,11 +132,9 @@ def metropolis(
     """
     if proposals < 0 or random_starts < 0 or (beta is not None and not beta >= 0):
         raise SearchError("proposals, random_starts and beta must be 0 or more")
-    if cost is not None and walk is not None:
-        raise SearchError("expected `cost` or `walk`, not both")
     generator = np.random.default_rng(seed)
     given = [problem.checked(each) for each in starts]
-    of: Walk = walk or (LocalCost(problem) if cost is None else FullCost(cost))
+    of: Walk = LocalCost(problem) if cost is None else FullCost(cost)
     cold = COLD * max(problem.operators, 1) if beta is None else beta
 
     def body(watch: Watch) -> str:
@@ -150,9 +146,8 @@ def metropolis(
                 return f"budget of {budget:g} s spent"
         return ""
 
-    total = cost if walk is None else walk.start
     everyone = [*candidates, *given]
-    return run_search(problem, "Metropolis", body, candidates=everyone, cost=total, budget=budget, progress=progress)
+    return run_search(problem, "Metropolis", body, candidates=everyone, cost=cost, budget=budget, progress=progress)
 
 
 def walk_from(

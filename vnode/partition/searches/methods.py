@@ -39,14 +39,14 @@ def by_integer_program(
 
 
 def by_walk(search: Search, problem: Problem, budget: float, gap: float, candidates: Sequence[Array]) -> Solution:
-    """FlexFlow's Markov chain over assignments, each costed by the delta simulation of its timeline."""
+    """FlexFlow's Markov chain over assignments, each costed by its simulated timeline."""
     whole = np.zeros(problem.operators, np.int64)  # each operator's first strategy divides nothing
     starts = sorted([*candidates, whole], key=problem.cost)[:STARTS]
     return metropolis(
         problem,
         starts=starts,
         random_starts=0,
-        walk=Simulated(search),
+        cost=Simulated(search),
         candidates=candidates,
         budget=budget,
         progress=False,

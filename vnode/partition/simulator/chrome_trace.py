@@ -11,8 +11,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from vnode import files
 from vnode.errors import TaskGraphError
 
@@ -42,30 +40,24 @@ def events(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
     Times are microseconds, exact to the picosecond up to a step of two hours.
     """
-    graph = timeline.graph
-    places = np.diff(graph.resource_start)
-    task = np.concatenate([np.repeat(np.arange(len(graph)), places), np.flatnonzero(places == 0)])
-    nowhere = len(graph.resources)
-    thread = np.concatenate([graph.resource, np.full(len(task) - len(graph.resource), nowhere, np.int32)])
+    graph, start, nowhere = timeline.graph, timeline.start.tolist(), len(timeline.graph.resources)
+    bars = sorted((start[task], thread, task) for task, on in enumerate(graph.on) for thread in on or (nowhere,))
     yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "simulated step"}}
-    for r in np.unique(thread).tolist():
+    for r in sorted({thread for _, thread, _ in bars}):
         name = graph.resources[r] if r < nowhere else "(no resource)"
         yield {"ph": "M", "pid": 0, "tid": r, "name": "thread_name", "args": {"name": name}}
         yield {"ph": "M", "pid": 0, "tid": r, "name": "thread_sort_index", "args": {"sort_index": r}}
-    critical = np.zeros(len(graph), bool)
-    critical[timeline.critical_path] = True
-    order = np.lexsort((thread, timeline.start[task]))
-    for t, r in zip(task[order].tolist(), thread[order].tolist(), strict=True):
-        label = graph.labels[graph.label[t]]
-        waited = int(timeline.start[t] - timeline.ready[t])
-        args = {"task": t, "waited (us)": waited / MICROSECOND, "on the critical path": bool(critical[t])}
+    critical = set(timeline.critical_path.tolist())
+    for begin, r, t in bars:
+        label, waited = graph.label[t], begin - int(timeline.ready[t])
+        args = {"task": t, "waited (us)": waited / MICROSECOND, "on the critical path": t in critical}
         yield {
             "ph": "X",
             "pid": 0,
             "tid": r,
             "name": label or f"task {t}",
             "cat": label or "task",
-            "ts": int(timeline.start[t]) / MICROSECOND,
-            "dur": int(graph.duration[t]) / MICROSECOND,
+            "ts": begin / MICROSECOND,
+            "dur": graph.duration[t] / MICROSECOND,
             "args": args,
         }

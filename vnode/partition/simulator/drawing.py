@@ -6,25 +6,25 @@ and bars are translucent, so that the picture suits light and dark pages. It loa
 
 from __future__ import annotations
 
+from collections import Counter
 from html import escape
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from vnode.errors import TaskGraphError
 from vnode.partition.simulator.graph import SECOND
 from vnode.show.units import seconds, several
 
 Timeline = Any
 """A `vnode.partition.simulator.timeline.Timeline`. That module imports this one, so it cannot be imported here."""
 
-ROW, BAR, TOP, CHARACTER = 24, 18, 34, 7.0
-"""Pixels: the height of a row, of its bar, and of the space above the first row; the width of a character."""
+WIDTH, ROW, BAR, TOP, CHARACTER = 960, 24, 18, 34, 7.0
+"""Pixels: the picture's width; the height of a row, of its bar, and of the space above the first row; a character's
+width."""
 LEAST = 720
 """Pixels: a picture is not scaled below this width, or its text would be too small to read."""
 MOST_ROWS = 48
-"""The most resources that are drawn by default."""
+"""The most resources that are drawn."""
 MOST_NAMED = 3000
 """The most bars that each have a tooltip."""
 MOST_COLORS = 12
@@ -38,72 +38,56 @@ STYLE = (
 UNITS = (("s", SECOND), ("ms", 10**9), ("µs", 10**6), ("ns", 10**3), ("ps", 1))
 
 
-def draw(timeline: Timeline, *, resources: ArrayLike | None = None, width: int = 960) -> str:
-    """Draws a timeline, see `Timeline.svg`.
-
-    Raises:
-      TaskGraphError: there is no such resource.
-    """
+def draw(timeline: Timeline) -> str:
+    """Draws a timeline, see `Timeline.svg`."""
     graph = timeline.graph
-    shown, rest = drawn_resources(timeline, resources)
+    used = np.flatnonzero(timeline.busy).tolist()
+    shown, more = used[:MOST_ROWS], len(used) - MOST_ROWS
+    rest = f"… and {several(more, 'more resource')}" if more > 0 else ""
     left = int(max([len(graph.resources[r]) for r in shown], default=0) * CHARACTER) + 12
-    inner, total = max(width - left - 46, 100), max(timeline.makespan, 1)
+    inner, total = max(WIDTH - left - 46, 100), max(timeline.makespan, 1)
     scale = inner / total
     ranks = colors(timeline)
     rows, bars, lines = [], [], []
-    task, resource = np.repeat(np.arange(len(graph)), np.diff(graph.resource_start)), graph.resource
-    critical = np.zeros(len(graph), bool)
-    critical[timeline.critical_path] = True
-    named = np.isin(resource, shown).sum() <= MOST_NAMED
+    tasks: list[list[int]] = [[] for _ in graph.resources]
+    for task, on in enumerate(graph.on):
+        for resource in on:
+            tasks[resource].append(task)
+    named = sum(len(tasks[r]) for r in shown) <= MOST_NAMED
     for i, r in enumerate(shown):
         y = TOP + i * ROW
         rows.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(graph.resources[r])}</text>')
         rows.append(f'<rect class="row" x="{left}" y="{y}" width="{inner}" height="{BAR}" rx="2"/>')
         rows.append(f'<text class="quiet" x="{left + inner + 6}" y="{y + 14}">{timeline.utilization[r]:.0%}</text>')
-        own = task[resource == r]
+        own = np.array(tasks[r])
         own = own[np.argsort(timeline.start[own], kind="stable")]
         bars += row(timeline, own, ranks, left, y, scale, named)
-        for start, end in merged_bars(timeline, own[critical[own]], scale):
+        for start, end in merged_bars(timeline, own[np.isin(own, timeline.critical_path)], scale):
             lines.append(
                 f"M{left + start * scale:.1f} {y + BAR + 1.5}H{left + max(end * scale, start * scale + 1):.1f}"
             )
     bottom = TOP + len(shown) * ROW
-    legend, height = key(timeline, ranks, left, bottom + 22, inner)
+    legend, height = key(ranks, left, bottom + 22, inner)
     note = f'<text class="quiet" x="{left}" y="{height + 16}">{escape(rest)}</text>' if rest else ""
     height += 24 if rest else 4
     facts = (
         f"{duration(timeline.makespan)}: {several(len(graph), 'task')} on {several(len(graph.resources), 'resource')}"
     )
     return (
-        f'<svg class="timeline" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" style="min-width:{min(width, LEAST)}px" role="img">'
+        f'<svg class="timeline" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+        f'height="{height}" style="min-width:{LEAST}px" role="img">'
         f"<title>Timeline of {escape(facts)}</title><style>{STYLE}</style>"
         f"{axis(timeline.makespan, left, bottom, scale)}{''.join(rows)}{''.join(bars)}"
         f'<path class="critical" d="{"".join(lines)}"/>{legend}{note}</svg>'
     )
 
 
-def drawn_resources(timeline: Timeline, resources: ArrayLike | None) -> tuple[list[int], str]:
-    """The resources to draw, and a text that says which are left out."""
-    count = len(timeline.graph.resources)
-    if resources is not None:
-        found = np.reshape(resources, -1)
-        if found.size and not (found.dtype.kind in "iu" and found.min() >= 0 and found.max() < count):
-            raise TaskGraphError(f"resources are numbers from 0 to {count - 1}, not {found.tolist()}")
-        return found.tolist(), ""
-    used = np.flatnonzero(timeline.busy).tolist()
-    more = len(used) - MOST_ROWS
-    return used[:MOST_ROWS], f"… and {several(more, 'more resource')}" if more > 0 else ""
-
-
-def colors(timeline: Timeline) -> np.ndarray:
-    """The colour of each label, ``int64[labels]``: its rank by time; all labels beyond the last colour share it."""
-    graph = timeline.graph
-    places = np.diff(graph.resource_start)
-    time = np.bincount(graph.label, graph.duration.astype(np.float64) * places, len(graph.labels))
-    rank = np.empty(len(time), np.int64)
-    rank[np.argsort(-time, kind="stable")] = np.arange(len(time))
-    return np.minimum(rank, MOST_COLORS)
+def colors(timeline: Timeline) -> dict[str, int]:
+    """The colour of each label: its rank by time, longest first; all labels beyond the last colour share it."""
+    graph, time = timeline.graph, Counter[str]()
+    for label, duration, on in zip(graph.label, graph.duration, graph.on, strict=True):
+        time[label] += duration * len(on)
+    return {label: min(rank, MOST_COLORS) for rank, (label, _) in enumerate(time.most_common())}
 
 
 def fill(rank: int) -> str:
@@ -114,7 +98,7 @@ def fill(rank: int) -> str:
 
 
 def row(
-    timeline: Timeline, tasks: np.ndarray, ranks: np.ndarray, left: int, y: int, scale: float, named: bool
+    timeline: Timeline, tasks: np.ndarray, ranks: dict[str, int], left: int, y: int, scale: float, named: bool
 ) -> list[str]:
     """The bars of a resource: each with its name; many bars are one path for each colour."""
     graph, found = timeline.graph, []
@@ -123,18 +107,18 @@ def row(
             start, end = int(timeline.start[t]), int(timeline.end[t])
             x, wide = left + start * scale, (end - start) * scale
             place = f'x="{x:.2f}" y="{y}" width="{max(wide - 0.6, 0.4):.2f}" height="{BAR}" rx="{min(2, wide / 4):.1f}"'
-            label = graph.labels[graph.label[t]]
-            about = f"{graph.name(t)}: {duration(end - start)}, from {duration(start)} to {duration(end)}"
-            found.append(
-                f'<rect {place} fill="{fill(int(ranks[graph.label[t]]))}"><title>{escape(about)}</title></rect>'
+            label = graph.label[t]
+            about = (
+                f"task {t}{label and f' ({label})'}: {duration(end - start)}, from {duration(start)} to {duration(end)}"
             )
+            found.append(f'<rect {place} fill="{fill(ranks[label])}"><title>{escape(about)}</title></rect>')
             if label and wide > CHARACTER * len(label) + 6:
                 found.append(
                     f'<text x="{x + wide / 2:.1f}" y="{y + 13}" text-anchor="middle" pointer-events="none">'
                     f"{escape(label)}</text>"
                 )
         return found
-    kinds = ranks[graph.label[tasks]]
+    kinds = np.array([ranks[graph.label[t]] for t in tasks])
     for rank in np.unique(kinds).tolist():
         path = ""
         for start, end in merged_bars(timeline, tasks[kinds == rank], scale):
@@ -169,12 +153,9 @@ def axis(makespan: int, left: int, bottom: int, scale: float) -> str:
     return "".join(found)
 
 
-def key(timeline: Timeline, ranks: np.ndarray, left: int, y: int, inner: int) -> tuple[str, int]:
+def key(ranks: dict[str, int], left: int, y: int, inner: int) -> tuple[str, int]:
     """The legend of the colours, and its lower end."""
-    graph = timeline.graph
-    used = np.unique(graph.label)
-    used = used[np.argsort(ranks[used], kind="stable")]
-    items = [(fill(int(ranks[k])), graph.labels[k]) for k in used.tolist() if graph.labels[k]]
+    items = [(fill(rank), label) for label, rank in ranks.items() if label]
     if len(items) > MOST_COLORS:
         items = [*items[:MOST_COLORS], (fill(MOST_COLORS), several(len(items) - MOST_COLORS, "other"))]
     found, x = [], left

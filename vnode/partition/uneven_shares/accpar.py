@@ -6,14 +6,14 @@ Source: Song, Chen, Zhuo, Qian, Li, Chen, "AccPar: Tensor partitioning for heter
 (HPCA 2020), sections 4 and 5. A group with share x of an operator computes for x of the time of the whole. It receives
 partial sums, whose size does not depend on the share. Between two operators it receives the part of a tensor that it
 lacks: a share 1 - x or x (1 - x). The share is the one with which both groups take equally long. A dynamic program
-chooses dimensions for the last share, in turns. Each group is divided into two groups in the same way.
+chooses dimensions for the last share, in turns.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -110,12 +110,11 @@ def balanced(cut: Cut, strategies: Array) -> float:
     return min(shares, key=lambda share: cut.seconds(strategies, share))
 
 
-def shared(cut: Cut, start: float | None = None) -> Shared:
+def shared(cut: Cut) -> Shared:
     """Chooses strategies, and the share of the first group.
 
     Args:
       cut: operators and groups.
-      start: the first share to try; by default the groups' speeds give it.
 
     Example:
       >>> alone = Cut((np.array([[3.0, 9.0], [1.0, 3.0]]),), (np.zeros((2, 2)),))
@@ -128,7 +127,7 @@ def shared(cut: Cut, start: float | None = None) -> Shared:
     equal = cut.seconds(half, 0.5)
     best = Shared(half, 0.5, equal, equal)
     rates = [1 / max(float(sum(c[g].min() for c in cut.compute)), 1e-300) for g in range(2)]
-    for share in (rates[0] / sum(rates) if start is None else start, 0.5):
+    for share in (rates[0] / sum(rates), 0.5):
         for _ in range(TURNS):
             strategies = strategies_at(cut, sizes, share)
             again = balanced(cut, strategies)
@@ -148,51 +147,3 @@ def strategies_at(cut: Cut, sizes: Sequence[int], share: float) -> Array:
     terms = np.stack([np.ones(2), 1 - own[:, 0], own[:, 0] * (1 - own[:, 0])], axis=1)
     edges = [Edge(e.start, e.end, np.einsum("gm,gmst->st", terms, e.seconds)) for e in cut.edges]
     return Elimination(sizes, edges).least(times)[1]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Group:
-    """Devices, and the division of their operators.
-
-    Attributes:
-      devices: their numbers.
-      cut: the division between the two halves; None for one device.
-      halves: the halves.
-    """
-
-    devices: tuple[int, ...]
-    cut: Shared | None = None
-    halves: tuple[Group, ...] = ()
-
-    def shares(self) -> dict[int, float]:
-        """The share of every operator that each device has."""
-        if self.cut is None:
-            return dict.fromkeys(self.devices, 1.0)
-        first, second = self.halves
-        x = self.cut.share
-        return {d: own * part for part, half in ((x, first), (1 - x, second)) for d, own in half.shares().items()}
-
-
-Ask = Callable[[tuple[int, ...], tuple[int, ...], tuple[tuple[Shared, int], ...]], Cut]
-"""The cut of two groups of devices, given the cuts above it, each with the half (0 or 1) that they are in."""
-
-
-def recursively(devices: Sequence[int], ask: Ask, above: tuple[tuple[Shared, int], ...] = ()) -> Group:
-    """Divides devices into two halves, and each half again; operators are divided by the best shares.
-
-    Args:
-      devices: the devices, in an order in which similar ones are neighbours: those of a kind, those of a host.
-      ask: the function that cuts operators between two halves.
-      above: the cuts that the devices are already in.
-
-    Returns:
-      The devices, with the share of each.
-    """
-    own = tuple(devices)
-    if len(own) < 2:
-        return Group(own)
-    middle = len(own) // 2
-    first, second = own[:middle], own[middle:]
-    found = shared(ask(first, second, above))
-    halves = tuple(recursively(half, ask, (*above, (found, k))) for k, half in enumerate((first, second)))
-    return Group(own, found, halves)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from vnode.analysis.program import Program
@@ -34,7 +34,6 @@ class DividedDimension:
     """A dimension that some operators divide between groups.
 
     Attributes:
-      kind: ``"samples"`` or ``"parameters"``.
       size: its length.
       operators: number of operators that divide it.
       operations: scalar operations of these operators.
@@ -43,7 +42,6 @@ class DividedDimension:
       why: the reason why it is only simulated.
     """
 
-    kind: str
     size: int
     operators: int
     operations: float
@@ -52,7 +50,7 @@ class DividedDimension:
     why: str = ""
 
     def __str__(self) -> str:
-        named = f"{self.kind}, {self.size} in {self.operators} operators, share {self.wanted:.3f}"
+        named = f"{self.size} in {self.operators} operators, share {self.wanted:.3f}"
         if self.share is None:
             return f"{named}: simulated ({self.why})"
         first, second = self.share.counts
@@ -110,7 +108,6 @@ def carried_out(
     shared: Shared,
     *,
     axis: str = "groups",
-    samples: Mapping[int, int] | None = None,
     blocks: int | None = None,
 ) -> CarriedOut:
     """A program in which two groups have the shares that were found, as far as whole blocks allow.
@@ -119,7 +116,6 @@ def carried_out(
       search: the result of `vnode.partition.searches.between`.
       shared: the strategies and the share.
       axis: the mesh axis of the groups; its first index is the first group.
-      samples: the dimension of the samples of inputs, by number; for labels only.
       blocks: number of blocks of every dimension; by default the best of at most 32, for each dimension.
 
     Raises:
@@ -141,7 +137,6 @@ def carried_out(
             f"{len(shared.strategies)} strategies, of a program with {search.problem.operators} operators"
         )
     flat, given = search.flat, search.program
-    batch = {flat.named(given.inputs[number], dim) for number, dim in (samples or {}).items()}
     chosen, _ = search.spread(shared.strategies)
     several: dict[Hashable, list[int]] = {}
     alone = 0.0
@@ -167,9 +162,8 @@ def carried_out(
                 splits.append(split)
             except PartitionError as error:
                 share, why = None, " ".join(line.strip() for line in str(error).splitlines()[:2])
-        kind = "samples" if name in batch else "parameters"
         size = max(sizes, default=0)
-        dimensions.append(DividedDimension(kind, size, len(several[name]), work[name], shared.share, share, why))
+        dimensions.append(DividedDimension(size, len(several[name]), work[name], shared.share, share, why))
     whole = alone / (alone + sum(work.values()) or 1.0)
     return CarriedOut(program, tuple(dimensions), tuple(splits), whole, axis)
 
