@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from vnode.errors import TaskGraphError
 from vnode.partition.simulator import SECOND, TaskGraph, picoseconds, simulate
+from vnode.partition.simulator.simulate import followers, serve
 from vnode.partition.simulator.timeline import Timeline
 
 RESOURCES = 5
@@ -96,6 +97,19 @@ def assert_same(found: Timeline, expected: tuple[np.ndarray, ...]) -> None:
 def test_timeline_is_that_of_the_rule(rng: random.Random, tasks: int, longest: int) -> None:
     timeline = simulate(random_graph(rng, tasks, longest))
     assert_same(timeline, by_heap(timeline.graph))
+
+
+@given(Randoms, st.integers(1, 40), st.integers(1, 3))
+def test_the_delta_simulation_of_changed_tasks_is_that_of_the_rule(rng: random.Random, tasks: int, many: int) -> None:
+    graph = random_graph(rng, tasks, 4)
+    before = simulate(graph)
+    changed = rng.sample(range(tasks), min(many, tasks))
+    for t in changed:
+        graph.duration[t], graph.on[t] = rng.randint(1, 4), tuple(rng.sample(range(RESOURCES), rng.randint(0, 3)))
+    known, since = (before.ready.tolist(), before.end.tolist()), min(before.ready[changed].tolist())
+    found = serve(graph.duration, graph.on, followers(graph.after), RESOURCES, known, since)
+    expected = by_heap(graph)
+    assert found == (expected[0].tolist(), expected[2].tolist())
 
 
 @given(st.integers(0, 10**6), st.integers(1, 40))

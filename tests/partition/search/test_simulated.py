@@ -38,6 +38,28 @@ def test_an_assignment_is_impossible_where_the_problem_says_so(name: str) -> Non
     assert [np.isfinite(simulated(each)) for each in drawn] == finite and any(finite)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["attention", "layers", "recurrent"])
+def test_a_change_takes_the_time_of_a_full_simulation(name: str) -> None:
+    """FlexFlow's delta simulation: from the first changed task on, the same times to the picosecond."""
+    search = once(name, 1e-3)
+    walk, full, generator = Simulated(search), Simulated(search), np.random.default_rng(7)
+    chosen = possible(search.problem, generator)
+    assert walk.start(chosen) == full(chosen)
+    finite = 0
+    for number in range(40):
+        operator = int(generator.integers(search.problem.operators))
+        changed = chosen.copy()
+        changed[operator] = generator.integers(search.problem.sizes[operator])
+        seconds = walk.changed(operator, int(changed[operator]))
+        assert seconds == full(changed)
+        finite += np.isfinite(seconds)
+        if number % 3 == 0:
+            walk.take()
+            chosen = changed
+    assert finite > 1
+
+
 @pytest.mark.thorough
 def test_a_walk_on_the_simulated_cost_finds_the_best_of_all_and_polishes_the_exact_search() -> None:
     def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -25,6 +25,7 @@ COLD = 20.0
 """The default of `beta`, per operator."""
 
 
+@runtime_checkable
 class Walk(Protocol):
     """The cost of an assignment, one change after another."""
 
@@ -91,6 +92,11 @@ class FullCost:
         self.chosen = self.last
 
 
+def walk_of(cost: Cost) -> Walk:
+    """A cost that is asked for one change after another."""
+    return cost if isinstance(cost, Walk) else FullCost(cost)
+
+
 def metropolis(
     problem: Problem,
     *,
@@ -114,7 +120,7 @@ def metropolis(
       beta: how seldom a change for the worse is accepted: one that costs a share x more than the walk's start is
         accepted with probability ``exp(-beta * x)``. By default 20 for each operator.
       seed: the seed of all random draws.
-      cost: the seconds of an assignment, in place of the problem's sum.
+      cost: the seconds of an assignment, in place of the problem's sum; if it is a `Walk`, it is asked for changes.
       candidates: assignments; the result is not worse than any of them that fits. `starts` are among them.
       budget: seconds after which the search ends.
       progress: whether to show a bar; by default in notebooks and on terminals.
@@ -134,7 +140,7 @@ def metropolis(
         raise SearchError("proposals, random_starts and beta must be 0 or more")
     generator = np.random.default_rng(seed)
     given = [problem.checked(each) for each in starts]
-    of: Walk = LocalCost(problem) if cost is None else FullCost(cost)
+    of: Walk = LocalCost(problem) if cost is None else walk_of(cost)
     cold = COLD * max(problem.operators, 1) if beta is None else beta
 
     def body(watch: Watch) -> str:

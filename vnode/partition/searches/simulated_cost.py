@@ -6,12 +6,12 @@ This is FlexFlow's task graph (Jia, Zaharia, Aiken, SysML 2019, section 5): one 
 value that moves. All devices do the same, so one stands for all. Equations follow each other on the device, exchanges
 queue for the links, and both run at the same time. All iterations of a loop are one task for each of its equations.
 
-FlexFlow simulates again only what a change of one operator affects. Here most changes affect all of a step: repeated
-blocks share a strategy, and the first block is at the start. So every assignment is simulated from the start.
+As FlexFlow's, a walk simulates again only what a change of one operator affects (section 5.3).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -21,6 +21,7 @@ from jax.extend.core import Literal, Var
 from vnode.partition.searches.ilp_formulation import Search
 from vnode.partition.searches.problem import Array
 from vnode.partition.simulator import SECOND, picoseconds
+from vnode.partition.simulator.graph import LONGEST
 from vnode.partition.simulator.simulate import followers, serve
 
 DEVICE, LINKS = 0, 1
@@ -127,8 +128,41 @@ class Simulated:
         Args:
           strategies: int64 ``[operators]`` of the problem.
         """
-        entries = self._entries(strategies)
-        if not np.isfinite(self._seconds[entries]).all():
+        return self._simulate(_State(strategies, self._entries(strategies)))
+
+    def start(self, strategies: Array) -> float:
+        """See `vnode.partition.searches.flexflow_walk.Walk`."""
+        self._state = _State(strategies.copy(), self._entries(strategies))
+        return self._simulate(self._state)
+
+    def changed(self, operator: int, strategy: int) -> float:
+        """See `vnode.partition.searches.flexflow_walk.Walk`: simulates again only from the first changed task on."""
+        strategies = self._state.strategies.copy()
+        strategies[operator] = strategy
+        self._last = _State(strategies, self._entries(strategies))
+        return self._simulate(self._last, self._state)
+
+    def take(self) -> None:
+        """See `vnode.partition.searches.flexflow_walk.Walk`."""
+        self._state = self._last
+
+    def _simulate(self, state: _State, before: _State | None = None) -> float:
+        if not np.isfinite(self._seconds[state.entries]).all():
             return math.inf
-        _, end = serve(self._duration[entries].tolist(), self._on[entries].tolist(), self._followers, 2)
-        return max(end, default=0) / SECOND
+        known, since = ((), ()), 0
+        if before is not None and before.times[0]:
+            known = before.times
+            different = np.flatnonzero(state.entries != before.entries).tolist()
+            since = min((known[0][task] for task in different), default=LONGEST)
+        duration, on = self._duration[state.entries].tolist(), self._on[state.entries].tolist()
+        state.times = serve(duration, on, self._followers, 2, known, since)
+        return max(state.times[1], default=0) / SECOND
+
+
+@dataclasses.dataclass(eq=False)
+class _State:
+    """An assignment, the entry of each task in the tables, and the times at which tasks are ready and end."""
+
+    strategies: Array
+    entries: Array
+    times: tuple[Sequence[int], Sequence[int]] = ((), ())

@@ -9,7 +9,7 @@ million tasks per second. NumPy and XLA are slower at that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -65,22 +65,48 @@ def followers(after: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def serve(
-    duration: Sequence[int], on: Sequence[Sequence[int]], followers: Sequence[Sequence[int]], resources: int
+    duration: Sequence[int],
+    on: Sequence[Sequence[int]],
+    followers: Sequence[Sequence[int]],
+    resources: int,
+    known: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    since: int = 0,
 ) -> tuple[list[int], list[int]]:
     """The times at which each task is ready and ends.
 
+    With known times this is the delta simulation of FlexFlow (Jia et al., SysML 2019, section 5.3): tasks that were
+    ready before the first changed task keep their times, and the others are served again. The times are the same.
+
     Args:
-      duration: picoseconds of each task.
+      duration: picoseconds of each task, at least 1.
       on: the resources that each task occupies.
       followers: the tasks that wait for each task.
       resources: the number of resources.
+      known: the times of tasks with other durations or resources, if there are any.
+      since: when the first task with another duration, or other resources, was ready there.
+
+    Example:
+      >>> tasks = [(0,), (0,), (1,)], [[2], [], []], 2
+      >>> before = serve([5, 7, 2], *tasks)
+      >>> serve([5, 7, 4], *tasks, before, since=before[0][2])
+      ([0, 0, 5], [5, 12, 9])
     """
     ready, end, missing = ([0] * len(duration) for _ in range(3))
-    for waiting in followers:
-        for task in waiting:
-            missing[task] += 1
     free = [0] * resources
-    queue = [(0, task) for task, count in enumerate(missing) if not count]
+    for task, (begin, done) in enumerate(zip(*known, strict=True)):
+        if begin < since:
+            ready[task], end[task] = begin, done
+            for resource in on[task]:
+                if done > free[resource]:
+                    free[resource] = done
+    for waiting, done in zip(followers, end, strict=True):
+        for task in waiting:
+            if not done:
+                missing[task] += 1
+            elif done > ready[task]:
+                ready[task] = done
+    queue = [(ready[task], task) for task, count in enumerate(missing) if not count and not end[task]]
+    heapify(queue)
     while queue:
         begin, task = heappop(queue)
         for resource in on[task]:
