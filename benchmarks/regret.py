@@ -222,7 +222,7 @@ def expert_plans(model: Any, machine: Any, nodes: int) -> Iterator[tuple[str, An
 
     def named(candidate: Candidate) -> tuple[str, Any]:
         name = f"{candidate.name} {'x'.join(map(str, candidate.mesh.values()))}"
-        return name, plan_of(subject, candidate, machine, limit, {})
+        return name, plan_of(candidate, limit)
 
     on = MeshSearch(subject, machine, {NODES: count}, platform, None)
     yield named(on.candidate("FSDP", on.undivided, shard_state=True))

@@ -249,7 +249,7 @@ def plans() -> tuple[Plan, Plan, Any]:
     options = {"reduction": "fast", "donate_argnums": (0,)}
     step = on_nodes(train, 2, options)
     free, again = (
-        plan_of(subject, on.candidate("data parallel", on.undivided), ONE, 1 << 34, {})
+        plan_of(on.candidate("data parallel", on.undivided), 1 << 34)
         for less in ((), subject_of(step, args).kept)
         for subject in [subject_of(with_recomputation(step, less), args)]
         for on in [MeshSearch(subject, ONE, {"vnode": 1}, "tpu", None)]
@@ -294,7 +294,7 @@ def test_a_planned_step_has_the_bits_of_one_that_keeps_all() -> None:
     for level in (0, keeping.levels(True)):
         subject = subject_of(with_recomputation(step, *keeping.plan_at_level(level, 10.0)), args)
         on = MeshSearch(subject, machine, {"vnode": 1}, "tpu", None)
-        made.append(plan_of(subject, on.candidate("data parallel", on.undivided), machine, 1 << 34, {}))
+        made.append(plan_of(on.candidate("data parallel", on.undivided), 1 << 34))
     assert made[1].offloaded and made[1].figures.aside and not made[0].figures.aside
     state, batch = arguments(8, 32, 2048)
     results = [each(each.put(state), batch) for each in (plan.step(jax.devices()[:1]) for plan in made)]

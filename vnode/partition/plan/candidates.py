@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
@@ -79,9 +79,9 @@ class Candidate:
     """A plan that could be chosen.
 
     Attributes:
+      on: the step on a mesh.
       name: its name in the literature, or "searched".
       flow: layouts through the program of a replica.
-      mesh: sizes of the axes, the nodes' axis first.
       counts: number of nodes of each replica.
       specs: shardings of the state's leaves, by name.
       replica: the program of a replica.
@@ -90,16 +90,17 @@ class Candidate:
       gap: largest possible excess of its cost over the best on this mesh, as a share; None if nothing was searched.
       unequal: whether the devices of a replica have unequal shares.
       host: names of the leaves in the host's memory.
+      shard_state: whether the state is also sharded over the replicas.
       host_sums: number of waiting partial sums in the host's memory.
-      with_host_sums: makes the same candidate with another such number; and the largest number.
+      most_host_sums: the largest such number.
       estimate: seconds of a step by the search's cost model; infinite if they were not computed.
       account: bytes of a device by the search's cost model; infinite if they were not computed.
       prediction_seconds: seconds that its prediction took.
     """
 
+    on: MeshSearch
     name: str
     flow: Flow
-    mesh: Mapping[str, int]
     counts: tuple[int, ...]
     specs: Mapping[str, PartitionSpec | UnevenSpec]
     replica: ReplicaProgram
@@ -108,11 +109,17 @@ class Candidate:
     gap: float | None = None
     unequal: bool = False
     host: tuple[str, ...] = ()
+    shard_state: bool = False
     host_sums: int = 0
-    with_host_sums: tuple[Callable[..., Candidate], int] | None = None
+    most_host_sums: int = 0
     estimate: float = math.inf
     account: float = math.inf
     prediction_seconds: float = 0.0
+
+    @property
+    def mesh(self) -> Mapping[str, int]:
+        """Sizes of the mesh axes, the nodes' axis first."""
+        return self.on.sizes
 
     @functools.cached_property
     def flows(self) -> list[NodeFlow]:
@@ -134,13 +141,24 @@ class Candidate:
         """Whether parts of the state, or pending sums, are in the host's memory."""
         return bool(self.host or self.host_sums)
 
-    def with_host(self, machine: Machine, memory: float) -> Candidate | None:
+    def with_host_sums(self, count: int) -> Candidate:
+        """The same candidate with a number of waiting partial sums on the host."""
+        if count == self.host_sums:
+            return self
+        return self.on.candidate(self.name, self.flow, self.shard_state, self.gap, count)
+
+    @functools.cached_property
+    def with_all_host_sums(self) -> Candidate:
+        """The same candidate with as many waiting partial sums on the host as possible."""
+        return self.with_host_sums(self.most_host_sums)
+
+    def with_host(self, memory: float) -> Candidate | None:
         """The fastest variant that fits with parts of the state or pending sums on the host; None if none fits."""
-        made, most = self.with_host_sums or (None, 0)
         found: list[Candidate] = []
-        for far in (0, *reversed(range(1, most + 1))):  # the fewer are there, the more is on the device
-            each = self if not far or made is None else made(far=far)
-            slots = each.slots.fewest(each.figures, machine, memory)
+        most = self.most_host_sums
+        for far in (0, *range(most, 0, -1)):  # the fewer are there, the more is on the device
+            each = self.with_all_host_sums if far == most else self.with_host_sums(far)
+            slots = each.slots.fewest(each.figures, self.on.machine, memory)
             if slots is not None:
                 prediction = dataclasses.replace(each.prediction, figures=slots[1])
                 found.append(dataclasses.replace(each, host=slots[0], prediction=prediction))
@@ -150,11 +168,11 @@ class Candidate:
                 break
         return min(found, key=lambda each: (each.figures.seconds, each.host_sums), default=None)
 
-    def all_on_host(self, machine: Machine) -> Figures:
+    @property
+    def all_on_host(self) -> Figures:
         """The figures with everything on the host that can be offloaded."""
-        made, most = self.with_host_sums or (None, 0)
-        each = made(far=most) if made is not None and most else self
-        return each.slots.figures(each.figures, machine, len(each.slots.inputs_by_name))
+        each = self.with_all_host_sums
+        return each.slots.figures(each.figures, self.on.machine, len(each.slots.inputs_by_name))
 
     @property
     def figures(self) -> Figures:
@@ -188,14 +206,14 @@ class MeshSearch:
         even: bool = False,
         method: Method = METHODS["exact"],
     ) -> None:
-        self.subject, self.sizes, self.platform, self.times = subject, sizes, platform, times
-        self.method = method
+        self.subject, self.machine, self.sizes, self.platform, self.times = subject, machine, sizes, platform, times
+        self.pace, self.method = pace or {}, method
         self.replicas = sizes[NODES]
         self.axes = dividing_axes(sizes)
         self.mesh = machine.mesh(sizes)
         options = subject.step.options
-        self.shares = replica_shares(machine, self.mesh, NODES, options.virtual_nodes, options.lane, pace or {}, even)
-        self.machine = of_one_kind(machine, self.shares.kind)  # the replica that is done last stands for all
+        self.shares = replica_shares(machine, self.mesh, NODES, options.virtual_nodes, options.lane, self.pace, even)
+        self.alike = of_one_kind(machine, self.shares.kind)  # the replica that is done last stands for all
         self.across = ReplicaReduction(self.shares.counts, options.lane, options.reduction == "invariant", NODES)
         self.spread = Spread.from_counts(self.shares.counts, self.shares.last)
         self.replica: ReplicaProgram = replica_program(
@@ -205,7 +223,7 @@ class MeshSearch:
     def seconds(self, eqn: JaxprEqn) -> float:
         """Seconds of an undivided equation on one device, by the roofline; they weigh branches."""
         piece = timed_op_of([eqn], eqn.outvars)
-        return max(Roofline().time(piece, kind).seconds for kind in self.machine.kinds)
+        return max(Roofline().time(piece, kind).seconds for kind in self.alike.kinds)
 
     @functools.cached_property
     def stages(self) -> list[tuple[int, Branches]]:
@@ -268,7 +286,7 @@ class MeshSearch:
             for i, var in enumerate(inputs)
             if i in self.subject.batch or i >= len(self.subject.names) or self.subject.names[i] is None
         }
-        model = ReplicaCost(self.machine, self.mesh, self.times, self.platform)
+        model = ReplicaCost(self.alike, self.mesh, self.times, self.platform)
         return as_problem(
             self.replica.program,
             self.axes,
@@ -317,7 +335,7 @@ class MeshSearch:
         subject, sharded = self.subject, self.sharded(flow) if shard_state else {}
         prediction = predict(
             flow,
-            self.machine,
+            self.alike,
             self.mesh,
             across,
             platform=self.platform,
@@ -333,20 +351,20 @@ class MeshSearch:
         slots = StateOffload.from_names(
             flow, names, subject.state, subject.donated, self.axes, dict.fromkeys(sharded, self.replicas)
         )
-        farther = functools.cache(functools.partial(self.candidate, name, flow, shard_state, gap))
         can_be_far = apart and far_sums(flow, self.axes) > 0
         return Candidate(
+            self,
             name,
             flow,
-            dict(self.sizes),
             self.shares.counts,
             specs,
             self.replica,
             prediction,
             slots,
             gap,
+            shard_state=shard_state,
             host_sums=far,
-            with_host_sums=(farther, across.farthest if can_be_far else 0),
+            most_host_sums=across.farthest if can_be_far else 0,
             prediction_seconds=time.monotonic() - began,
         )
 
@@ -397,20 +415,16 @@ class MeshSearch:
         return dataclasses.replace(made, estimate=self.search.problem.cost(strategies))
 
     @collector_paused()
-    def unequal(
-        self, machine: Machine, pace: Mapping[str, float], evens: Sequence[Candidate], memory: float, until: float
-    ) -> list[Candidate]:
+    def unequal(self, evens: Sequence[Candidate], memory: float, until: float) -> list[Candidate]:
         """Even candidates of this mesh with more blocks of what they divide for devices that are faster.
 
         Args:
-          machine: with all its kinds of devices.
-          pace: seconds that a node takes on a device of each kind.
           evens: candidates of this mesh.
           memory: bytes that one device may hold.
           until: when time is over, by `time.monotonic`.
         """
         (axis,) = self.axes
-        shares = UnevenSearch(self.subject, machine, self.sizes, self.platform, self.times, pace)
+        shares = UnevenSearch(self.subject, self.machine, self.sizes, self.platform, self.times, self.pace)
         found: list[Candidate] = []
         if len({*shares.rates}) == 1:
             return found
@@ -445,9 +459,7 @@ class MeshSearch:
         specs |= specs_in_blocks(self.subject, shared.dims, shared.share)
         nothing = [None] * len(self.subject.names)  # what is in blocks is not on the host
         slots = StateOffload.from_names(shared.flow, nothing, self.subject.state, self.subject.donated, self.axes, {})
-        return Candidate(
-            name, shared.flow, dict(self.sizes), counts, specs, shared.replica, shared.prediction, slots, unequal=True
-        )
+        return Candidate(self, name, shared.flow, counts, specs, shared.replica, shared.prediction, slots, unequal=True)
 
     @property
     def grouped(self) -> bool:

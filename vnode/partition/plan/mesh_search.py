@@ -106,7 +106,7 @@ class MeshesSearch:
     times: Times | None
     budget: Budget
     shown: Any = None
-    early: Callable[[Subject, Candidate], None] | None = None
+    early: Callable[[Candidate], None] | None = None
     undivided: str = ""
     method: Method = METHODS["exact"]
 
@@ -125,7 +125,7 @@ class MeshesSearch:
                 return found
             searched.sort(key=lambda mesh: fastest([each for each in found if each.mesh == mesh.on.sizes], self.limit))
             for mesh in searched if pace else ():
-                self.unequally(mesh.on, found, pace)
+                self.unequally(mesh.on, found)
             for mesh in searched:
                 if self.side_by_side(mesh, found):
                     break
@@ -174,7 +174,7 @@ class MeshesSearch:
                         self.keep(each.candidate("FSDP", each.undivided, shard_state=True), found)
                 if self.early is not None:
                     for candidate in found:
-                        self.early(subject, candidate)
+                        self.early(candidate)
                 self.with_host(found, found)
                 continue
             cost, took, before = math.inf if solution is None else solution.cost, time.monotonic() - began, inner
@@ -241,7 +241,7 @@ class MeshesSearch:
     def with_host(self, several: Sequence[Candidate], found: list[Candidate]) -> None:
         """Adds some candidates with as much on the host as they need, where nothing fits otherwise."""
         if not fitting_first(found, self.limit):
-            found += filter(None, [each.with_host(self.machine, self.limit) for each in [*several]])
+            found += filter(None, [each.with_host(self.limit) for each in [*several]])
 
     def on_mesh(self, subject: Subject, sizes: Mapping[str, int], pace: Mapping[str, float]) -> list[MeshSearch]:
         """One mesh, with shares by speed and with equal ones; first that on which the undivided step is faster."""
@@ -297,13 +297,13 @@ class MeshesSearch:
             )
         return False
 
-    def unequally(self, on: MeshSearch, found: list[Candidate], pace: Mapping[str, float]) -> None:
+    def unequally(self, on: MeshSearch, found: list[Candidate]) -> None:
         """Adds the best candidates of a mesh with larger shares for the faster devices along its axis."""
         if len(on.axes) != 1 or on.subject.step.spec.plan.offloaded or self.budget.lacks(predictions=SHARES):
             return
         evens = [each for each in found if each.mesh == on.sizes and each.records and "+" not in each.name]
         self.say(on.sizes, found)
-        found += on.unequal(self.machine, pace, sorted(evens, key=by_seconds), self.limit, self.budget.until)
+        found += on.unequal(sorted(evens, key=by_seconds), self.limit, self.budget.until)
 
     def side_by_side(self, mesh: SearchedMesh, found: list[Candidate]) -> bool:
         """Adds candidates with branches side by side along each axis.

@@ -22,7 +22,7 @@ def nothing_fits_error(search: MeshesSearch, subject: Subject, least: Candidate)
       least: the candidate with the least memory.
     """
     machine, limit, kept, devices = search.machine, search.limit, least.figures, len(search.machine.devices)
-    away = least.all_on_host(machine)
+    away = least.all_on_host
     search.budget.extend()
     search.shown.update(1000, "nothing fits; what would?")
 

@@ -212,19 +212,19 @@ class Remedies:
     @property
     def state(self) -> int:
         """Bytes of one device's part of the state, before and after a step, without leaves that can be offloaded."""
-        several = self.least.figures, self.least.all_on_host(self.machine)
+        several = self.least.figures, self.least.all_on_host
         return min(each.state + each.results for each in several)
 
     def result(self, change: Change) -> TriedChange | None:
         """The candidate that fits with a change, or else has the least memory; None without one, or out of time."""
         least: TriedChange | None = None
         try:
-            for machine, candidate in self.candidates(change):
+            for candidate in self.candidates(change):
                 fits = candidate.figures.memory <= self.memory
-                fitting = candidate if fits else candidate.with_host(machine, self.memory)
+                fitting = candidate if fits else candidate.with_host(self.memory)
                 if fitting is not None:
                     return TriedChange(change, fitting.figures, fitting.name, fitting.mesh, True)
-                figures = min(candidate.figures, candidate.all_on_host(machine), key=lambda each: each.memory)
+                figures = min(candidate.figures, candidate.all_on_host, key=lambda each: each.memory)
                 if least is None or figures.memory < least.figures.memory:
                     least = TriedChange(change, figures, candidate.name, candidate.mesh, False)
                 if self.is_over:
@@ -233,8 +233,8 @@ class Remedies:
             pass
         return least
 
-    def candidates(self, change: Change) -> Iterator[tuple[Machine, Candidate]]:
-        """The candidates with a change, and the machine of each."""
+    def candidates(self, change: Change) -> Iterator[Candidate]:
+        """The candidates with a change."""
         machine = self.machine
         for _ in range(change.doublings):
             machine = double_machine(machine)
@@ -243,12 +243,9 @@ class Remedies:
             for sizes in self.meshes(change, len(machine.devices)):
                 on = MeshSearch(subject, machine, sizes, self.platform, self.times, pace)
                 if on.axes:
-                    several = self.divided(on)
+                    yield from self.divided(on)
                 else:
-                    several = [
-                        on.candidate("FSDP" if on.replicas > 1 else "data parallel", on.undivided, on.replicas > 1)
-                    ]
-                yield from ((machine, candidate) for candidate in several)
+                    yield on.candidate("FSDP" if on.replicas > 1 else "data parallel", on.undivided, on.replicas > 1)
 
     def subjects(self, change: Change) -> Iterator[Subject]:
         """The step with a change; then the same step with the fewest residuals."""

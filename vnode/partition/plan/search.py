@@ -66,8 +66,8 @@ LESS = 0.95
 
 T = TypeVar("T")
 
-Ways = Generator[tuple[Subject, list[Candidate]], None, T]
-"""A generator of forms of a step with their candidates, and its result."""
+Ways = Generator[list[Candidate], None, T]
+"""A generator of the candidates of each form of a step, and its result."""
 
 
 @with_jit
@@ -246,8 +246,8 @@ class _Search:
         self.options = {name: value for name, value in options.items() if not (name == "lanes" and self.fewer_lanes)}
         self.smallest: Candidate | None = None
         self.fitted: dict[MemoryPlan, bool] = {}  # of the step that is looked at
-        self.found: list[tuple[Subject, Candidate]] = []
-        self.chosen: tuple[Subject, Candidate] | None = None  # the fastest that fits by the model
+        self.found: list[Candidate] = []
+        self.chosen: Candidate | None = None  # the fastest that fits by the model
         self.begun: list[Entry] = []
         self.last: Subject | None = None  # the step that was looked at last
 
@@ -261,17 +261,17 @@ class _Search:
         nodes = len(self.machine.devices) if searched else virtual_nodes
         while True:  # fewer nodes are fewer turns, each of more examples
             self.last = subject = subject_of(on_nodes(self.given, nodes, self.options), self.args)
-            for one, found in self.in_lanes(subject) if self.fewer_lanes else self.ways(subject):
-                self.found += [(one, each) for each in found]
+            for found in self.in_lanes(subject) if self.fewer_lanes else self.ways(subject):
+                self.found += found
                 fits = fitting_first(found, self.limit)[:1]
-                if fits and (self.chosen is None or fits[0].figures.seconds < self.chosen[1].figures.seconds):
-                    self.chosen = one, fits[0]
+                if fits and (self.chosen is None or fits[0].figures.seconds < self.chosen.figures.seconds):
+                    self.chosen = fits[0]
             nodes = 2 * subject.virtual_nodes
             over = not searched or nodes > min(subject.examples, MOST_NODES) or self.budget.lacks()
             plain = False
             if self.chosen is not None:
-                plan = self.chosen[0].step.spec.plan
-                plain = not (self.chosen[1].uses_host or plan.recomputed or plan.offloaded)
+                plan = self.chosen.on.subject.step.spec.plan
+                plain = not (self.chosen.uses_host or plan.recomputed or plan.offloaded)
             if over or plain:  # else more nodes may need neither the host nor more work
                 return
 
@@ -286,18 +286,13 @@ class _Search:
         Args:
           limit: bytes that one device may hold.
         """
+        begun = {each.candidate: each for each in self.begun}
+        return [begun.get(each) or entry_of(each, limit) for each in self.found]
 
-        begun = {id(each.candidate): each for each in self.begun}
-        return [begun.get(id(candidate)) or self.entry(subject, candidate, limit) for subject, candidate in self.found]
-
-    def entry(self, subject: Subject, candidate: Candidate, limit: int) -> Entry:
-        """A candidate that may be compiled."""
-        return Entry(candidate, functools.cache(lambda: plan_of(subject, candidate, self.machine, limit, {})))
-
-    def begin(self, ranking: CompiledRanking, limit: int, subject: Subject, candidate: Candidate) -> None:
+    def begin(self, ranking: CompiledRanking, limit: int, candidate: Candidate) -> None:
         """Begins to compile a candidate while others are searched; of the first step that is looked at."""
-        if all(subject.step is each.plan().pattern for each in self.begun):
-            self.begun.append(self.entry(subject, candidate, limit))
+        if all(candidate.on.subject is each.candidate.on.subject for each in self.begun):
+            self.begun.append(entry_of(candidate, limit))
             ranking.begin(self.begun[-1])
 
     def plan(self, limit: int, said: tuple[str, ...], best: Entry | None = None, entries: Sequence[Entry] = ()) -> Plan:
@@ -312,31 +307,26 @@ class _Search:
         Raises:
           MemoryLimitError: nothing fits.
         """
-        if best is None and self.chosen is None:
+        chosen = self.chosen if best is None else best.candidate
+        if chosen is None:
             assert self.smallest is not None and self.last is not None
             raise nothing_fits_error(self.over_meshes, self.last, self.smallest)
-        if best is None:
-            assert self.chosen is not None
-            subject, chosen = self.chosen
-        else:
-            chosen = best.candidate
-            subject = next(subject for subject, candidate in self.found if candidate is chosen)
-        compiled = {id(each.candidate): each.figures for each in entries if each.figures is not None}
+        compiled = {each.candidate: each.figures for each in entries if each.figures is not None}
         if best is not None and best.figures is None:  # drafts compare with drafts only
-            compiled = {id(each.candidate): each.draft for each in entries if each.draft is not None}
-        made = plan_of(subject, chosen, self.machine, limit, self.other_plan_figures(subject, chosen, compiled, limit))
+            compiled = {each.candidate: each.draft for each in entries if each.draft is not None}
+        beside = self.other_plan_figures(chosen, compiled, limit)
         notes = (*said, *self.budget.untried)
-        return dataclasses.replace(made, compiled=compiled.get(id(chosen)), notes=notes)
+        return dataclasses.replace(plan_of(chosen, limit), beside=beside, compiled=compiled.get(chosen), notes=notes)
 
     def other_plan_figures(
-        self, subject: Subject, chosen: Candidate, compiled: Mapping[int, Figures], limit: int
+        self, chosen: Candidate, compiled: Mapping[Candidate, Figures], limit: int
     ) -> dict[str, Figures]:
         """The figures of other plans of the same step, by name: compiled ones where they are known."""
         beside: dict[str, Figures] = {}
         others = (SEARCHED,) if BESIDE in chosen.name or UNEQUAL in chosen.name else ()
         for name in (*EXPERTS[:3], f"{MEGATRON} + ZeRO", *EXPERTS[3:], *others):
-            alike = [each for one, each in self.found if each.name == name and one is subject]
-            figures = [compiled.get(id(each), each.figures) for each in alike]
+            alike = [each for each in self.found if each.name == name and each.on.subject is chosen.on.subject]
+            figures = [compiled.get(each, each.figures) for each in alike]
             figures.sort(key=lambda each: (each.memory > limit, each.source == "model", each.seconds))
             if figures and name != chosen.name:
                 beside[name] = figures[0]
@@ -347,7 +337,7 @@ class _Search:
         devices = len(self.machine.devices)
         if subject.virtual_nodes > devices and subject.step.options.reduction == "invariant":
             found = self.candidates(subject)
-            yield subject, found
+            yield found
             if any(not each.uses_host for each in fitting_first(found, self.limit)):
                 return
             options = dataclasses.replace(subject.step.options, lanes=devices)
@@ -362,7 +352,7 @@ class _Search:
         by offloading to the host.
         """
         found = self.candidates(subject)
-        yield subject, found
+        yield found
         if any(not each.uses_host for each in fitting_first(found, self.limit)):
             return
         keeping = MemoryPlanner.for_subject(subject, self.machine, self.over_meshes.platform)
@@ -426,9 +416,8 @@ class _Search:
             return None
         if several not in tried:
             tried.add(several)
-            less = subject_of(with_recomputation(subject.step, *several), self.args)
-            found = self.candidates(less)
-            yield less, found
+            found = self.candidates(subject_of(with_recomputation(subject.step, *several), self.args))
+            yield found
             self.fitted[several] = any(not each.uses_host for each in fitting_first(found, self.limit))
         return self.fitted.get(several, False)
 
@@ -439,21 +428,19 @@ class _Search:
         return found
 
 
-def plan_of(subject: Subject, chosen: Candidate, machine: Machine, limit: int, beside: Mapping[str, Figures]) -> Plan:
-    """The plan of a candidate.
+def entry_of(candidate: Candidate, limit: int) -> Entry:
+    """A candidate that may be compiled; `limit` is as for `plan_of`."""
+    return Entry(candidate, functools.cache(lambda: plan_of(candidate, limit)))
 
-    Args:
-      subject: the step.
-      chosen: the candidate.
-      machine: the machine.
-      limit: bytes that one device may hold.
-      beside: figures of other plans, by name.
-    """
+
+def plan_of(chosen: Candidate, limit: int) -> Plan:
+    """The plan of a candidate; `limit` is the number of bytes that one device may hold."""
+    subject = chosen.on.subject
     return Plan(
         subject.step,
         subject.args,
         subject.fingerprint,
-        machine,
+        chosen.on.machine,
         limit,
         subject.virtual_nodes,
         chosen.name,
@@ -462,7 +449,7 @@ def plan_of(subject: Subject, chosen: Candidate, machine: Machine, limit: int, b
         chosen.specs,
         chosen.records,
         chosen.prediction,
-        beside,
+        {},
         chosen.gap,
         chosen.divisions,
         chosen.host,
