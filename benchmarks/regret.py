@@ -211,7 +211,8 @@ def expert_plans(model: Any, machine: Any, nodes: int) -> Iterator[tuple[str, An
     import jax
 
     from vnode.partition.plan.candidates import MEGATRON, Candidate, MeshSearch
-    from vnode.partition.plan.predict import NODES, platform_of
+    from vnode.partition.plan.meshes import NODES
+    from vnode.partition.plan.predict import platform_of
     from vnode.partition.plan.search import plan_of
     from vnode.partition.plan.search_subject import on_nodes, subject_of
 

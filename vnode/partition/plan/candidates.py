@@ -24,8 +24,8 @@ from vnode.partition.cost.timed_pieces import timed_op_of
 from vnode.partition.machine import Device, Machine
 from vnode.partition.plan.carry_sharding import shard_carries
 from vnode.partition.plan.divisions import DividedOperation, divisions_of
-from vnode.partition.plan.node_spread import Spread
-from vnode.partition.plan.predict import NODES, Figures, Prediction, ReplicaCost, dividing_axes, far_sums, predict
+from vnode.partition.plan.meshes import NODES, mesh_text
+from vnode.partition.plan.predict import Figures, Prediction, ReplicaCost, dividing_axes, far_sums, predict
 from vnode.partition.plan.replica import NodeFlow, ReplicaProgram, replica_program
 from vnode.partition.plan.replica_reduction import ReplicaReduction
 from vnode.partition.plan.replica_shares import of_one_kind, replica_shares
@@ -121,6 +121,11 @@ class Candidate:
         """Sizes of the mesh axes, the nodes' axis first."""
         return self.on.sizes
 
+    @property
+    def title(self) -> str:
+        """Its name and mesh."""
+        return f"{self.name} on {mesh_text(self.mesh)}"
+
     @functools.cached_property
     def flows(self) -> list[NodeFlow]:
         """The layouts through each pass's node; empty where replicas are single devices."""
@@ -212,10 +217,9 @@ class MeshSearch:
         self.axes = dividing_axes(sizes)
         self.mesh = machine.mesh(sizes)
         options = subject.step.options
-        self.shares = replica_shares(machine, self.mesh, NODES, options.virtual_nodes, options.lane, self.pace, even)
-        self.alike = of_one_kind(machine, self.shares.kind)  # the replica that is done last stands for all
-        self.across = ReplicaReduction(self.shares.counts, options.lane, options.reduction == "invariant", NODES)
-        self.spread = Spread.from_counts(self.shares.counts, self.shares.last)
+        self.spread, kind = replica_shares(machine, self.mesh, options.virtual_nodes, options.lane, self.pace, even)
+        self.alike = of_one_kind(machine, kind)
+        self.across = ReplicaReduction(self.spread.counts, options.lane, options.reduction == "invariant")
         self.replica: ReplicaProgram = replica_program(
             subject.schedule, self.spread, self.axes, platform, self.across.invariant
         )
@@ -238,7 +242,7 @@ class MeshSearch:
         program, size = self.replica.nodes[k].written, self.axes[axis]
         (group,) = groups_along(program, [branches], self.seconds, axis, size)
         takes = [sum(self.seconds(program.equations[n]) for n in branch) for branch in group.branches]
-        return self.shares.iterations * (size * max(takes) - sum(takes)) / math.prod(self.axes.values())
+        return self.spread.iterations * (size * max(takes) - sum(takes)) / math.prod(self.axes.values())
 
     def stages_within(self, axis: str, spare: float) -> list[tuple[int, Branches]]:
         """The stages, the best balanced first, for which devices wait less than `spare` seconds of a step in all."""
@@ -334,29 +338,26 @@ class MeshSearch:
         flow = shard_carries(flow, self.axes)
         subject, sharded = self.subject, self.sharded(flow) if shard_state else {}
         prediction = predict(
+            subject,
             flow,
             self.alike,
             self.mesh,
             across,
             platform=self.platform,
-            state=subject.carried,
-            donated=subject.donated,
             sharded=sharded,
             times=self.times,
-            iterations=self.shares.iterations,
+            iterations=self.spread.iterations,
         )
         specs = specs_of(subject, flow, self.axes, sharded)
         apart = self.platform != "cpu"  # there what is on the host is on the device all the same
         names = subject.leaves if apart else [None] * len(subject.names)
-        slots = StateOffload.from_names(
-            flow, names, subject.state, subject.donated, self.axes, dict.fromkeys(sharded, self.replicas)
-        )
+        slots = StateOffload.from_names(subject, flow, names, self.axes, dict.fromkeys(sharded, self.replicas))
         can_be_far = apart and far_sums(flow, self.axes) > 0
         return Candidate(
             self,
             name,
             flow,
-            self.shares.counts,
+            self.spread.counts,
             specs,
             self.replica,
             prediction,
@@ -386,7 +387,7 @@ class MeshSearch:
                 continue
             spec = spec_of(as_spec_layout(flow.inputs[i], self.axes))
             shape = tuple(self.subject.inputs[i].aval.shape)
-            further = shard_over_replicas(spec, shape, self.replicas, self.axes, NODES)
+            further = shard_over_replicas(spec, shape, self.replicas, self.axes)
             if math.prod(shape) > 1 and further is not None:
                 found[i] = further
         return found
@@ -458,7 +459,7 @@ class MeshSearch:
         specs = {name: PartitionSpec() for name in self.subject.names if name is not None}
         specs |= specs_in_blocks(self.subject, shared.dims, shared.share)
         nothing = [None] * len(self.subject.names)  # what is in blocks is not on the host
-        slots = StateOffload.from_names(shared.flow, nothing, self.subject.state, self.subject.donated, self.axes, {})
+        slots = StateOffload.from_names(self.subject, shared.flow, nothing, self.axes, {})
         return Candidate(self, name, shared.flow, counts, specs, shared.replica, shared.prediction, slots, unequal=True)
 
     @property

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from vnode.analysis.program import Atom, Program
 from vnode.operators.ordering_barrier import can_be_awaited
+from vnode.partition.plan.meshes import NODES
 from vnode.partition.plan.other_replicas import SUM_OVER_REPLICAS, totals_of_passes
 from vnode.partition.plan.replica_reduction import ReplicaReduction
 from vnode.runtime.mesh_function import follow_layouts, result_layout
@@ -152,7 +153,7 @@ def shard_replicated_region(
       wait: whether a pass gathers its state only after the totals of the passes before it.
     """
     if not sharded:  # then replicas compute the same
-        axes = {name: n for name, n in axes.items() if name != across.axis}
+        axes = {name: n for name, n in axes.items() if name != NODES}
     if not axes:
         return flow
     program, lies = flow.program, dict(zip(flow.program.inputs, flow.inputs, strict=True))
@@ -187,9 +188,9 @@ def shard_around_passes(
       wait: whether a pass gathers its state only after the totals of the passes before it.
     """
     program, lies = flow.program, dict(zip(flow.program.inputs, inputs, strict=True))
-    exact = frozenset({across.axis} & axes.keys() if across.invariant else ())
-    inner = {name: n for name, n in axes.items() if name != across.axis}
-    among = SummingDevices(across.axis, axes, across.invariant)
+    exact = frozenset({NODES} & axes.keys() if across.invariant else ())
+    inner = {name: n for name, n in axes.items() if name != NODES}
+    among = SummingDevices(NODES, axes, across.invariant)
     loops = totals_of_passes(step.eqn for step in flow.steps)
     before, after = split_steps(flow.steps, loops)
     parts = [

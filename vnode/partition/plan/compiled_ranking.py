@@ -32,7 +32,6 @@ from vnode.partition.plan.candidates import EXPERTS, Candidate
 from vnode.partition.plan.compiled_figures import figures_as_compiled
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import Figures
-from vnode.partition.plan.remedies import plan_title
 from vnode.show.units import size
 
 TOGETHER = 2
@@ -88,11 +87,6 @@ class Entry:
     def kind(self) -> str:
         """The candidate's kind: its name, without the sharding of the state over replicas."""
         return kind_of(self.candidate.name)
-
-    @property
-    def title(self) -> str:
-        """Its name and mesh."""
-        return plan_title(self.candidate.name, self.candidate.mesh)
 
     @property
     def expected(self) -> Figures:
@@ -263,9 +257,9 @@ class CompiledRanking:
                 continue
             each.figures = self.figures(each, each.job, "compiled")
             if each.job.stats is None:
-                self.said.append(f"{each.title}: {each.job.outcome}")
+                self.said.append(f"{each.candidate.title}: {each.job.outcome}")
             elif each.figures is not None and each.figures.memory > self.limit:
-                self.said.append(f"{each.title}: compiled {size(each.figures.memory)}")
+                self.said.append(f"{each.candidate.title}: compiled {size(each.figures.memory)}")
 
     def figures(self, each: Entry, job: CompileJob, source: str) -> Figures | None:
         """The figures of a candidate as compiled; None if the compiler gave none."""
@@ -284,7 +278,7 @@ class CompiledRanking:
             if program is None:
                 program = each.program = plan.step(self.pool.target.devices).executor.lower_for(plan.args, {})
         except VnodeError as error:
-            self.said.append(f"{each.title}: {str(error).splitlines()[0]}")
+            self.said.append(f"{each.candidate.title}: {str(error).splitlines()[0]}")
             return
         job = self.pool.submit(program, each.candidate.prediction.iterations, draft=draft)
         if draft:

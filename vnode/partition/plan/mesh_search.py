@@ -25,8 +25,7 @@ from vnode.partition.plan.candidates import (
     fitting_first,
     pace_of,
 )
-from vnode.partition.plan.meshes import meshes
-from vnode.partition.plan.predict import NODES
+from vnode.partition.plan.meshes import NODES, mesh_text, meshes
 from vnode.partition.plan.search_subject import Subject
 from vnode.partition.searches.methods import METHODS, Method
 
@@ -139,7 +138,7 @@ class MeshesSearch:
         """Adds the candidates that divide the batch alone, and searches the other meshes while there is time."""
         waiting: list[SearchedMesh] = []
         took, before = 0.0, 0
-        every = [*meshes(len(self.machine.devices), subject.virtual_nodes, NODES)]
+        every = [*meshes(len(self.machine.devices), subject.virtual_nodes)]
         for number, sizes in enumerate(every):
             began, inner = time.monotonic(), len(sizes) - 1
             if inner and self.undivided:
@@ -249,7 +248,7 @@ class MeshesSearch:
             MeshSearch, subject, self.machine, sizes, self.platform, self.times, pace, method=self.method
         )
         several = [made()]
-        if len({*several[0].shares.counts}) > 1 and len(self.machine.kinds) > 1:
+        if len({*several[0].spread.counts}) > 1 and len(self.machine.kinds) > 1:
             several.append(made(even=True))
             several.sort(key=lambda on: on.candidate("", on.undivided).figures.seconds)
         return several
@@ -303,7 +302,7 @@ class MeshesSearch:
             return
         evens = [each for each in found if each.mesh == on.sizes and each.records and "+" not in each.name]
         self.say(on.sizes, found)
-        found += on.unequal(sorted(evens, key=by_seconds), self.limit, self.budget.until)
+        found += on.unequal(sorted(evens, key=lambda each: each.figures.seconds), self.limit, self.budget.until)
 
     def side_by_side(self, mesh: SearchedMesh, found: list[Candidate]) -> bool:
         """Adds candidates with branches side by side along each axis.
@@ -381,15 +380,6 @@ def in_turn(searched: Sequence[SearchedMesh]) -> list[tuple[str, SearchedMesh, f
     return [(name, mesh, cost) for _, name, mesh, cost in sorted(found, key=lambda each: each[0])]
 
 
-def mesh_text(sizes: Mapping[str, int]) -> str:
-    """A mesh in words.
-
-    >>> mesh_text({"vnode": 2, "model": 4})
-    'vnode 2 x model 4'
-    """
-    return " x ".join(f"{name} {n}" for name, n in sizes.items())
-
-
 def smaller_account(tried: Sequence[tuple[float, int]], limit: int) -> float:
     """The memory by the search's model at which the prediction should be a little below a limit.
 
@@ -404,11 +394,6 @@ def smaller_account(tried: Sequence[tuple[float, int]], limit: int) -> float:
     before, first = tried[-2] if len(tried) > 1 else (account, predicted)
     steep = (first - predicted) / (before - account) if before > account else 1.0
     return account - 1.05 * (predicted - limit) / min(max(steep, FLATTEST), 1.0)
-
-
-def by_seconds(candidate: Candidate) -> float:
-    """Predicted seconds of a candidate's step."""
-    return candidate.figures.seconds
 
 
 def fastest(candidates: Sequence[Candidate], memory: float) -> float:

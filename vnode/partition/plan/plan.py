@@ -28,8 +28,9 @@ from vnode.partition.cost.program_memory import Memory
 from vnode.partition.machine import Machine
 from vnode.partition.plan.divisions import PARTS, DividedOperation
 from vnode.partition.plan.memory_chart import draw as draw_levels
+from vnode.partition.plan.meshes import NODES, mesh_text
 from vnode.partition.plan.node_spread import Spread
-from vnode.partition.plan.predict import NODES, Figures, Prediction, dividing_axes, platform_of
+from vnode.partition.plan.predict import Figures, Prediction, dividing_axes, platform_of
 from vnode.partition.plan.replica import ReplicaProgram, replica_program
 from vnode.partition.plan.search_subject import subject_of
 from vnode.partition.plan.step_layouts import parts_in_blocks, parts_of_sums, patterns, unknown
@@ -407,11 +408,14 @@ class Plan(Drawn, Bound):
 
     def page(self) -> Page:
         """The report."""
-        axes = " x ".join(f"{name} {n}" for name, n in self.mesh.items())
         found = "" if self.gap is None else f", at most {self.gap:.1%} above the best on this mesh"
         facts = (
             Fact("machine", self.machine.name),
-            Fact("mesh", axes, "nodes are spread over the first axis; the others divide what a node computes"),
+            Fact(
+                "mesh",
+                mesh_text(self.mesh),
+                "nodes are spread over the first axis; the others divide what a node computes",
+            ),
             Fact("virtual nodes", f"{self.virtual_nodes}{uneven_counts_text(self.counts)}"),
             Fact("found", f"{self.name}{found}"),
             *self._kinds(),

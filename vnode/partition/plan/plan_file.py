@@ -28,7 +28,8 @@ from vnode.partition.machine import Machine
 from vnode.partition.machine.machine_file import machine_from_json as read_machine
 from vnode.partition.machine.machine_file import machine_to_json
 from vnode.partition.plan.divisions import DividedOperation
-from vnode.partition.plan.predict import NODES, Figures, Prediction
+from vnode.partition.plan.meshes import NODES
+from vnode.partition.plan.predict import Figures, Prediction
 from vnode.partition.plan.search_subject import Subject, check_args, on_nodes, subject_of, with_recomputation
 from vnode.partition.plan.step_layouts import patterns
 from vnode.placement.trace_context import with_jit

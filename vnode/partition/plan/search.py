@@ -355,7 +355,7 @@ class _Search:
         yield found
         if any(not each.uses_host for each in fitting_first(found, self.limit)):
             return
-        keeping = MemoryPlanner.for_subject(subject, self.machine, self.over_meshes.platform)
+        keeping = MemoryPlanner(subject, self.machine, self.over_meshes.platform)
         tried = {MemoryPlan()}
         self.fitted.clear()
         level = yield from self.bisected(subject, keeping, False, tried)

@@ -22,6 +22,7 @@ from jax.extend.core import Var
 from vnode.partition.machine import Machine
 from vnode.partition.plan.other_replicas import SUM_OVER_REPLICAS
 from vnode.partition.plan.predict import Figures, local_sums, nbytes
+from vnode.partition.plan.search_subject import Subject
 from vnode.runtime.host_prefetch import Task, offloaded_needs, order_by_output
 from vnode.spmd.layout import Axes
 from vnode.spmd.sharding_flow import Flow
@@ -45,24 +46,18 @@ class StateOffload:
 
     @staticmethod
     def from_names(
-        flow: Flow,
-        names: Sequence[str | None],
-        state: Sequence[int],
-        donated: frozenset[int],
-        axes: Axes,
-        sharded: Mapping[int, int],
+        subject: Subject, flow: Flow, names: Sequence[str | None], axes: Axes, sharded: Mapping[int, int]
     ) -> StateOffload:
         """The leaves of a replica.
 
         Args:
-          flow: layouts through its program.
-          names: names of its inputs.
-          state: numbers of the inputs that are carried from step to step.
-          donated: numbers of the donated inputs.
+          subject: the step.
+          flow: layouts through the replica's program.
+          names: names of the inputs that may be offloaded.
           axes: sizes of the mesh axes other than the nodes', those longer than one.
           sharded: number of parts of inputs that are sharded over the replicas as well.
         """
-        inputs, works = flow.program.inputs, program_work(flow)
+        inputs, works, state = flow.program.inputs, program_work(flow), subject.state
         bits = {inputs[i]: 1 << n for n, i in enumerate(state)}
         pinned = {atom for atom in flow.program.outputs if isinstance(atom, Var)}
         for step, needs in zip(flow.steps, offloaded_needs(works, [*bits]), strict=True):
@@ -78,7 +73,7 @@ class StateOffload:
         found = {name: several for name, several in held.items() if several.keys() <= late}
         order = sorted(found, key=lambda name: (-sum(found[name].values()), name))
         sums = local_sums(flow, axes) // (max(sharded.values()) if sharded else 1)
-        return StateOffload(flow, {name: found[name] for name in order}, sums, donated)
+        return StateOffload(flow, {name: found[name] for name in order}, sums, subject.donated)
 
     @functools.cached_property
     def works(self) -> list[Task]:

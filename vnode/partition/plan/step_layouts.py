@@ -13,6 +13,7 @@ from jax.extend.core import Literal, Var
 from jax.sharding import PartitionSpec
 
 from vnode.errors import PartitionError
+from vnode.partition.plan.meshes import NODES
 from vnode.partition.plan.replica import NodeFlow, ReplicaProgram
 from vnode.partition.plan.search_subject import Subject
 from vnode.placement.patterns import Exactly, Patterns
@@ -129,9 +130,7 @@ def specs_of(
     return found
 
 
-def shard_over_replicas(
-    spec: PartitionSpec, shape: Sequence[int], replicas: int, axes: Axes, nodes: str
-) -> PartitionSpec | None:
+def shard_over_replicas(spec: PartitionSpec, shape: Sequence[int], replicas: int, axes: Axes) -> PartitionSpec | None:
     """Shards a spec over the replicas too, along the largest local dimension that they divide evenly."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     cut = [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
@@ -140,7 +139,7 @@ def shard_over_replicas(
     if not fitting:
         return None
     d = max(fitting, key=lambda d: (not cut[d], local[d]))
-    return PartitionSpec(*[(*names, nodes) if k == d else names or None for k, names in enumerate(cut)])
+    return PartitionSpec(*[(*names, NODES) if k == d else names or None for k, names in enumerate(cut)])
 
 
 def patterns(specs: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
