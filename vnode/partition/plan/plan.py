@@ -18,7 +18,6 @@ import numpy as np
 from jax.extend.core import Var
 from jax.sharding import Mesh, PartitionSpec
 
-from vnode.analysis.fingerprint import Fingerprint
 from vnode.analysis.passes import Schedule
 from vnode.analysis.program import ResultIndex
 from vnode.errors import Bound, MemoryLimitError, PartitionError, PlacementError, layout_message
@@ -32,7 +31,7 @@ from vnode.partition.plan.meshes import NODES, mesh_text
 from vnode.partition.plan.node_spread import Spread
 from vnode.partition.plan.predict import Figures, Prediction, dividing_axes, platform_of
 from vnode.partition.plan.replica import ReplicaProgram, replica_program
-from vnode.partition.plan.search_subject import subject_of
+from vnode.partition.plan.search_subject import Subject
 from vnode.partition.plan.step_layouts import parts_in_blocks, parts_of_sums, patterns, unknown
 from vnode.partition.simulator import Timeline
 from vnode.partition.uneven_shares.state_blocks import dims_of, rooms_of_state
@@ -71,12 +70,9 @@ class Plan(Drawn, Bound):
     """A way to run a step on a machine, found by `vnode.partition.search`; it can be printed, saved, and run.
 
     Attributes:
-      pattern: the step, a `VirtualStep`.
-      args: its arguments, as shapes.
-      fingerprint: the fingerprint of the step's function.
+      subject: the step and its arguments.
       machine: the machine.
       limit: bytes that one device may hold.
-      virtual_nodes: V.
       name: the name of the strategy, such as ``"FSDP"``; or ``"searched"``.
       mesh: sizes of the mesh axes; the nodes' axis is ``"vnode"``.
       counts: the number of nodes of each replica, in order; uneven where kinds of devices differ.
@@ -89,17 +85,13 @@ class Plan(Drawn, Bound):
       divisions: the divisions of the most expensive operations.
       host: names of the state's leaves that are in the host's memory between updates.
       far: how many partial sums are in the host's memory while they wait for others.
-      parameters: names of the state's leaves that passes read; optimizer slots are not among them.
       compiled: the compiler's figures, if the search compiled the plan.
       notes: candidates that the search did not try, compile, or find to fit, a line each.
     """
 
-    pattern: Any
-    args: tuple[Any, ...]
-    fingerprint: Fingerprint
+    subject: Subject
     machine: Machine
     limit: int
-    virtual_nodes: int
     name: str
     mesh: Mapping[str, int]
     counts: tuple[int, ...]
@@ -111,10 +103,24 @@ class Plan(Drawn, Bound):
     divisions: tuple[DividedOperation, ...] = ()
     host: tuple[str, ...] = ()
     far: int = 0
-    parameters: frozenset[str] = frozenset()
     compiled: Figures | None = None
     notes: tuple[str, ...] = ()
     _steps: dict[tuple[Any, ...], VirtualStep[..., Any]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def pattern(self) -> Any:
+        """The step, a `VirtualStep`."""
+        return self.subject.step
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The step's arguments, as shapes."""
+        return self.subject.args
+
+    @property
+    def virtual_nodes(self) -> int:
+        """V."""
+        return self.subject.virtual_nodes
 
     @property
     def figures(self) -> Figures:
@@ -374,11 +380,7 @@ class Plan(Drawn, Bound):
 
         Such a pass means that the step's options, or the version of jax, changed since the search.
         """
-        return (
-            unknown(self._replica_program(subject_of(self.pattern, self.args).schedule), self.records)
-            if self.records
-            else 0
-        )
+        return unknown(self._replica_program(self.subject.schedule), self.records) if self.records else 0
 
     def _replica_program(self, schedule: Schedule) -> ReplicaProgram:
         """The program of a replica."""
@@ -388,8 +390,7 @@ class Plan(Drawn, Bound):
         share = share_of(patterns(self.specs))
         rooms = None
         if share is not None:
-            subject = subject_of(self.pattern, self.args)
-            rooms = rooms_of_state(subject, dims_of(subject, self.specs), share)
+            rooms = rooms_of_state(self.subject, dims_of(self.subject, self.specs), share)
         return replica_program(schedule, Spread.from_counts(self.counts), axes, platform, exact, rooms=rooms)
 
     def pictures(self) -> str:
@@ -408,14 +409,11 @@ class Plan(Drawn, Bound):
 
     def page(self) -> Page:
         """The report."""
+        way = "nodes are spread over the first axis; the others divide what a node computes"
         found = "" if self.gap is None else f", at most {self.gap:.1%} above the best on this mesh"
         facts = (
             Fact("machine", self.machine.name),
-            Fact(
-                "mesh",
-                mesh_text(self.mesh),
-                "nodes are spread over the first axis; the others divide what a node computes",
-            ),
+            Fact("mesh", mesh_text(self.mesh), way),
             Fact("virtual nodes", f"{self.virtual_nodes}{uneven_counts_text(self.counts)}"),
             Fact("found", f"{self.name}{found}"),
             *self._kinds(),
@@ -518,7 +516,7 @@ class Plan(Drawn, Bound):
         groups: dict[tuple[bool, str, str], list[str]] = collections.defaultdict(list)
         for name, spec in self.specs.items():
             where = ", on the host" * (name in self.host)
-            groups[name not in self.parameters, without_numbers(name), spec_text(spec) + where].append(name)
+            groups[name not in self.subject.parameters, without_numbers(name), spec_text(spec) + where].append(name)
         if not groups:
             return []
         rows = tuple(

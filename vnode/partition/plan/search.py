@@ -435,14 +435,10 @@ def entry_of(candidate: Candidate, limit: int) -> Entry:
 
 def plan_of(chosen: Candidate, limit: int) -> Plan:
     """The plan of a candidate; `limit` is the number of bytes that one device may hold."""
-    subject = chosen.on.subject
     return Plan(
-        subject.step,
-        subject.args,
-        subject.fingerprint,
+        chosen.on.subject,
         chosen.on.machine,
         limit,
-        subject.virtual_nodes,
         chosen.name,
         chosen.mesh,
         chosen.counts,
@@ -454,5 +450,4 @@ def plan_of(chosen: Candidate, limit: int) -> Plan:
         chosen.divisions,
         chosen.host,
         chosen.host_sums,
-        parameters=subject.parameters,
     )
