@@ -5,7 +5,6 @@ Knows replicas, searches, and predictions. Must not know which candidates there 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import math
@@ -42,6 +41,7 @@ from vnode.partition.side_by_side.branch_plans import branch_stages, groups_alon
 from vnode.partition.uneven_shares.state_blocks import block_numbers, divided_state, specs_in_blocks, tied_inputs
 from vnode.partition.uneven_shares.uneven_plans import UnevenCandidate, UnevenSearch
 from vnode.placement.uneven_dimension import UnevenSpec
+from vnode.spmd.branch_groups import Group
 from vnode.spmd.flow_record import RecordedFlow
 from vnode.spmd.layout import replicated
 from vnode.spmd.sharded_program import as_spec_layout, spec_of
@@ -185,10 +185,11 @@ class Candidate:
         return self.prediction.figures
 
 
+@dataclasses.dataclass(eq=False)
 class MeshSearch:
     """A step on one mesh of a machine.
 
-    Args:
+    Attributes:
       subject: the step.
       machine: the machine.
       sizes: sizes of the mesh's axes, the nodes' axis first.
@@ -197,31 +198,34 @@ class MeshSearch:
       pace: seconds of a node on a device of each kind, if there are several kinds (`pace_of`).
       even: whether replicas have equal numbers of nodes although their kinds differ.
       method: the search method; by default the exact one.
+      groups: the equations of a node that are evaluated side by side, as for `replica_program`.
+      solutions: the solutions, by memory limit.
     """
 
+    subject: Subject
+    machine: Machine
+    sizes: Mapping[str, int]
+    platform: str
+    times: Times | None
+    pace: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    even: bool = False
+    method: Method = METHODS["exact"]
+    groups: Sequence[Sequence[Group]] = ()
+    solutions: dict[float, Solution | None] = dataclasses.field(default_factory=dict, init=False)
+
     @collector_paused()
-    def __init__(
-        self,
-        subject: Subject,
-        machine: Machine,
-        sizes: Mapping[str, int],
-        platform: str,
-        times: Times | None,
-        pace: Mapping[str, float] | None = None,
-        even: bool = False,
-        method: Method = METHODS["exact"],
-    ) -> None:
-        self.subject, self.machine, self.sizes, self.platform, self.times = subject, machine, sizes, platform, times
-        self.pace, self.method = pace or {}, method
-        self.replicas = sizes[NODES]
-        self.axes = dividing_axes(sizes)
-        self.mesh = machine.mesh(sizes)
-        options = subject.step.options
-        self.spread, kind = replica_shares(machine, self.mesh, options.virtual_nodes, options.lane, self.pace, even)
+    def __post_init__(self) -> None:
+        machine, options = self.machine, self.subject.step.options
+        self.replicas = self.sizes[NODES]
+        self.axes = dividing_axes(self.sizes)
+        self.mesh = machine.mesh(self.sizes)
+        self.spread, kind = replica_shares(
+            machine, self.mesh, options.virtual_nodes, options.lane, self.pace, self.even
+        )
         self.alike = of_one_kind(machine, kind)
         self.across = ReplicaReduction(self.spread.counts, options.lane, options.reduction == "invariant")
         self.replica: ReplicaProgram = replica_program(
-            subject.schedule, self.spread, self.axes, platform, self.across.invariant
+            self.subject.schedule, self.spread, self.axes, self.platform, self.across.invariant, self.groups
         )
 
     def seconds(self, eqn: JaxprEqn) -> float:
@@ -266,13 +270,7 @@ class MeshSearch:
             groups_along(node.written, each, self.seconds, axis, self.axes[axis])
             for node, each in zip(self.replica.nodes, several, strict=True)
         ]
-        made = copy.copy(self)
-        for name in ("search", "by_experts", "solutions"):
-            made.__dict__.pop(name, None)
-        made.replica = replica_program(
-            self.subject.schedule, self.spread, self.axes, self.platform, self.across.invariant, groups
-        )
-        return made
+        return dataclasses.replace(self, groups=groups)
 
     @property
     def undivided(self) -> Flow:
@@ -462,22 +460,12 @@ class MeshSearch:
         slots = StateOffload.from_names(self.subject, shared.flow, nothing, self.axes, {})
         return Candidate(self, name, shared.flow, counts, specs, shared.replica, shared.prediction, slots, unequal=True)
 
-    @property
-    def grouped(self) -> bool:
-        """Whether branches run side by side."""
-        return any(node.groups for node in self.replica.nodes)
-
-    @functools.cached_property
-    def solutions(self) -> dict[float, Solution | None]:
-        """The solutions, by memory limit."""
-        return {}
-
     @collector_paused()
     def solution(self, memory: float, budget: float, gap: float) -> Solution | None:
         """The solution within a memory limit in bytes, searched for once; None if nothing fits."""
         if memory not in self.solutions:
             problem = dataclasses.replace(self.search.problem, limit=memory)
-            known = [] if self.grouped else list(self.by_experts.values())
+            known = [] if any(self.groups) else list(self.by_experts.values())
             try:
                 found = self.method(self.search, problem, budget, gap, known)
             except MemoryLimitError:
@@ -488,7 +476,7 @@ class MeshSearch:
     @collector_paused()
     def searched(self, solution: Solution) -> Candidate:
         """The candidate of a solution."""
-        if self.grouped:  # the search has added up what branches take: that is no bound
+        if any(self.groups):  # the search has added up what branches take: that is no bound
             made = self.candidate(BESIDE, self.search.flow(solution.strategies))
         else:
             proven = solution.gap if solution.lower_bound > 0 else None

@@ -126,12 +126,12 @@ class MemoryPlanner:
     """
 
     def __init__(self, subject: Subject, machine: Machine, platform: str) -> None:
-        self.late = late = subject.late_reads
+        self.subject, self.late = subject, subject.late_reads
         kept, kind = subject.kept, machine.kinds[0]
-        self.stacked = stacked_of(late, kept, kind, platform != "cpu")
-        without = {late.program.equations[k].outvars[j] for k, j in kept}
-        fused = fuse_program(late.program, Calibration.for_platform(platform, kind.name).recomputes)
-        self.values = _LateValues(late, fused, without, kind).all()
+        self.stacked = stacked_of(self.late, kept, kind, platform != "cpu")
+        without = {self.late.program.equations[k].outvars[j] for k, j in kept}
+        fused = fuse_program(self.late.program, Calibration.for_platform(platform, kind.name).recomputes)
+        self.values = _LateValues(self.late, fused, without, kind).all()
         self.found: dict[tuple[int, bool], MemoryPlan | None] = {(0, False): MemoryPlan(), (0, True): MemoryPlan()}
 
     @property

@@ -40,7 +40,7 @@ def nothing_fits_error(search: MeshesSearch, subject: Subject, least: Candidate)
         }
         untried = [tuple(tries.parts(change)) for change in tries.left]
         help_ += [text for kind, text in about.items() if text and (kind,) in untried]
-    if search.budget.cut_short:
+    if search.budget.untried:
         help_.insert(0, f"more time: {several(len(search.budget.untried), 'thing')} not tried within the budget")
     failed = ", ".join(tries.in_words(each) for each in tries.failed())
     only_batch = " ".join(search.undivided.split("What to do")[0].split())

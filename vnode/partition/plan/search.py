@@ -245,7 +245,7 @@ class _Search:
         self.fewer_lanes = options.get("lanes") == "auto"
         self.options = {name: value for name, value in options.items() if not (name == "lanes" and self.fewer_lanes)}
         self.smallest: Candidate | None = None
-        self.fitted: dict[MemoryPlan, bool] = {}  # of the step that is looked at
+        self.fitted: dict[MemoryPlan, bool] = {}  # of those tried for the step that is looked at
         self.found: list[Candidate] = []
         self.chosen: Candidate | None = None  # the fastest that fits by the model
         self.begun: list[Entry] = []
@@ -356,24 +356,19 @@ class _Search:
         if any(not each.uses_host for each in fitting_first(found, self.limit)):
             return
         keeping = MemoryPlanner(subject, self.machine, self.over_meshes.platform)
-        tried = {MemoryPlan()}
-        self.fitted.clear()
-        level = yield from self.bisected(subject, keeping, False, tried)
+        self.fitted = {MemoryPlan(): False}
+        level = yield from self.bisected(keeping, False)
         if keeping.host and level is None:
-            yield from self.bisected(subject, keeping, True, tried)
+            yield from self.bisected(keeping, True)
         elif keeping.host and level is not None:  # what is dear to compute again may be cheaper there
-            yield from self.with_memory_plan(subject, keeping, level, True, tried)
+            yield from self.with_memory_plan(keeping, level, True)
 
-    def bisected(
-        self, subject: Subject, keeping: MemoryPlanner, host: bool, tried: set[MemoryPlan]
-    ) -> Ways[int | None]:
+    def bisected(self, keeping: MemoryPlanner, host: bool) -> Ways[int | None]:
         """Steps with fewer and fewer residuals, until one fits.
 
         Args:
-          subject: the step.
-          keeping: the planner of its memory plans.
+          keeping: the planner of the step's memory plans.
           host: whether residuals may be offloaded to the host.
-          tried: memory plans that were tried.
 
         Returns:
           The lowest level of `keeping` that fits, of those tried; None if none fits.
@@ -383,7 +378,7 @@ class _Search:
         for _ in range(BISECTIONS):
             if count == low:
                 break
-            fits = yield from self.with_memory_plan(subject, keeping, count, host, tried)
+            fits = yield from self.with_memory_plan(keeping, count, host)
             if fits is None or (count == keeping.levels(host) and not fits):
                 break
             level = count if fits else level
@@ -391,17 +386,13 @@ class _Search:
             count = (low + high) // 2
         return level
 
-    def with_memory_plan(
-        self, subject: Subject, keeping: MemoryPlanner, level: int, host: bool, tried: set[MemoryPlan]
-    ) -> Ways[bool | None]:
+    def with_memory_plan(self, keeping: MemoryPlanner, level: int, host: bool) -> Ways[bool | None]:
         """The step with the memory plan of a level, if that plan was not tried.
 
         Args:
-          subject: the step.
-          keeping: the planner of its memory plans.
+          keeping: the planner of the step's memory plans.
           level: the level: the higher, the fewer residuals.
           host: whether residuals may be offloaded to the host.
-          tried: memory plans that were tried; this one is added.
 
         Returns:
           Whether a candidate fits with its state on the devices; None if time is over, or Ctrl-C ended the search.
@@ -414,12 +405,11 @@ class _Search:
         except KeyboardInterrupt:
             self.budget.interrupt()
             return None
-        if several not in tried:
-            tried.add(several)
-            found = self.candidates(subject_of(with_recomputation(subject.step, *several), self.args))
+        if several not in self.fitted:
+            found = self.candidates(subject_of(with_recomputation(keeping.subject.step, *several), self.args))
             yield found
             self.fitted[several] = any(not each.uses_host for each in fitting_first(found, self.limit))
-        return self.fitted.get(several, False)
+        return self.fitted[several]
 
     def candidates(self, subject: Subject) -> list[Candidate]:
         """All candidates of a step that are found in time."""
