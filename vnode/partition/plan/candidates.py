@@ -88,7 +88,6 @@ class Candidate:
       prediction: the predicted figures.
       slots: the parts of the state that may be offloaded to the host.
       gap: largest possible excess of its cost over the best on this mesh, as a share; None if nothing was searched.
-      unequal: whether the devices of a replica have unequal shares.
       host: names of the leaves in the host's memory.
       shard_state: whether the state is also sharded over the replicas.
       host_sums: number of waiting partial sums in the host's memory.
@@ -107,7 +106,6 @@ class Candidate:
     prediction: Prediction
     slots: StateOffload
     gap: float | None = None
-    unequal: bool = False
     host: tuple[str, ...] = ()
     shard_state: bool = False
     host_sums: int = 0
@@ -134,7 +132,9 @@ class Candidate:
     @functools.cached_property
     def records(self) -> dict[str, RecordedFlow]:
         """The divisions of the passes, by digest; empty for unequal shares."""
-        return {} if self.unequal else records_of(self.flows, dividing_axes(self.mesh))
+        if any(isinstance(spec, UnevenSpec) for spec in self.specs.values()):
+            return {}
+        return records_of(self.flows, dividing_axes(self.mesh))
 
     @functools.cached_property
     def divisions(self) -> tuple[DividedOperation, ...]:
@@ -200,6 +200,7 @@ class MeshSearch:
       method: the search method; by default the exact one.
       groups: the equations of a node that are evaluated side by side, as for `replica_program`.
       solutions: the solutions, by memory limit.
+      took: seconds of the last search for a solution.
     """
 
     subject: Subject
@@ -212,6 +213,7 @@ class MeshSearch:
     method: Method = METHODS["exact"]
     groups: Sequence[Sequence[Group]] = ()
     solutions: dict[float, Solution | None] = dataclasses.field(default_factory=dict, init=False)
+    took: float = dataclasses.field(default=0.0, init=False)
 
     @collector_paused()
     def __post_init__(self) -> None:
@@ -458,20 +460,27 @@ class MeshSearch:
         specs |= specs_in_blocks(self.subject, shared.dims, shared.share)
         nothing = [None] * len(self.subject.names)  # what is in blocks is not on the host
         slots = StateOffload.from_names(self.subject, shared.flow, nothing, self.axes, {})
-        return Candidate(self, name, shared.flow, counts, specs, shared.replica, shared.prediction, slots, unequal=True)
+        return Candidate(self, name, shared.flow, counts, specs, shared.replica, shared.prediction, slots)
 
     @collector_paused()
     def solution(self, memory: float, budget: float, gap: float) -> Solution | None:
         """The solution within a memory limit in bytes, searched for once; None if nothing fits."""
         if memory not in self.solutions:
+            began = time.monotonic()
             problem = dataclasses.replace(self.search.problem, limit=memory)
             known = [] if any(self.groups) else list(self.by_experts.values())
             try:
                 found = self.method(self.search, problem, budget, gap, known)
             except MemoryLimitError:
                 found = None
-            self.solutions[memory] = found
+            self.solutions[memory], self.took = found, time.monotonic() - began
         return self.solutions[memory]
+
+    @property
+    def cost(self) -> float:
+        """Seconds of a step of the first solution, by the search's cost model; infinite without one."""
+        first = next(iter(self.solutions.values()), None)
+        return math.inf if first is None else first.cost
 
     @collector_paused()
     def searched(self, solution: Solution) -> Candidate:
