@@ -32,12 +32,12 @@ from vnode.partition.plan.node_spread import Spread
 from vnode.partition.plan.predict import Figures, Prediction, dividing_axes, platform_of
 from vnode.partition.plan.replica import ReplicaProgram, replica_program
 from vnode.partition.plan.search_subject import Subject
-from vnode.partition.plan.step_layouts import parts_in_blocks, parts_of_sums, patterns, unknown
+from vnode.partition.plan.step_layouts import parts_in_blocks, parts_of_sums, patterns
 from vnode.partition.simulator import Timeline
 from vnode.partition.uneven_shares.state_blocks import dims_of, rooms_of_state
 from vnode.placement.node_layout import Layout as Grouped
 from vnode.placement.patterns import Exactly
-from vnode.placement.placement import Placement, device_list, neighbours_of_one_kind
+from vnode.placement.placement import Placement, device_list
 from vnode.placement.trace_context import with_jit
 from vnode.placement.uneven_dimension import UnevenSpec
 from vnode.plan.nodes.device_memory import memory_refusal
@@ -46,7 +46,7 @@ from vnode.report.step_report import Report
 from vnode.show.drawable import Drawn
 from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
 from vnode.show.units import seconds, several, size
-from vnode.spmd.flow_record import RecordedFlow
+from vnode.spmd.flow_record import RecordedFlow, digest_of
 from vnode.step.explain import reports
 from vnode.step.uneven_state import share_of
 from vnode.step.virtual import VirtualStep
@@ -218,11 +218,12 @@ class Plan(Drawn, Bound):
             )
         if len(set(found)) < wanted:
             raise PlacementError(f"a device may be named only once: {', '.join(map(str, found))}")
-        if len(neighbours_of_one_kind(sorted(found, key=kind_of))) > 1:
+        kinds = dict.fromkeys(f"{each.platform} {getattr(each, 'device_kind', '')}" for each in found)
+        if len(kinds) > 1:  # compilers depend on both
             raise PlacementError(
                 layout_message(
                     "a plan is one program, and devices of different kinds cannot share one.",
-                    facts=[f"there are {', '.join(dict.fromkeys(map(kind_of, found)))}"],
+                    facts=[f"there are {', '.join(kinds)}"],
                     remedies=[
                         "give devices of one kind; they may differ in speed",
                         "or divide nodes among kinds: vnode.balance, and vnode.Placement(..., groups=...)",
@@ -380,7 +381,8 @@ class Plan(Drawn, Bound):
 
         Such a pass means that the step's options, or the version of jax, changed since the search.
         """
-        return unknown(self._replica_program(self.subject.schedule), self.records) if self.records else 0
+        nodes = self._replica_program(self.subject.schedule).nodes if self.records else ()
+        return sum(digest_of(node.written) not in self.records for node in nodes)
 
     def _replica_program(self, schedule: Schedule) -> ReplicaProgram:
         """The program of a replica."""
@@ -631,11 +633,6 @@ def figures_source(figures: Figures) -> str:
     if figures.source == "model":
         return "estimated"
     return figures.source if figures.timed else "memory compiled"
-
-
-def kind_of(device: Any) -> str:
-    """The platform and kind of a device; its compiler depends on both."""
-    return f"{device.platform} {getattr(device, 'device_kind', '')}"
 
 
 def without_numbers(name: str) -> str:

@@ -30,7 +30,7 @@ from vnode.partition.plan.candidates import (
     Candidate,
     fitting_first,
 )
-from vnode.partition.plan.compiled_ranking import CompiledRanking, Entry
+from vnode.partition.plan.compiled_ranking import DRAFT, FULL, CompiledRanking, Entry
 from vnode.partition.plan.memory_plan import SOLVING, MemoryPlan, MemoryPlanner
 from vnode.partition.plan.mesh_search import MeshesSearch
 from vnode.partition.plan.nothing_fits import nothing_fits_error
@@ -179,26 +179,25 @@ def search(
             share = 1.0 if ranking is None else SEARCHING
             left = max(share * (until - time.monotonic()), LEAST_SECONDS)
             over_meshes = MeshesSearch(machine, platform_of(machine), allowed, times, Budget(left), shown, method=by)
-            found = _Search(step, args, over_meshes, options)
+            found = _Search(step, args, over_meshes, options, limit)
             if ranking is not None and not ranking.is_answered:
-                over_meshes.early = functools.partial(found.begin, ranking, limit)
+                over_meshes.early = functools.partial(found.begin, ranking)
             found.explore(virtual_nodes)
             if found.budget.interrupted:
                 reason = "the search was interrupted"
             if ranking is None or found.budget.interrupted:
-                return found.plan(limit, (f"estimates only: {reason}",))
+                return found.plan((f"estimates only: {reason}",))
             shown.update(1000, "compiling the best")
-            entries = found.compilable_entries(limit)
-            best = ranking.best(entries)
+            best = ranking.best([found.entry(each) for each in found.found])
             if best is not None:
-                return found.plan(limit, tuple(ranking.said), best, entries)
-            if ranking.interrupted and not found.fits:
+                return found.plan(tuple(ranking.said), best)
+            if ranking.interrupted and found.chosen is None:
                 raise KeyboardInterrupt
             if not ranking.is_answered or ranking.interrupted:
                 late = () if ranking.interrupted else ("estimates only: nothing was compiled in time",)
-                return found.plan(limit, (*late, *ranking.said))
+                return found.plan((*late, *ranking.said))
             less = min(ranking.memory_allowed(), math.ceil(LESS * allowed))
-            if ranking.is_finished or less < 1 or not found.fits:
+            if ranking.is_finished or less < 1 or found.chosen is None:
                 raise MemoryLimitError(nothing_compiled_fits(limit, ranking, found))
             allowed = less
 
@@ -237,10 +236,20 @@ def nothing_compiled_fits(limit: int, ranking: CompiledRanking, found: _Search) 
 
 
 class _Search:
-    """One search over forms of a step (number of nodes, lanes, memory plan), each on all meshes."""
+    """One search over forms of a step (number of nodes, lanes, memory plan), each on all meshes.
 
-    def __init__(self, step: Any, args: Sequence[Any], over_meshes: MeshesSearch, options: dict[str, Any]) -> None:
-        self.given, self.args, self.over_meshes = step, args, over_meshes
+    Args:
+      step: the step, as for `search`.
+      args: its arguments.
+      over_meshes: the search over the meshes of the machine; its limit is what candidates may hold by the model.
+      options: options of `virtualize`.
+      memory: bytes that one device may hold.
+    """
+
+    def __init__(
+        self, step: Any, args: Sequence[Any], over_meshes: MeshesSearch, options: dict[str, Any], memory: int
+    ) -> None:
+        self.given, self.args, self.over_meshes, self.memory = step, args, over_meshes, memory
         self.machine, self.limit, self.budget = over_meshes.machine, over_meshes.limit, over_meshes.budget
         self.fewer_lanes = options.get("lanes") == "auto"
         self.options = {name: value for name, value in options.items() if not (name == "lanes" and self.fewer_lanes)}
@@ -248,7 +257,7 @@ class _Search:
         self.fitted: dict[MemoryPlan, bool] = {}  # of those tried for the step that is looked at
         self.found: list[Candidate] = []
         self.chosen: Candidate | None = None  # the fastest that fits by the model
-        self.begun: list[Entry] = []
+        self.entries: dict[Candidate, Entry] = {}
         self.last: Subject | None = None  # the step that was looked at last
 
     def explore(self, virtual_nodes: int | str) -> None:
@@ -275,34 +284,23 @@ class _Search:
             if over or plain:  # else more nodes may need neither the host nor more work
                 return
 
-    @property
-    def fits(self) -> bool:
-        """Whether a candidate fits by the model."""
-        return self.chosen is not None
+    def entry(self, candidate: Candidate) -> Entry:
+        """A candidate that may be compiled."""
+        if candidate not in self.entries:
+            self.entries[candidate] = Entry(candidate, functools.cache(lambda: plan_of(candidate, self.memory)))
+        return self.entries[candidate]
 
-    def compilable_entries(self, limit: int) -> list[Entry]:
-        """The candidates that may be compiled.
-
-        Args:
-          limit: bytes that one device may hold.
-        """
-        begun = {each.candidate: each for each in self.begun}
-        return [begun.get(each) or entry_of(each, limit) for each in self.found]
-
-    def begin(self, ranking: CompiledRanking, limit: int, candidate: Candidate) -> None:
+    def begin(self, ranking: CompiledRanking, candidate: Candidate) -> None:
         """Begins to compile a candidate while others are searched; of the first step that is looked at."""
-        if all(candidate.on.subject is each.candidate.on.subject for each in self.begun):
-            self.begun.append(entry_of(candidate, limit))
-            ranking.begin(self.begun[-1])
+        if all(candidate.on.subject is each.on.subject for each in self.entries):
+            ranking.begin(self.entry(candidate))
 
-    def plan(self, limit: int, said: tuple[str, ...], best: Entry | None = None, entries: Sequence[Entry] = ()) -> Plan:
+    def plan(self, said: tuple[str, ...], best: Entry | None = None) -> Plan:
         """The plan of the best candidate as compiled, or else by the model.
 
         Args:
-          limit: bytes that one device may hold.
           said: notes about candidates that were not compiled, or do not fit.
           best: the best candidate as compiled.
-          entries: all candidates that could be compiled.
 
         Raises:
           MemoryLimitError: nothing fits.
@@ -311,23 +309,22 @@ class _Search:
         if chosen is None:
             assert self.smallest is not None and self.last is not None
             raise nothing_fits_error(self.over_meshes, self.last, self.smallest)
-        compiled = {each.candidate: each.figures for each in entries if each.figures is not None}
-        if best is not None and best.figures is None:  # drafts compare with drafts only
-            compiled = {each.candidate: each.draft for each in entries if each.draft is not None}
-        beside = self.other_plan_figures(chosen, compiled, limit)
-        notes = (*said, *self.budget.untried)
-        return dataclasses.replace(plan_of(chosen, limit), beside=beside, compiled=compiled.get(chosen), notes=notes)
+        compiled: dict[Candidate, Figures] = {}
+        if best is not None:
+            source = FULL if FULL in best.known else DRAFT  # drafts compare with drafts only
+            compiled = {each: entry.known[source] for each, entry in self.entries.items() if source in entry.known}
+        beside, notes = self.other_plan_figures(chosen, compiled), (*said, *self.budget.untried)
+        made = plan_of(chosen, self.memory)
+        return dataclasses.replace(made, beside=beside, compiled=compiled.get(chosen), notes=notes)
 
-    def other_plan_figures(
-        self, chosen: Candidate, compiled: Mapping[Candidate, Figures], limit: int
-    ) -> dict[str, Figures]:
+    def other_plan_figures(self, chosen: Candidate, compiled: Mapping[Candidate, Figures]) -> dict[str, Figures]:
         """The figures of other plans of the same step, by name: compiled ones where they are known."""
         beside: dict[str, Figures] = {}
         others = (SEARCHED,) if BESIDE in chosen.name or UNEQUAL in chosen.name else ()
         for name in (*EXPERTS[:3], f"{MEGATRON} + ZeRO", *EXPERTS[3:], *others):
             alike = [each for each in self.found if each.name == name and each.on.subject is chosen.on.subject]
             figures = [compiled.get(each, each.figures) for each in alike]
-            figures.sort(key=lambda each: (each.memory > limit, each.source == "model", each.seconds))
+            figures.sort(key=lambda each: (each.memory > self.memory, each.source == "model", each.seconds))
             if figures and name != chosen.name:
                 beside[name] = figures[0]
         return beside
@@ -416,11 +413,6 @@ class _Search:
         found = self.over_meshes.candidates(subject)
         self.smallest = min(filter(None, [self.smallest, *found]), key=lambda each: each.figures.memory)
         return found
-
-
-def entry_of(candidate: Candidate, limit: int) -> Entry:
-    """A candidate that may be compiled; `limit` is as for `plan_of`."""
-    return Entry(candidate, functools.cache(lambda: plan_of(candidate, limit)))
 
 
 def plan_of(chosen: Candidate, limit: int) -> Plan:

@@ -87,11 +87,6 @@ def parts_of_sums(
     return found
 
 
-def unknown(replica: ReplicaProgram, records: Mapping[str, RecordedFlow]) -> int:
-    """The number of passes of a replica without a record."""
-    return sum(digest_of(node.written) not in records for node in replica.nodes)
-
-
 def parts_in_blocks(replica: ReplicaProgram, share: Share) -> dict[Var, tuple[int, ...]]:
     """The shapes of one device's parts of accumulators in blocks, with room for the most blocks of any device.
 
