@@ -116,7 +116,6 @@ class CompiledRanking:
       tried: the entries whose compilation with all optimizations was begun, in order.
       drafted: the entries whose draft was begun.
       said: a line for each entry that was not compiled, or does not fit.
-      early: the entries that are compiled during the search.
       interrupted: whether Ctrl-C ended it.
     """
 
@@ -127,7 +126,6 @@ class CompiledRanking:
     tried: list[Entry] = dataclasses.field(default_factory=list)
     drafted: list[Entry] = dataclasses.field(default_factory=list)
     said: list[str] = dataclasses.field(default_factory=list)
-    early: list[Entry] = dataclasses.field(default_factory=list)
     interrupted: bool = False
 
     def best(self, entries: Sequence[Entry]) -> Entry | None:
@@ -136,8 +134,8 @@ class CompiledRanking:
         Args:
           entries: the entries that may be compiled.
         """
-        first, self.early = self.early, []
         waiting, over = [each for each in entries if each not in self.tried], False
+        first = [each for each in waiting if each.jobs and each not in self.drafted]  # begun during the search
         try:
             if self.pool.target.has_drafts:
                 drafts = [*first, *self.promising(waiting)][:DRAFTS]
@@ -182,7 +180,6 @@ class CompiledRanking:
     def begin(self, each: Entry) -> None:
         """Begins to compile an expert's candidate during the search, if there are cores for both."""
         if each.candidate.figures.memory <= NEAR * self.limit and (os.cpu_count() or 1) > CORES:
-            self.early.append(each)
             self.submit(each, DRAFT if self.pool.target.has_drafts else FULL)
 
     def fastest(self, source: str) -> Entry | None:

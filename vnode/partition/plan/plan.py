@@ -32,7 +32,7 @@ from vnode.partition.plan.node_spread import Spread
 from vnode.partition.plan.predict import Figures, Prediction, dividing_axes, platform_of
 from vnode.partition.plan.replica import ReplicaProgram, replica_program
 from vnode.partition.plan.search_subject import Subject
-from vnode.partition.plan.step_layouts import parts_in_blocks, parts_of_sums, patterns
+from vnode.partition.plan.step_layouts import parts_of_sums, patterns
 from vnode.partition.simulator import Timeline
 from vnode.partition.uneven_shares.state_blocks import dims_of, rooms_of_state
 from vnode.placement.node_layout import Layout as Grouped
@@ -371,10 +371,7 @@ class Plan(Drawn, Bound):
     def _parts_of_sums(self, schedule: Schedule) -> dict[Var, tuple[int, ...]]:
         """The shapes of one device's parts of the sums of passes."""
         axes, share = dividing_axes(self.mesh), share_of(patterns(self.specs))
-        if not axes:
-            return {}
-        replica = self._replica_program(schedule)
-        return parts_of_sums(replica, self.records, axes) if share is None else parts_in_blocks(replica, share)
+        return parts_of_sums(self._replica_program(schedule), self.records, axes, share) if axes else {}
 
     def unknown(self) -> int:
         """The number of the step's passes that the plan has no division for; 0 if it divides no node's computation.

@@ -70,7 +70,7 @@ def record_of(flow: NodeFlow, axes: Axes) -> RecordedFlow:
 
 
 def parts_of_sums(
-    replica: ReplicaProgram, records: Mapping[str, RecordedFlow], axes: Axes
+    replica: ReplicaProgram, records: Mapping[str, RecordedFlow], axes: Axes, share: Share | None
 ) -> dict[Var, tuple[int, ...]]:
     """The shapes of one device's parts of accumulators, by the accumulated variable.
 
@@ -78,26 +78,15 @@ def parts_of_sums(
       replica: the program of a replica.
       records: the sharding of its passes.
       axes: sizes of the mesh axes other than the nodes', those longer than one.
+      share: the number of blocks of each device, of a program in blocks; all parts have room for the most blocks.
     """
     found: dict[Var, tuple[int, ...]] = {}
     for node in replica.nodes:
         record = records.get(digest_of(node.written))
         for a, end in zip(node.sums, () if record is None else record.ends, strict=False):
             found[a.var] = result_layout(end, a.monoid, axes).local_shape(a.var.aval.shape, axes)
-    return found
-
-
-def parts_in_blocks(replica: ReplicaProgram, share: Share) -> dict[Var, tuple[int, ...]]:
-    """The shapes of one device's parts of accumulators in blocks, with room for the most blocks of any device.
-
-    Args:
-      replica: the program of a replica, in blocks.
-      share: the number of blocks of each device.
-    """
-    found: dict[Var, tuple[int, ...]] = {}
-    for node in replica.nodes:
         for a, dim in zip(node.sums, node.dims, strict=True):
-            if dim is not None:
+            if dim is not None and share is not None:
                 shape = list(a.var.aval.shape)
                 shape[dim] = shape[dim] // share.blocks * share.max_blocks
                 found[a.var] = tuple(shape)
