@@ -1,6 +1,6 @@
 """A model's figures of a plan -> the compiler's: memory and collectives, and time if the compiler estimates cycles.
 
-    figures_as_compiled(figures, stats, machine, order)   # Figures with source="compiled"
+    figures_as_compiled(figures, stats, machine, order, "compiled")   # Figures with source="compiled"
 
 Memory is the compiler's. Seconds of computation are its estimated cycles over the clock rate of the kind, if it
 estimates any, and the model's otherwise. Seconds of exchange are those of the compiled collectives on the machine's
@@ -30,7 +30,7 @@ OPCODES = NAMES | {
 
 
 def figures_as_compiled(
-    figures: Figures, stats: CompiledStats, machine: Machine, order: np.ndarray, source: str = "compiled"
+    figures: Figures, stats: CompiledStats, machine: Machine, order: np.ndarray, source: str
 ) -> Figures:
     """The figures of a step as compiled.
 

@@ -12,8 +12,9 @@ from html import escape
 from vnode.partition.cost.program_memory import Level
 from vnode.show.units import several, size
 
-LEFT, RIGHT, TOP, HEIGHT, BELOW = 76, 46, 26, 160, 44
-"""Pixels: the margin beside, the margin above, the height, and the margin below the area in which bytes are drawn."""
+WIDTH, LEFT, RIGHT, TOP, HEIGHT, BELOW = 960, 76, 46, 26, 160, 44
+"""Pixels: the picture's width, the margin beside, the margin above, the height, and the margin below the area in which
+bytes are drawn."""
 MOST_NAMED = 3000
 """The most fused ops that each have a tooltip."""
 STYLE = (
@@ -25,14 +26,13 @@ STYLE = (
 )
 
 
-def draw(levels: Sequence[Level], always: int, limit: int, *, width: int = 960) -> str:
+def draw(levels: Sequence[Level], always: int, limit: int) -> str:
     """Draws live bytes over time.
 
     Args:
       levels: total bytes while each fused op runs, in order; at least one.
       always: bytes that are live all the time: arguments and results.
       limit: the device's memory, bytes; drawn if it is not far above the peak.
-      width: width of the picture, in pixels.
 
     Returns:
       An SVG picture that loads no other file.
@@ -45,7 +45,7 @@ def draw(levels: Sequence[Level], always: int, limit: int, *, width: int = 960) 
     most = max(level.bytes for level in levels)
     shown = limit <= 2 * most
     ceiling = max(most, limit if shown else 0, 1) * 1.05
-    inner, bottom = max(width - LEFT - RIGHT, 100), TOP + HEIGHT
+    inner, bottom = WIDTH - LEFT - RIGHT, TOP + HEIGHT
 
     def x(place: float) -> float:
         return LEFT + inner * place / len(levels)
@@ -77,7 +77,7 @@ def draw(levels: Sequence[Level], always: int, limit: int, *, width: int = 960) 
     parts.append(f'<circle {place} r="3"><title>{escape(levels[at].label)}</title></circle>')
     height = bottom + BELOW
     return (
-        f'<svg class="levels" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'<svg class="levels" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
         f'height="{height}" role="img"><title>Memory over time: {escape(said)}</title><style>{STYLE}</style>'
         f"{''.join(parts)}</svg>"
     )

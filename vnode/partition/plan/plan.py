@@ -434,9 +434,7 @@ class Plan(Drawn, Bound):
 
     def _memory(self) -> str:
         limit = f"{size(self.limit)} on each device"
-        if self.prediction is None:
-            return f"searched for {limit}"
-        return f"{size(self.figures.memory)} of {limit}"
+        return f"searched for {limit}" if self.prediction is None else f"{size(self.figures.memory)} of {limit}"
 
     def _kinds(self) -> list[Fact]:
         kinds = collections.Counter(device.kind.name for device in self.machine.devices)
