@@ -138,10 +138,8 @@ class Plan(Drawn, Bound):
         Raises:
           PartitionError: see `figures`.
         """
-        figures = self.figures
-        if figures.source != "model":
-            return Figure(figures.memory, figures.source, size, DRAFT_MEMORY if figures.source == "draft" else None)
-        return Figure(figures.memory, "estimated", size, self._calibration().memory)
+        source = "estimated" if self.figures.source == "model" else self.figures.source
+        return Figure(self.figures.memory, source, size, self._spreads(source)[0])
 
     @property
     def time(self) -> Figure:
@@ -150,14 +148,13 @@ class Plan(Drawn, Bound):
         Raises:
           PartitionError: see `figures`.
         """
-        figures = self.figures
-        if figures.timed:
-            return Figure(figures.seconds, figures.source, seconds, DRAFT_TIME if figures.source == "draft" else None)
-        return Figure(figures.seconds, "estimated", seconds, self._calibration().time)
+        source = self.figures.source if self.figures.timed else "estimated"
+        return Figure(self.figures.seconds, source, seconds, self._spreads(source)[1])
 
-    def _calibration(self) -> Calibration:
-        """The calibration of the first kind of device."""
-        return Calibration.for_platform(platform_of(self.machine), self.machine.kinds[0].name)
+    def _spreads(self, source: str) -> Sequence[Sequence[float] | None]:
+        """The spreads (see `Figure`) of memory and of time by a source, on the first kind of device."""
+        known = Calibration.for_platform(platform_of(self.machine), self.machine.kinds[0].name)
+        return {"draft": (DRAFT_MEMORY, DRAFT_TIME), "estimated": (known.memory, known.time)}.get(source, (None, None))
 
     @property
     def timeline(self) -> Timeline:
@@ -497,13 +494,10 @@ class Plan(Drawn, Bound):
         columns = (Column("plan"), *(Column(name, right=True) for name in names), Column("fits"), Column("by"))
         others = [row(name, figures) for name, figures in self.beside.items()]
         note = "for each device; exchange may run beside computation"
-        known, is_draft = self._calibration(), self.figures.source == "draft"
-        spreads = (
-            (("memory", DRAFT_MEMORY), ("time", DRAFT_TIME))
-            if is_draft
-            else (("memory", known.memory), ("computation", known.time))
-        )
-        said = [f"{what} {spread[0]:g} to {spread[-1]:g}" for what, spread in spreads if spread is not None]
+        is_draft = self.figures.source == "draft"
+        spreads = self._spreads("draft" if is_draft else "estimated")
+        what = ("memory", "time" if is_draft else "computation")
+        said = [f"{name} {each[0]:g} to {each[-1]:g}" for name, each in zip(what, spreads, strict=True) if each]
         if said:
             times = "the draft's, compiled with few optimizations" if is_draft else "the estimate"
             note += f"; as compiled, {' and '.join(said)} times {times}, of eight in ten programs"
