@@ -211,7 +211,8 @@ def expert_plans(model: Any, machine: Any, nodes: int) -> Iterator[tuple[str, An
     import jax
 
     from vnode.partition.plan.candidates import MEGATRON, Candidate, MeshSearch
-    from vnode.partition.plan.predict import NODES, platform_of
+    from vnode.partition.plan.meshes import NODES
+    from vnode.partition.plan.predict import platform_of
     from vnode.partition.plan.search import plan_of
     from vnode.partition.plan.search_subject import on_nodes, subject_of
 
@@ -222,7 +223,7 @@ def expert_plans(model: Any, machine: Any, nodes: int) -> Iterator[tuple[str, An
 
     def named(candidate: Candidate) -> tuple[str, Any]:
         name = f"{candidate.name} {'x'.join(map(str, candidate.mesh.values()))}"
-        return name, plan_of(subject, candidate, machine, limit, {})
+        return name, plan_of(candidate, limit)
 
     on = MeshSearch(subject, machine, {NODES: count}, platform, None)
     yield named(on.candidate("FSDP", on.undivided, shard_state=True))

@@ -141,7 +141,7 @@ def test_less_memory_is_taken() -> None:
     With all of it a little more is held than with nearly all: what two readers have computed again is written for both.
     """
     step, of = subject(6, 32, 2048)
-    keeping = MemoryPlanner.for_subject(of, ONE, "cpu")
+    keeping = MemoryPlanner(of, ONE, "cpu")
     taken = []
     for level in (0, keeping.levels(False) // 2, keeping.levels(False)):
         chosen = keeping.plan_at_level(level, 10.0)

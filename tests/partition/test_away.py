@@ -231,12 +231,12 @@ def test_what_turns_begin_with_can_be_on_the_host_while_the_rest_is_computed_aga
     assert found[begins[0]].transfer_seconds == pytest.approx(
         2 * (8 * 2048 * 32 * 4 / kind.host_bandwidth + 8 * kind.host_latency)
     )
-    keeping = MemoryPlanner.for_subject(subject, ONE, "tpu")
+    keeping = MemoryPlanner(subject, ONE, "tpu")
     again, away = keeping.plan_at_level(keeping.levels(True), 10.0)
     assert away == tuple(begins) and {*again} <= subject.kept.keys() - {*begins}
     left = sum(each.bytes for made, each in subject.kept.items() if made not in again)
     assert left < 0.01 * sum(each.bytes for each in subject.kept.values())
-    assert not MemoryPlanner.for_subject(subject, ONE, "cpu").plan_at_level(keeping.levels(True), 10.0).offloaded
+    assert not MemoryPlanner(subject, ONE, "cpu").plan_at_level(keeping.levels(True), 10.0).offloaded
 
 
 # Plans
@@ -249,7 +249,7 @@ def plans() -> tuple[Plan, Plan, Any]:
     options = {"reduction": "fast", "donate_argnums": (0,)}
     step = on_nodes(train, 2, options)
     free, again = (
-        plan_of(subject, on.candidate("data parallel", on.undivided), ONE, 1 << 34, {})
+        plan_of(on.candidate("data parallel", on.undivided), 1 << 34)
         for less in ((), subject_of(step, args).kept)
         for subject in [subject_of(with_recomputation(step, less), args)]
         for on in [MeshSearch(subject, ONE, {"vnode": 1}, "tpu", None)]
@@ -289,12 +289,12 @@ def test_a_plan_has_on_the_host_what_does_not_fit_though_all_is_computed_again(t
 def test_a_planned_step_has_the_bits_of_one_that_keeps_all() -> None:
     args = shapes(8, 32, 2048)
     step = on_nodes(train, 2, {"reduction": "fast"})
-    machine, keeping = ONE, MemoryPlanner.for_subject(subject_of(step, args), ONE, "tpu")
+    machine, keeping = ONE, MemoryPlanner(subject_of(step, args), ONE, "tpu")
     made = []
     for level in (0, keeping.levels(True)):
         subject = subject_of(with_recomputation(step, *keeping.plan_at_level(level, 10.0)), args)
         on = MeshSearch(subject, machine, {"vnode": 1}, "tpu", None)
-        made.append(plan_of(subject, on.candidate("data parallel", on.undivided), machine, 1 << 34, {}))
+        made.append(plan_of(on.candidate("data parallel", on.undivided), 1 << 34))
     assert made[1].offloaded and made[1].figures.aside and not made[0].figures.aside
     state, batch = arguments(8, 32, 2048)
     results = [each(each.put(state), batch) for each in (plan.step(jax.devices()[:1]) for plan in made)]

@@ -86,7 +86,7 @@ def test_the_bits_stay_where_nodes_are_divided_too(monkeypatch, reduced):
     subject = subject_of(on_nodes(train, NODES, {}), arguments())
     on = MeshSearch(subject, machine, {"vnode": 2, "model": 4}, "gpu", None)
     expert = on.expert(MEGATRON)
-    plan = plan_of(subject, on.with_sharded_state(expert) if reduced else expert, machine, 2**34, {})
+    plan = plan_of(on.with_sharded_state(expert) if reduced else expert, 2**34)
     found = []
     for far in (0, 1, 2):
         step = dataclasses.replace(plan, far=far, _steps={}).step()

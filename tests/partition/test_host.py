@@ -156,9 +156,9 @@ def test_no_more_than_needed_goes_there() -> None:
     memory = [made.slots.figures(made.figures, ONE, count).memory for count in range(5)]
     assert memory[0] == made.figures.memory and memory == sorted(memory, reverse=True)
     for count in range(1, 5):
-        moved = made.with_host(ONE, memory[count])
+        moved = made.with_host(memory[count])
         assert moved is not None and memory[len(moved.host)] == memory[count] < memory[len(moved.host) - 1]
-    assert made.with_host(ONE, memory[4] - 1) is None
+    assert made.with_host(memory[4] - 1) is None
 
 
 def test_it_is_carried_out_saved_and_loaded(tmp_path: Any) -> None:

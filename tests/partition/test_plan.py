@@ -34,7 +34,7 @@ from vnode.cluster.live.command_submit import planned as planned_seconds
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.budget import Budget
 from vnode.partition.plan.candidates import MEGATRON, SEARCHED, MeshSearch
-from vnode.partition.plan.mesh_search import FURTHER, MeshesSearch, SearchedMesh, in_turn
+from vnode.partition.plan.mesh_search import FURTHER, MeshesSearch, in_turn
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import on_nodes, subject_of
 from vnode.spmd.flow_record import RecordedFlow
@@ -136,7 +136,7 @@ def planned(name: str, sizes: dict[str, int], seed: int, nodes: int = 8, shard_s
     search = on.search
     drawn = possible(search.problem, np.random.default_rng(seed))
     made = on.candidate("random", search.flow(drawn), shard_state=shard_state)
-    return plan_of(subject, made, V5E, 2**30, {})
+    return plan_of(made, 2**30)
 
 
 @pytest.mark.sampled(1)
@@ -182,7 +182,7 @@ def test_a_state_sharded_over_the_nodes_is_carried_out() -> None:
     subject = subject_of(on_nodes(step, 8, {}), (state, batch))
     on = MeshSearch(subject, V5E, {"vnode": 8}, "cpu", None)
     made = on.candidate("FSDP", on.undivided, shard_state=True)
-    plan = plan_of(subject, made, V5E, 2**30, {})
+    plan = plan_of(made, 2**30)
     planned_step = plan.step()
     got = planned_step(planned_step.put(state), batch)
     assert_same(got, jax.jit(step), state, batch)
@@ -531,7 +531,7 @@ def test_a_search_whose_time_is_over_solves_a_mesh_once(left: float, solved: int
     on = FakeMesh(0.1, 100, 1, 1000)
     run, _ = search_within(100, on, left)
     assert len(on.asked) == solved and on.asked == sorted(on.asked, reverse=True)
-    assert run.budget.cut_short == (left < 0)
+    assert bool(run.budget.untried) == (left < 0)
 
 
 COSTS = st.lists(st.floats(0.5, 2.0), min_size=3, max_size=3)
@@ -543,15 +543,15 @@ COSTS = st.lists(st.floats(0.5, 2.0), min_size=3, max_size=3)
 def test_each_kind_is_predicted_first_where_its_cost_is_least(solutions: list[float], megatron: list[float]) -> None:
     """And on a mesh with a further axis only if that is cheaper than as many replicas without it."""
 
-    def mesh(replicas: int, axes: int, solution: float, expert: float) -> SearchedMesh:
+    def mesh(replicas: int, axes: int, solution: float, expert: float) -> Any:
         problem = types.SimpleNamespace(cost=lambda _: expert)
-        made = types.SimpleNamespace(
+        return types.SimpleNamespace(
             replicas=replicas,
             axes=range(axes),
             search=types.SimpleNamespace(problem=problem),
             expert_splits={MEGATRON: None},
+            cost=solution,
         )
-        return SearchedMesh(cast(Any, made), solution, 0.0)
 
     meshes = [mesh(*each) for each in zip((2, 2, 4), (2, 1, 1), solutions, megatron, strict=True)]
     order = in_turn(meshes)
@@ -722,7 +722,7 @@ def test_a_plan_for_other_options_is_refused(tmp_path: Path) -> None:
     def write(**options: Any) -> None:
         subject = subject_of(on_nodes(step, 4, options), args)
         on = MeshSearch(subject, V5E, {"vnode": 2, "model": 4}, "cpu", None)
-        plan_of(subject, on.expert(MEGATRON), V5E, 2**30, {}).save(path)
+        plan_of(on.expert(MEGATRON), 2**30).save(path)
 
     write(donate_argnums=0)
     assert Plan.load(path, step, args, donate_argnums=0).step().spec.donate_argnums == (0,)
@@ -770,10 +770,10 @@ def test_parameters_are_shown_before_slots_and_numbered_names_together(tmp_path:
     args = {"acc": jax.tree.map(jnp.zeros_like, params), "params": params, "t": jnp.int32(0)}, normal(9, 16, 8)
     subject = subject_of(on_nodes(step, 4, {}), args)
     on = MeshSearch(subject, V5E, {"vnode": 8}, "cpu", None)
-    plan = plan_of(subject, on.candidate("FSDP", on.undivided, shard_state=True), V5E, 2**30, {})
+    plan = plan_of(on.candidate("FSDP", on.undivided, shard_state=True), 2**30)
     plan.save(tmp_path / "plan.json")
     for each in (plan, Plan.load(tmp_path / "plan.json", step, args)):
-        assert each.parameters == {name for name in each.specs if name.startswith("params/")}
+        assert each.subject.parameters == {name for name in each.specs if name.startswith("params/")}
         (table,) = each._state()
         shown = {row[0].text: row[2].text for row in table.rows}
         assert [*shown][: len(odd) + 3] == [
@@ -795,7 +795,7 @@ def test_names_are_taken_as_they_are() -> None:
     args = {"w\n": normal(1, 8, 64), "w": normal(2, 64, 8), "(b)*": normal(3, 8)}, normal(4, 16, 8)
     subject = subject_of(on_nodes(step, 4, {}), args)
     on = MeshSearch(subject, V5E, {"vnode": 2, "model": 4}, "cpu", None)
-    virtual = plan_of(subject, on.expert(MEGATRON), V5E, 2**30, {}).step()
+    virtual = plan_of(on.expert(MEGATRON), 2**30).step()
     placed = virtual.put(args[0])
     assert [placed[name].addressable_shards[0].data.shape for name in ("w\n", "w")] == [(8, 16), (16, 8)]
     jax.tree.map(

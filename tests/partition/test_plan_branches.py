@@ -128,7 +128,7 @@ def planned(name: str, mesh: str, seed: int, axis: str = "model", stages: int = 
     some = [stage for k, stage in enumerate(on.stages) if stages >> k & 1]
     made = on.side_by_side(axis, some)
     drawn = possible(made.search.problem, np.random.default_rng(seed))
-    return plan_of(on.subject, made.candidate("random", made.search.flow(drawn)), V5E, 2**30, {})
+    return plan_of(made.candidate("random", made.search.flow(drawn)), 2**30)
 
 
 def groups_of(plan: Plan) -> list[Any]:
@@ -235,7 +235,7 @@ def test_a_plan_is_accepted_and_comes_back_from_a_file(name: str, mesh: str, tmp
     assert solution is not None
     made = beside.searched(solution)
     assert made.name == BESIDE and made.gap is None
-    plan = plan_of(on.subject, made, V5E, 2**30, {})
+    plan = plan_of(made, 2**30)
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json", step, (params, batch), donate_argnums=(0,))
     assert str(again) == str(plan) and groups_of(again) == groups_of(plan) != []

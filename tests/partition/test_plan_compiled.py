@@ -136,6 +136,7 @@ def figures(seconds: float, memory: int) -> Figures:
 def entry(made: Made) -> Entry:
     candidate: Any = types.SimpleNamespace(
         name=made.name,
+        title=made.name,
         mesh={"vnode": 8},
         figures=figures(*made.predicted),
         prediction=types.SimpleNamespace(iterations=1),

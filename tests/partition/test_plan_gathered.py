@@ -105,12 +105,12 @@ def planned(args: Any, name: str, mesh: str, kind: str, reduction: str, nodes: i
         case "Megatron":
             made = on.with_sharded_state(on.expert(MEGATRON))
         case "searched":
-            found, _ = on.searched(GIB, 20, 0.01)
-            assert found is not None
-            made = found
+            solution = on.solution(GIB, 20, 0.01)
+            assert solution is not None
+            made = on.searched(solution)
         case _:
             made = on.candidate(kind, on.undivided, shard_state=kind == "FSDP")
-    return plan_of(subject, made, machine, GIB, {})
+    return plan_of(made, GIB)
 
 
 def arguments(batch: int) -> tuple[Params, tuple[jax.Array, jax.Array]]:
@@ -191,7 +191,7 @@ def test_parts_of_nodes_are_put_together_that_are_divided_along_their_examples(
     subject = subject_of(on_nodes(by_words, nodes, {}), args)
     on = MeshSearch(subject, V5E, sizes, "cpu", None)
     drawn = possible(on.search.problem, np.random.default_rng(seed))
-    plan = plan_of(subject, on.candidate("random", on.search.flow(drawn)), V5E, GIB, {})
+    plan = plan_of(on.candidate("random", on.search.flow(drawn)), GIB)
     assert_same(plan.step()(*args), jax.jit(by_words), *args)
 
 
@@ -226,7 +226,7 @@ def test_zeros_in_the_place_of_what_another_branch_computes_of_each_example(
     on = MeshSearch(subject, V5E, sizes, "cpu", None)
     for seed in range(2):
         drawn = possible(on.search.problem, np.random.default_rng(seed))
-        plan = plan_of(subject, on.candidate("random", on.search.flow(drawn)), V5E, GIB, {})
+        plan = plan_of(on.candidate("random", on.search.flow(drawn)), GIB)
         assert_same(plan.step()(*args), jax.jit(in_one_branch), *args)
 
 
@@ -249,7 +249,7 @@ def test_examples_in_turn_are_read_whole(sizes: dict[str, int], nodes: int) -> N
     args = {"up": normal(1, 12, 24), "down": normal(2, 24, 8)}, (normal(3, 16, 12), normal(4, 16, 8))
     subject = subject_of(on_nodes(in_turn, nodes, {}), args)
     on = MeshSearch(subject, V5E, sizes, "cpu", None)
-    plan = plan_of(subject, on.candidate("whole", on.undivided), V5E, GIB, {})
+    plan = plan_of(on.candidate("whole", on.undivided), GIB)
     assert_same(plan.step()(*args), jax.jit(in_turn), *args)
 
 
@@ -340,5 +340,5 @@ def test_values_of_each_example_around_loops_and_branches(
         for seed in range(2):
             drawn = possible(on.search.problem, np.random.default_rng(seed))
             made = on.candidate("random", on.search.flow(drawn), shard_state=bool(seed))
-            plan = plan_of(subject, made, machine, GIB, {})
+            plan = plan_of(made, GIB)
             assert_same(plan.step(jax.devices()[: len(machine.devices)])(*args), jax.jit(step), *args)

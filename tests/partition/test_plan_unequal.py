@@ -132,7 +132,7 @@ class TestFound:
         pace = pace_of(subject, where, "gpu", None)
         on = MeshSearch(subject, where, {"vnode": 2, "model": 2}, "gpu", None, pace)
         megatron = [on.expert(name) for name in on.expert_splits if name == MEGATRON]
-        assert on.unequal(where, pace, megatron, GIB, float("inf")) == []
+        assert on.unequal(megatron, GIB, float("inf")) == []
 
     @pytest.mark.thorough
     def test_what_does_not_fit_is_not_chosen(self) -> None:
@@ -208,7 +208,7 @@ def test_heads_and_hidden_units_of_layers_in_a_scan() -> None:
         "0/up": (24, 8),
         "0/down": (24, 8),
     }
-    planned = plan_of(subject, made, where, GIB, {}).step(jax.devices()[:4])
+    planned = plan_of(made, GIB).step(jax.devices()[:4])
     found, loss = planned(planned.put(state), x)
     assert_same((planned.get(found), loss), jax.jit(step), state, x)
 
@@ -218,7 +218,7 @@ def test_bits_do_not_depend_on_the_devices_that_nodes_are_spread_over() -> None:
     subject = subject_of(on_nodes(STEP, 4, {}), (STATE, X))
     where = machine(4, 3.0, work=WORK)
     made = candidate(subject, where, {"vnode": 2, "model": 2}, 4, (3, 1), "gpu")
-    step = plan_of(subject, made, where, GIB, {}).step(jax.devices()[:4])
+    step = plan_of(made, GIB).step(jax.devices()[:4])
     one = step.on(Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("vnode", "model")))
     results = []
     for each in (step, one):
@@ -266,7 +266,7 @@ def test_accepted_by_the_compiler(reduction: str, sizes: dict[str, int], counts:
     subject = subject_of(on_nodes(step, 8, {"reduction": reduction, "donate_argnums": (0,)}), args)
     where = machine(4, 5 / 3)
     made = candidate(subject, where, sizes, 8, counts, "cpu")
-    accepted = plan_of(subject, made, where, GIB, {}).accept(jax.devices()[:4])
+    accepted = plan_of(made, GIB).accept(jax.devices()[:4])
     assert accepted.accepted, str(accepted)
     assert accepted.planned == accepted.found and not accepted.open_loops
 

@@ -33,7 +33,7 @@ x = jax.ShapeDtypeStruct((2048, 8192), jnp.float32)
 machine = Machine.tpu("v5e:2x2")
 subject = subject_of(on_nodes(step, 8, {"donate_argnums": (0,)}), (w, x))
 on = MeshSearch(subject, machine, {"vnode": 4}, "tpu", None)
-plan = plan_of(subject, on.candidate("FSDP", on.undivided, shard_state=True), machine, 2**34, {})
+plan = plan_of(on.candidate("FSDP", on.undivided, shard_state=True), 2**34)
 found = plan.accept(tpu.topology("v5e:2x2"))
 print(
     json.dumps(

@@ -24,7 +24,7 @@ choices = [
 for again, away in choices if sys.argv[1] == "fast" else choices[1:3]:
     subject = subject_of(with_recomputation(step, again, away), args)
     on = MeshSearch(subject, ONE, {"vnode": 1}, "tpu", None)
-    plan = plan_of(subject, on.candidate("data parallel", on.undivided), ONE, 2**34, {})
+    plan = plan_of(on.candidate("data parallel", on.undivided), 2**34)
     report = plan.accept(tpu.topology("v5e:2x4")[:1])
     said = report.memory_error, report.exchange_accepted and report.host_accepted
     found.append([report.temporaries, report.on_host, plan.figures.aside, *report.fetched, *said])

@@ -131,7 +131,7 @@ def planned(program: Program, step: Callable[..., Any]) -> Callable[..., Any]:
     on = MeshSearch(subject, machine, sizes, "cpu" if tpu is None else "tpu", None)
     drawn = possible(on.search.problem, rng)
     chosen = on.candidate("random", on.search.flow(drawn), shard_state=bool(rng.random() < 0.5))
-    made = plan_of(subject, chosen, machine, 2**30, {}).step(devices)
+    made = plan_of(chosen, 2**30).step(devices)
     return on_rows(program, made, devices, sizes["vnode"])
 
 

@@ -68,11 +68,6 @@ class Budget:
         """
         return statistics.median_low(self.predictions) if self.predictions else 0.0
 
-    @property
-    def cut_short(self) -> bool:
-        """Whether something was not tried for lack of time."""
-        return bool(self.untried)
-
     def leave_out(self, *several: str) -> None:
         """Notes something that is not tried for lack of time."""
         self.untried += [each for each in several if each not in self.untried]

@@ -5,12 +5,11 @@ Knows replicas, searches, and predictions. Must not know which candidates there 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
@@ -24,8 +23,8 @@ from vnode.partition.cost.timed_pieces import timed_op_of
 from vnode.partition.machine import Device, Machine
 from vnode.partition.plan.carry_sharding import shard_carries
 from vnode.partition.plan.divisions import DividedOperation, divisions_of
-from vnode.partition.plan.node_spread import Spread
-from vnode.partition.plan.predict import NODES, Figures, Prediction, ReplicaCost, dividing_axes, far_sums, predict
+from vnode.partition.plan.meshes import NODES, mesh_text
+from vnode.partition.plan.predict import Figures, Prediction, ReplicaCost, dividing_axes, far_sums, predict
 from vnode.partition.plan.replica import NodeFlow, ReplicaProgram, replica_program
 from vnode.partition.plan.replica_reduction import ReplicaReduction
 from vnode.partition.plan.replica_shares import of_one_kind, replica_shares
@@ -42,6 +41,7 @@ from vnode.partition.side_by_side.branch_plans import branch_stages, groups_alon
 from vnode.partition.uneven_shares.state_blocks import block_numbers, divided_state, specs_in_blocks, tied_inputs
 from vnode.partition.uneven_shares.uneven_plans import UnevenCandidate, UnevenSearch
 from vnode.placement.uneven_dimension import UnevenSpec
+from vnode.spmd.branch_groups import Group
 from vnode.spmd.flow_record import RecordedFlow
 from vnode.spmd.layout import replicated
 from vnode.spmd.sharded_program import as_spec_layout, spec_of
@@ -79,40 +79,50 @@ class Candidate:
     """A plan that could be chosen.
 
     Attributes:
+      on: the step on a mesh.
       name: its name in the literature, or "searched".
       flow: layouts through the program of a replica.
-      mesh: sizes of the axes, the nodes' axis first.
       counts: number of nodes of each replica.
       specs: shardings of the state's leaves, by name.
       replica: the program of a replica.
       prediction: the predicted figures.
       slots: the parts of the state that may be offloaded to the host.
       gap: largest possible excess of its cost over the best on this mesh, as a share; None if nothing was searched.
-      unequal: whether the devices of a replica have unequal shares.
       host: names of the leaves in the host's memory.
+      shard_state: whether the state is also sharded over the replicas.
       host_sums: number of waiting partial sums in the host's memory.
-      with_host_sums: makes the same candidate with another such number; and the largest number.
+      most_host_sums: the largest such number.
       estimate: seconds of a step by the search's cost model; infinite if they were not computed.
       account: bytes of a device by the search's cost model; infinite if they were not computed.
       prediction_seconds: seconds that its prediction took.
     """
 
+    on: MeshSearch
     name: str
     flow: Flow
-    mesh: Mapping[str, int]
     counts: tuple[int, ...]
     specs: Mapping[str, PartitionSpec | UnevenSpec]
     replica: ReplicaProgram
     prediction: Prediction
     slots: StateOffload
     gap: float | None = None
-    unequal: bool = False
     host: tuple[str, ...] = ()
+    shard_state: bool = False
     host_sums: int = 0
-    with_host_sums: tuple[Callable[..., Candidate], int] | None = None
+    most_host_sums: int = 0
     estimate: float = math.inf
     account: float = math.inf
     prediction_seconds: float = 0.0
+
+    @property
+    def mesh(self) -> Mapping[str, int]:
+        """Sizes of the mesh axes, the nodes' axis first."""
+        return self.on.sizes
+
+    @property
+    def title(self) -> str:
+        """Its name and mesh."""
+        return f"{self.name} on {mesh_text(self.mesh)}"
 
     @functools.cached_property
     def flows(self) -> list[NodeFlow]:
@@ -122,7 +132,9 @@ class Candidate:
     @functools.cached_property
     def records(self) -> dict[str, RecordedFlow]:
         """The divisions of the passes, by digest; empty for unequal shares."""
-        return {} if self.unequal else records_of(self.flows, dividing_axes(self.mesh))
+        if any(isinstance(spec, UnevenSpec) for spec in self.specs.values()):
+            return {}
+        return records_of(self.flows, dividing_axes(self.mesh))
 
     @functools.cached_property
     def divisions(self) -> tuple[DividedOperation, ...]:
@@ -134,13 +146,24 @@ class Candidate:
         """Whether parts of the state, or pending sums, are in the host's memory."""
         return bool(self.host or self.host_sums)
 
-    def with_host(self, machine: Machine, memory: float) -> Candidate | None:
+    def with_host_sums(self, count: int) -> Candidate:
+        """The same candidate with a number of waiting partial sums on the host."""
+        if count == self.host_sums:
+            return self
+        return self.on.candidate(self.name, self.flow, self.shard_state, self.gap, count)
+
+    @functools.cached_property
+    def with_all_host_sums(self) -> Candidate:
+        """The same candidate with as many waiting partial sums on the host as possible."""
+        return self.with_host_sums(self.most_host_sums)
+
+    def with_host(self, memory: float) -> Candidate | None:
         """The fastest variant that fits with parts of the state or pending sums on the host; None if none fits."""
-        made, most = self.with_host_sums or (None, 0)
         found: list[Candidate] = []
-        for far in (0, *reversed(range(1, most + 1))):  # the fewer are there, the more is on the device
-            each = self if not far or made is None else made(far=far)
-            slots = each.slots.fewest(each.figures, machine, memory)
+        most = self.most_host_sums
+        for far in (0, *range(most, 0, -1)):  # the fewer are there, the more is on the device
+            each = self.with_all_host_sums if far == most else self.with_host_sums(far)
+            slots = each.slots.fewest(each.figures, self.on.machine, memory)
             if slots is not None:
                 prediction = dataclasses.replace(each.prediction, figures=slots[1])
                 found.append(dataclasses.replace(each, host=slots[0], prediction=prediction))
@@ -150,11 +173,11 @@ class Candidate:
                 break
         return min(found, key=lambda each: (each.figures.seconds, each.host_sums), default=None)
 
-    def all_on_host(self, machine: Machine) -> Figures:
+    @property
+    def all_on_host(self) -> Figures:
         """The figures with everything on the host that can be offloaded."""
-        made, most = self.with_host_sums or (None, 0)
-        each = made(far=most) if made is not None and most else self
-        return each.slots.figures(each.figures, machine, len(each.slots.inputs_by_name))
+        each = self.with_all_host_sums
+        return each.slots.figures(each.figures, self.on.machine, len(each.slots.inputs_by_name))
 
     @property
     def figures(self) -> Figures:
@@ -162,10 +185,11 @@ class Candidate:
         return self.prediction.figures
 
 
+@dataclasses.dataclass(eq=False)
 class MeshSearch:
     """A step on one mesh of a machine.
 
-    Args:
+    Attributes:
       subject: the step.
       machine: the machine.
       sizes: sizes of the mesh's axes, the nodes' axis first.
@@ -174,38 +198,42 @@ class MeshSearch:
       pace: seconds of a node on a device of each kind, if there are several kinds (`pace_of`).
       even: whether replicas have equal numbers of nodes although their kinds differ.
       method: the search method; by default the exact one.
+      groups: the equations of a node that are evaluated side by side, as for `replica_program`.
+      solutions: the solutions, by memory limit.
+      took: seconds of the last search for a solution.
     """
 
+    subject: Subject
+    machine: Machine
+    sizes: Mapping[str, int]
+    platform: str
+    times: Times | None
+    pace: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    even: bool = False
+    method: Method = METHODS["exact"]
+    groups: Sequence[Sequence[Group]] = ()
+    solutions: dict[float, Solution | None] = dataclasses.field(default_factory=dict, init=False)
+    took: float = dataclasses.field(default=0.0, init=False)
+
     @collector_paused()
-    def __init__(
-        self,
-        subject: Subject,
-        machine: Machine,
-        sizes: Mapping[str, int],
-        platform: str,
-        times: Times | None,
-        pace: Mapping[str, float] | None = None,
-        even: bool = False,
-        method: Method = METHODS["exact"],
-    ) -> None:
-        self.subject, self.sizes, self.platform, self.times = subject, sizes, platform, times
-        self.method = method
-        self.replicas = sizes[NODES]
-        self.axes = dividing_axes(sizes)
-        self.mesh = machine.mesh(sizes)
-        options = subject.step.options
-        self.shares = replica_shares(machine, self.mesh, NODES, options.virtual_nodes, options.lane, pace or {}, even)
-        self.machine = of_one_kind(machine, self.shares.kind)  # the replica that is done last stands for all
-        self.across = ReplicaReduction(self.shares.counts, options.lane, options.reduction == "invariant", NODES)
-        self.spread = Spread.from_counts(self.shares.counts, self.shares.last)
+    def __post_init__(self) -> None:
+        machine, options = self.machine, self.subject.step.options
+        self.replicas = self.sizes[NODES]
+        self.axes = dividing_axes(self.sizes)
+        self.mesh = machine.mesh(self.sizes)
+        self.spread, kind = replica_shares(
+            machine, self.mesh, options.virtual_nodes, options.lane, self.pace, self.even
+        )
+        self.alike = of_one_kind(machine, kind)
+        self.across = ReplicaReduction(self.spread.counts, options.lane, options.reduction == "invariant")
         self.replica: ReplicaProgram = replica_program(
-            subject.schedule, self.spread, self.axes, platform, self.across.invariant
+            self.subject.schedule, self.spread, self.axes, self.platform, self.across.invariant, self.groups
         )
 
     def seconds(self, eqn: JaxprEqn) -> float:
         """Seconds of an undivided equation on one device, by the roofline; they weigh branches."""
         piece = timed_op_of([eqn], eqn.outvars)
-        return max(Roofline().time(piece, kind).seconds for kind in self.machine.kinds)
+        return max(Roofline().time(piece, kind).seconds for kind in self.alike.kinds)
 
     @functools.cached_property
     def stages(self) -> list[tuple[int, Branches]]:
@@ -220,7 +248,7 @@ class MeshSearch:
         program, size = self.replica.nodes[k].written, self.axes[axis]
         (group,) = groups_along(program, [branches], self.seconds, axis, size)
         takes = [sum(self.seconds(program.equations[n]) for n in branch) for branch in group.branches]
-        return self.shares.iterations * (size * max(takes) - sum(takes)) / math.prod(self.axes.values())
+        return self.spread.iterations * (size * max(takes) - sum(takes)) / math.prod(self.axes.values())
 
     def stages_within(self, axis: str, spare: float) -> list[tuple[int, Branches]]:
         """The stages, the best balanced first, for which devices wait less than `spare` seconds of a step in all."""
@@ -244,13 +272,7 @@ class MeshSearch:
             groups_along(node.written, each, self.seconds, axis, self.axes[axis])
             for node, each in zip(self.replica.nodes, several, strict=True)
         ]
-        made = copy.copy(self)
-        for name in ("search", "by_experts", "solutions"):
-            made.__dict__.pop(name, None)
-        made.replica = replica_program(
-            self.subject.schedule, self.spread, self.axes, self.platform, self.across.invariant, groups
-        )
-        return made
+        return dataclasses.replace(self, groups=groups)
 
     @property
     def undivided(self) -> Flow:
@@ -268,7 +290,7 @@ class MeshSearch:
             for i, var in enumerate(inputs)
             if i in self.subject.batch or i >= len(self.subject.names) or self.subject.names[i] is None
         }
-        model = ReplicaCost(self.machine, self.mesh, self.times, self.platform)
+        model = ReplicaCost(self.alike, self.mesh, self.times, self.platform)
         return as_problem(
             self.replica.program,
             self.axes,
@@ -316,37 +338,34 @@ class MeshSearch:
         flow = shard_carries(flow, self.axes)
         subject, sharded = self.subject, self.sharded(flow) if shard_state else {}
         prediction = predict(
+            subject,
             flow,
-            self.machine,
+            self.alike,
             self.mesh,
             across,
             platform=self.platform,
-            state=subject.carried,
-            donated=subject.donated,
             sharded=sharded,
             times=self.times,
-            iterations=self.shares.iterations,
+            iterations=self.spread.iterations,
         )
         specs = specs_of(subject, flow, self.axes, sharded)
         apart = self.platform != "cpu"  # there what is on the host is on the device all the same
         names = subject.leaves if apart else [None] * len(subject.names)
-        slots = StateOffload.from_names(
-            flow, names, subject.state, subject.donated, self.axes, dict.fromkeys(sharded, self.replicas)
-        )
-        farther = functools.cache(functools.partial(self.candidate, name, flow, shard_state, gap))
+        slots = StateOffload.from_names(subject, flow, names, self.axes, dict.fromkeys(sharded, self.replicas))
         can_be_far = apart and far_sums(flow, self.axes) > 0
         return Candidate(
+            self,
             name,
             flow,
-            dict(self.sizes),
-            self.shares.counts,
+            self.spread.counts,
             specs,
             self.replica,
             prediction,
             slots,
             gap,
+            shard_state=shard_state,
             host_sums=far,
-            with_host_sums=(farther, across.farthest if can_be_far else 0),
+            most_host_sums=across.farthest if can_be_far else 0,
             prediction_seconds=time.monotonic() - began,
         )
 
@@ -368,7 +387,7 @@ class MeshSearch:
                 continue
             spec = spec_of(as_spec_layout(flow.inputs[i], self.axes))
             shape = tuple(self.subject.inputs[i].aval.shape)
-            further = shard_over_replicas(spec, shape, self.replicas, self.axes, NODES)
+            further = shard_over_replicas(spec, shape, self.replicas, self.axes)
             if math.prod(shape) > 1 and further is not None:
                 found[i] = further
         return found
@@ -397,20 +416,16 @@ class MeshSearch:
         return dataclasses.replace(made, estimate=self.search.problem.cost(strategies))
 
     @collector_paused()
-    def unequal(
-        self, machine: Machine, pace: Mapping[str, float], evens: Sequence[Candidate], memory: float, until: float
-    ) -> list[Candidate]:
+    def unequal(self, evens: Sequence[Candidate], memory: float, until: float) -> list[Candidate]:
         """Even candidates of this mesh with more blocks of what they divide for devices that are faster.
 
         Args:
-          machine: with all its kinds of devices.
-          pace: seconds that a node takes on a device of each kind.
           evens: candidates of this mesh.
           memory: bytes that one device may hold.
           until: when time is over, by `time.monotonic`.
         """
         (axis,) = self.axes
-        shares = UnevenSearch(self.subject, machine, self.sizes, self.platform, self.times, pace)
+        shares = UnevenSearch(self.subject, self.machine, self.sizes, self.platform, self.times, self.pace)
         found: list[Candidate] = []
         if len({*shares.rates}) == 1:
             return found
@@ -444,38 +459,33 @@ class MeshSearch:
         specs = {name: PartitionSpec() for name in self.subject.names if name is not None}
         specs |= specs_in_blocks(self.subject, shared.dims, shared.share)
         nothing = [None] * len(self.subject.names)  # what is in blocks is not on the host
-        slots = StateOffload.from_names(shared.flow, nothing, self.subject.state, self.subject.donated, self.axes, {})
-        return Candidate(
-            name, shared.flow, dict(self.sizes), counts, specs, shared.replica, shared.prediction, slots, unequal=True
-        )
-
-    @property
-    def grouped(self) -> bool:
-        """Whether branches run side by side."""
-        return any(node.groups for node in self.replica.nodes)
-
-    @functools.cached_property
-    def solutions(self) -> dict[float, Solution | None]:
-        """The solutions, by memory limit."""
-        return {}
+        slots = StateOffload.from_names(self.subject, shared.flow, nothing, self.axes, {})
+        return Candidate(self, name, shared.flow, counts, specs, shared.replica, shared.prediction, slots)
 
     @collector_paused()
     def solution(self, memory: float, budget: float, gap: float) -> Solution | None:
         """The solution within a memory limit in bytes, searched for once; None if nothing fits."""
         if memory not in self.solutions:
+            began = time.monotonic()
             problem = dataclasses.replace(self.search.problem, limit=memory)
-            known = [] if self.grouped else list(self.by_experts.values())
+            known = [] if any(self.groups) else list(self.by_experts.values())
             try:
                 found = self.method(self.search, problem, budget, gap, known)
             except MemoryLimitError:
                 found = None
-            self.solutions[memory] = found
+            self.solutions[memory], self.took = found, time.monotonic() - began
         return self.solutions[memory]
+
+    @property
+    def cost(self) -> float:
+        """Seconds of a step of the first solution, by the search's cost model; infinite without one."""
+        first = next(iter(self.solutions.values()), None)
+        return math.inf if first is None else first.cost
 
     @collector_paused()
     def searched(self, solution: Solution) -> Candidate:
         """The candidate of a solution."""
-        if self.grouped:  # the search has added up what branches take: that is no bound
+        if any(self.groups):  # the search has added up what branches take: that is no bound
             made = self.candidate(BESIDE, self.search.flow(solution.strategies))
         else:
             proven = solution.gap if solution.lower_bound > 0 else None

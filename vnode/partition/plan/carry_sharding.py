@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from jax.extend.core import Var
 from jax.sharding import PartitionSpec
 
 from vnode.analysis.program import Atom, Program
 from vnode.operators.ordering_barrier import can_be_awaited
+from vnode.partition.plan.meshes import NODES
 from vnode.partition.plan.other_replicas import SUM_OVER_REPLICAS, totals_of_passes
 from vnode.partition.plan.replica_reduction import ReplicaReduction
 from vnode.runtime.mesh_function import follow_layouts, result_layout
@@ -152,7 +153,7 @@ def shard_replicated_region(
       wait: whether a pass gathers its state only after the totals of the passes before it.
     """
     if not sharded:  # then replicas compute the same
-        axes = {name: n for name, n in axes.items() if name != across.axis}
+        axes = {name: n for name, n in axes.items() if name != NODES}
     if not axes:
         return flow
     program, lies = flow.program, dict(zip(flow.program.inputs, flow.inputs, strict=True))
@@ -187,9 +188,9 @@ def shard_around_passes(
       wait: whether a pass gathers its state only after the totals of the passes before it.
     """
     program, lies = flow.program, dict(zip(flow.program.inputs, inputs, strict=True))
-    exact = frozenset({across.axis} & axes.keys() if across.invariant else ())
-    inner = {name: n for name, n in axes.items() if name != across.axis}
-    among = SummingDevices(across.axis, axes, across.invariant)
+    exact = frozenset({NODES} & axes.keys() if across.invariant else ())
+    inner = {name: n for name, n in axes.items() if name != NODES}
+    among = SummingDevices(NODES, axes, across.invariant)
     loops = totals_of_passes(step.eqn for step in flow.steps)
     before, after = split_steps(flow.steps, loops)
     parts = [
@@ -204,12 +205,14 @@ def shard_around_passes(
     for k, (kind, steps) in enumerate(parts, 1):
         if kind == "once":
             made = [var for step in steps for var in step.eqn.outvars]
-            steps = list(SubProgram.from_steps(program, steps, made).flow(layout_of, axes, exact).steps)
+            steps = list(layouts_through(program, steps, made)(layout_of, axes, exact).steps)
         elif kind == "totals":
             later = [step for other, several in parts[k:] if other == "once" for step in several]
-            reading = SubProgram.from_steps(program, [*later, *after], program.outputs, wanted).wanted
+            readers = layouts_through(program, [*later, *after], program.outputs, wanted)
             totals = {step.eqn.outvars[0]: step.results[0] for step in steps}
-            handed = choose_output_layouts(totals, layout_of, reading, inner, axes, exact)
+            handed = choose_output_layouts(
+                totals, layout_of, lambda *how, of=readers: read_layouts(of(*how)), inner, axes, exact
+            )
             steps = [scatter_total(step, handed[step.eqn.outvars[0]], among) for step in steps]
         elif kind == "around":
             steps = [shard_bodies(step, axes, across, wait) for step in steps]
@@ -221,7 +224,7 @@ def shard_around_passes(
         for step in steps:
             lies.update(zip(step.eqn.outvars, step.results, strict=True))
         passes += steps
-    following = SubProgram.from_steps(program, after, program.outputs, wanted).flow(layout_of, axes, exact)
+    following = layouts_through(program, after, program.outputs, wanted)(layout_of, axes, exact)
     outputs = [own if end is None else end for own, end in zip(following.outputs, ends, strict=True)]
     steps = (*passes, *following.steps)
     ordered = program.derive(program.inputs, [step.eqn for step in steps], program.outputs)
@@ -247,31 +250,25 @@ def shard_bodies(step: Step, axes: Axes, across: ReplicaReduction, wait: bool) -
     return dataclasses.replace(step, bodies=tuple(bodies))
 
 
-@dataclasses.dataclass(frozen=True)
-class SubProgram:
-    """A part of a program, sharded by the layouts of its inputs and the wanted layouts of some outputs."""
+def layouts_through(
+    program: Program, steps: Sequence[Step], outputs: Sequence[Atom], ends: Sequence[Layout | None] = ()
+) -> Callable[[Lying, Axes, Collection[str]], Flow]:
+    """Layouts through a part of a program, by the layouts of its inputs and the wanted ones of its outputs.
 
-    program: Program
-    ends: Sequence[Layout | None]
+    Args:
+      program: the program.
+      steps: the part.
+      outputs: its outputs.
+      ends: their wanted layouts.
 
-    @staticmethod
-    def from_steps(
-        program: Program, steps: Sequence[Step], outputs: Sequence[Atom], ends: Sequence[Layout | None] = ()
-    ) -> SubProgram:
-        """The part that consists of some steps."""
-        eqns = [step.eqn for step in steps]
-        made = {var for eqn in eqns for var in eqn.outvars}
-        read = dict.fromkeys(a for a in (*(a for eqn in eqns for a in eqn.invars), *outputs) if isinstance(a, Var))
-        given = [var for var in read if var not in made and var not in program.constants]
-        return SubProgram(program.derive(given, eqns, [*outputs]), ends)
-
-    def flow(self, lying: Lying, axes: Axes, exact: Collection[str]) -> Flow:
-        """Layouts through it; shardings over the axes of `exact` must not change bits."""
-        return follow_layouts(self.program, list(map(lying, self.program.inputs)), axes, exact, self.ends)
-
-    def wanted(self, lying: Lying, axes: Axes, exact: Collection[str]) -> Mapping[Var, Sequence[Layout]]:
-        """The layouts in which each variable is read, one per read."""
-        return read_layouts(self.flow(lying, axes, exact))
+    Returns:
+      A function of layouts, of sizes of axes, and of the axes along which a sharding must not change bits.
+    """
+    eqns = [step.eqn for step in steps]
+    made = {var for eqn in eqns for var in eqn.outvars}
+    read = dict.fromkeys(a for a in (*(a for eqn in eqns for a in eqn.invars), *outputs) if isinstance(a, Var))
+    part = program.derive([v for v in read if v not in made and v not in program.constants], eqns, [*outputs])
+    return lambda lying, axes, exact: follow_layouts(part, list(map(lying, part.inputs)), axes, exact, ends)
 
 
 def split_steps(steps: Sequence[Step], loops: Collection[Var]) -> tuple[list[Step], list[Step]]:

@@ -1,6 +1,6 @@
 """A model's figures of a plan -> the compiler's: memory and collectives, and time if the compiler estimates cycles.
 
-    figures_as_compiled(figures, stats, machine, order)   # Figures with source="compiled"
+    figures_as_compiled(figures, stats, machine, order, "compiled")   # Figures with source="compiled"
 
 Memory is the compiler's. Seconds of computation are its estimated cycles over the clock rate of the kind, if it
 estimates any, and the model's otherwise. Seconds of exchange are those of the compiled collectives on the machine's
@@ -16,15 +16,12 @@ import dataclasses
 import numpy as np
 
 from vnode.partition.compiler.stats import CompiledCollective, CompiledStats
+from vnode.partition.cost.collective_cost import NAMES
 from vnode.partition.cost.compiler import CLOCKS
 from vnode.partition.machine import Machine
 from vnode.partition.plan.predict import Figures
 
-NAMES = {
-    "all-reduce": "all_reduce",
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
+OPCODES = NAMES | {
     "ragged-all-to-all": "all_to_all",
     "collective-permute": "permute",
     "collective-broadcast": "all_gather",
@@ -33,7 +30,7 @@ NAMES = {
 
 
 def figures_as_compiled(
-    figures: Figures, stats: CompiledStats, machine: Machine, order: np.ndarray, source: str = "compiled"
+    figures: Figures, stats: CompiledStats, machine: Machine, order: np.ndarray, source: str
 ) -> Figures:
     """The figures of a step as compiled.
 
@@ -87,5 +84,5 @@ def exchange_seconds(each: CompiledCollective, machine: Machine, order: np.ndarr
         size = max(each.devices, 1)
         listed = each.groups or [tuple(range(i, i + size)) for i in range(0, len(numbers), size)]
         groups, pairs = [[int(numbers[i]) for i in group] for group in listed], None
-    cost = machine.collective(NAMES[each.kind], groups, pairs=pairs)
+    cost = machine.collective(OPCODES[each.kind], groups, pairs=pairs)
     return each.runs * cost.seconds(each.bytes)

@@ -32,7 +32,6 @@ from vnode.partition.plan.candidates import EXPERTS, Candidate
 from vnode.partition.plan.compiled_figures import figures_as_compiled
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import Figures
-from vnode.partition.plan.remedies import plan_title
 from vnode.show.units import size
 
 TOGETHER = 2
@@ -62,6 +61,10 @@ ALIKE = 1.15
 varied by 5 to 25 % (four models on v5e)."""
 
 
+FULL, DRAFT = "compiled", "draft"
+"""Sources of figures: a compilation with all optimizations, or with few."""
+
+
 @dataclasses.dataclass(eq=False)
 class Entry:
     """A candidate that may be compiled.
@@ -69,30 +72,31 @@ class Entry:
     Attributes:
       candidate: the candidate.
       plan: makes its plan.
-      job: its compilation, if begun.
-      figures: its figures as compiled, once known.
-      draft_job: the compilation of its draft, if begun.
-      draft: its figures as its draft has them, once known.
+      jobs: its compilations that were begun, by source: ``"compiled"``, with all optimizations, or ``"draft"``.
+      known: its figures by these, once known.
       program: its program, lowered for the devices of the pool, once it is.
     """
 
     candidate: Candidate
     plan: Callable[[], Plan]
-    job: CompileJob | None = None
-    figures: Figures | None = None
-    draft_job: CompileJob | None = None
-    draft: Figures | None = None
+    jobs: dict[str, CompileJob] = dataclasses.field(default_factory=dict)
+    known: dict[str, Figures] = dataclasses.field(default_factory=dict)
     program: jax.stages.Lowered | None = None
+
+    @property
+    def figures(self) -> Figures | None:
+        """Its figures as compiled with all optimizations, once known."""
+        return self.known.get(FULL)
+
+    @property
+    def draft(self) -> Figures | None:
+        """Its figures as its draft has them, once known."""
+        return self.known.get(DRAFT)
 
     @property
     def kind(self) -> str:
         """The candidate's kind: its name, without the sharding of the state over replicas."""
         return kind_of(self.candidate.name)
-
-    @property
-    def title(self) -> str:
-        """Its name and mesh."""
-        return plan_title(self.candidate.name, self.candidate.mesh)
 
     @property
     def expected(self) -> Figures:
@@ -112,7 +116,6 @@ class CompiledRanking:
       tried: the entries whose compilation with all optimizations was begun, in order.
       drafted: the entries whose draft was begun.
       said: a line for each entry that was not compiled, or does not fit.
-      early: the entries that are compiled during the search.
       interrupted: whether Ctrl-C ended it.
     """
 
@@ -123,7 +126,6 @@ class CompiledRanking:
     tried: list[Entry] = dataclasses.field(default_factory=list)
     drafted: list[Entry] = dataclasses.field(default_factory=list)
     said: list[str] = dataclasses.field(default_factory=list)
-    early: list[Entry] = dataclasses.field(default_factory=list)
     interrupted: bool = False
 
     def best(self, entries: Sequence[Entry]) -> Entry | None:
@@ -132,23 +134,24 @@ class CompiledRanking:
         Args:
           entries: the entries that may be compiled.
         """
-        first, self.early = self.early, []
         waiting, over = [each for each in entries if each not in self.tried], False
+        first = [each for each in waiting if each.jobs and each not in self.drafted]  # begun during the search
         try:
             if self.pool.target.has_drafts:
-                over = not self.compile_drafts([*first, *self.promising(waiting)][:DRAFTS])
-                first = []
+                drafts = [*first, *self.promising(waiting)][:DRAFTS]
+                self.drafted += drafts
+                over, first = not self.compile(drafts, DRAFT), []
             while not over and (batch := [*first, *(each for each in self.batch(waiting) if each not in first)]):
                 first = []
-                self.compile(batch)
+                self.tried += batch
+                over = not self.compile(batch, FULL)
                 waiting = [each for each in waiting if each not in batch]
-                over = any(each.job is not None and not each.job.done for each in batch)
         except KeyboardInterrupt:
             self.interrupted = True
             self.said.append("compiling was interrupted")
-        best = self.fastest()
+        best = self.fastest(FULL)
         if best is None and (over or self.interrupted):
-            best = self.fastest_draft()
+            best = self.fastest(DRAFT)
             if best is not None:
                 self.said.append("figures of drafts: no candidate that fits was compiled in full in time")
         return best
@@ -177,18 +180,13 @@ class CompiledRanking:
     def begin(self, each: Entry) -> None:
         """Begins to compile an expert's candidate during the search, if there are cores for both."""
         if each.candidate.figures.memory <= NEAR * self.limit and (os.cpu_count() or 1) > CORES:
-            self.early.append(each)
-            self.submit(each, draft=self.pool.target.has_drafts)
+            self.submit(each, DRAFT if self.pool.target.has_drafts else FULL)
 
-    def fastest(self) -> Entry | None:
-        """The best so far."""
-        fits = [each for each in self.tried if each.figures is not None and each.figures.memory <= self.limit]
-        return min(fits, key=lambda each: each.figures.seconds if each.figures else math.inf, default=None)
-
-    def fastest_draft(self) -> Entry | None:
-        """The fastest by its draft; None if no draft fits."""
-        fits = [each for each in self.drafted if each.draft is not None and each.draft.memory <= self.limit]
-        return min(fits, key=lambda each: each.expected.seconds, default=None)
+    def fastest(self, source: str) -> Entry | None:
+        """The fastest that fits by figures of a source; None if none fits."""
+        began = self.tried if source == FULL else self.drafted
+        fits = [each for each in began if source in each.known and each.known[source].memory <= self.limit]
+        return min(fits, key=lambda each: each.known[source].seconds, default=None)
 
     def promising(self, waiting: Sequence[Entry]) -> list[Entry]:
         """The entries to draft: the fastest by the model, of each kind the best, then the next ones.
@@ -204,7 +202,7 @@ class CompiledRanking:
         best_of_kinds = first_of_each_kind(each for each in near if self.seconds(each) <= enough)
         faster = sorted(near, key=self.seconds)[:1]  # by the model it nearly fits
         wanted = dict.fromkeys([near[0], *faster, *best_of_kinds, *near])
-        return [each for each in wanted if each.draft_job is None][:DRAFTS]
+        return [each for each in wanted if DRAFT not in each.jobs][:DRAFTS]
 
     def batch(self, waiting: Sequence[Entry]) -> list[Entry]:
         """The next entries to compile; empty if none can be better than the best so far.
@@ -216,7 +214,7 @@ class CompiledRanking:
         near.sort(key=lambda each: (self.seconds(each), self.memory(each)))
         if len(self.tried) >= self.most or not near:
             return []
-        best, drafts = self.fastest(), [each for each in near if each.draft is not None]
+        best, drafts = self.fastest(FULL), [each for each in near if each.draft is not None]
         if drafts:
             least = min(self.seconds(drafts[0]), best.figures.seconds if best and best.figures else math.inf)
             return [each for each in drafts if self.seconds(each) < ALIKE * least][:TOGETHER]
@@ -238,34 +236,22 @@ class CompiledRanking:
         wanted = [*experts, *better, *near[: max(LEAST - len(self.tried), 0)]]
         return list(dict.fromkeys(wanted))[:TOGETHER]
 
-    def compile_drafts(self, several: Sequence[Entry]) -> bool:
-        """Compiles drafts while there is time; returns whether all have an answer."""
-        for each in several:
-            self.drafted.append(each)
-            if each.draft_job is None:
-                self.submit(each, draft=True)
-        jobs = [each.draft_job for each in several if each.draft_job is not None]
-        self.pool.wait(jobs, self.until)
-        for each in several:
-            if each.draft_job is not None:
-                each.draft = self.figures(each, each.draft_job, "draft")
-        return all(job.done for job in jobs)
-
-    def compile(self, batch: Collection[Entry]) -> None:
-        """Compiles candidates while there is time."""
+    def compile(self, batch: Collection[Entry], source: str) -> bool:
+        """Compiles candidates, or their drafts, while there is time; returns whether all have an answer."""
         for each in batch:
-            self.tried.append(each)
-            if each.job is None:
-                self.submit(each)
-        self.pool.wait([each.job for each in batch if each.job is not None], self.until)
-        for each in batch:
-            if each.job is None:
-                continue
-            each.figures = self.figures(each, each.job, "compiled")
-            if each.job.stats is None:
-                self.said.append(f"{each.title}: {each.job.outcome}")
-            elif each.figures is not None and each.figures.memory > self.limit:
-                self.said.append(f"{each.title}: compiled {size(each.figures.memory)}")
+            if source not in each.jobs:
+                self.submit(each, source)
+        jobs = [(each, each.jobs[source]) for each in batch if source in each.jobs]
+        self.pool.wait([job for _, job in jobs], self.until)
+        for each, job in jobs:
+            figures = self.figures(each, job, source)
+            if figures is not None:
+                each.known[source] = figures
+            if source == FULL and job.stats is None:
+                self.said.append(f"{each.candidate.title}: {job.outcome}")
+            elif source == FULL and figures is not None and figures.memory > self.limit:
+                self.said.append(f"{each.candidate.title}: compiled {size(figures.memory)}")
+        return all(job.done for _, job in jobs)
 
     def figures(self, each: Entry, job: CompileJob, source: str) -> Figures | None:
         """The figures of a candidate as compiled; None if the compiler gave none."""
@@ -277,20 +263,16 @@ class CompiledRanking:
         needed = max(job.needed or 0, self.limit + 1)
         return dataclasses.replace(each.candidate.figures, temporary=needed, arguments=0, results=0, source=source)
 
-    def submit(self, each: Entry, draft: bool = False) -> None:
+    def submit(self, each: Entry, source: str) -> None:
         """Begins to compile a candidate, or its draft."""
         try:
             plan, program = each.plan(), each.program
             if program is None:
                 program = each.program = plan.step(self.pool.target.devices).executor.lower_for(plan.args, {})
         except VnodeError as error:
-            self.said.append(f"{each.title}: {str(error).splitlines()[0]}")
+            self.said.append(f"{each.candidate.title}: {str(error).splitlines()[0]}")
             return
-        job = self.pool.submit(program, each.candidate.prediction.iterations, draft=draft)
-        if draft:
-            each.draft_job = job
-        else:
-            each.job = job
+        each.jobs[source] = self.pool.submit(program, each.candidate.prediction.iterations, draft=source == DRAFT)
 
     def slack(self, each: Entry) -> float:
         """The factor on the limit up to which a candidate's expected memory lets it be compiled."""

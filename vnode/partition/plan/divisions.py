@@ -79,19 +79,17 @@ def _collect(flow: Flow, times: int, found: dict[Alike, list[float]], at: Mappin
 
 def parts_of(step: Step) -> dict[str, str]:
     """The part of an equation that each axis divides."""
-    found: dict[str, str] = {}
-    for way in step.choice.ways if step.choice is not None else ():
-        found.update(dict.fromkeys(way.axes, part_of(step.choice, way)))
-    return found
+    choice = step.choice
+    return {} if choice is None else {axis: part_of(choice, way) for way in choice.ways for axis in way.axes}
 
 
-def part_of(choice: OpSharding | None, way: FactorSharding) -> str:
+def part_of(choice: OpSharding, way: FactorSharding) -> str:
     """The part that the axes of a factor sharding divide."""
     if isinstance(way.split, Reduced):
         return "sum"
     if isinstance(way.split, Windowed):
         return "space"
-    if not isinstance(way.split, Free) or choice is None:
+    if not isinstance(way.split, Free):
         return "other"
     has = [any(f in way.lead for dim in dims for f in dim) for dims in choice.description.operands]
     return "batch" if all(has) else "left" if has[0] else "right"

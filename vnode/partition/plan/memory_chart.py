@@ -12,8 +12,9 @@ from html import escape
 from vnode.partition.cost.program_memory import Level
 from vnode.show.units import several, size
 
-LEFT, RIGHT, TOP, HEIGHT, BELOW = 76, 46, 26, 160, 44
-"""Pixels: the margin beside, the margin above, the height, and the margin below the area in which bytes are drawn."""
+WIDTH, LEFT, RIGHT, TOP, HEIGHT, BELOW = 960, 76, 46, 26, 160, 44
+"""Pixels: the picture's width, the margin beside, the margin above, the height, and the margin below the area in which
+bytes are drawn."""
 LEAST = 720
 """Pixels: a picture is not scaled below this width, or its text would be too small to read."""
 MOST_NAMED = 3000
@@ -27,14 +28,13 @@ STYLE = (
 )
 
 
-def draw(levels: Sequence[Level], always: int, limit: int, *, width: int = 960) -> str:
+def draw(levels: Sequence[Level], always: int, limit: int) -> str:
     """Draws live bytes over time.
 
     Args:
       levels: total bytes while each fused op runs, in order; at least one.
       always: bytes that are live all the time: arguments and results.
       limit: the device's memory, bytes; drawn if it is not far above the peak.
-      width: width of the picture, in pixels.
 
     Returns:
       An SVG picture that loads no other file.
@@ -47,7 +47,7 @@ def draw(levels: Sequence[Level], always: int, limit: int, *, width: int = 960) 
     most = max(level.bytes for level in levels)
     shown = limit <= 2 * most
     ceiling = max(most, limit if shown else 0, 1) * 1.05
-    inner, bottom = max(width - LEFT - RIGHT, 100), TOP + HEIGHT
+    inner, bottom = WIDTH - LEFT - RIGHT, TOP + HEIGHT
 
     def x(place: float) -> float:
         return LEFT + inner * place / len(levels)
@@ -79,8 +79,8 @@ def draw(levels: Sequence[Level], always: int, limit: int, *, width: int = 960) 
     parts.append(f'<circle {place} r="3"><title>{escape(levels[at].label)}</title></circle>')
     height = bottom + BELOW
     return (
-        f'<svg class="levels" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" style="min-width:{min(width, LEAST)}px" role="img">'
+        f'<svg class="levels" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+        f'height="{height}" style="min-width:{LEAST}px" role="img">'
         f"<title>Memory over time: {escape(said)}</title><style>{STYLE}</style>"
         f"{''.join(parts)}</svg>"
     )

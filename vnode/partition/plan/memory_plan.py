@@ -120,18 +120,18 @@ class MemoryPlanner:
     """Memory plans of a step, each with fewer residuals than the one before.
 
     Args:
-      late: the step's program, and its late reads.
-      kept: the residuals of its loops.
-      kind: the kind of device.
+      subject: the step.
+      machine: the machine; its first kind of device counts.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``; there is no offload on CPUs.
     """
 
-    def __init__(self, late: TurningPoint, kept: Mapping[ResultIndex, Residual], kind: Kind, platform: str) -> None:
-        self.late = late
-        self.stacked = stacked_of(late, kept, kind, platform != "cpu")
-        without = {late.program.equations[k].outvars[j] for k, j in kept}
-        fused = fuse_program(late.program, Calibration.for_platform(platform, kind.name).recomputes)
-        self.values = _LateValues(late, fused, without, kind).all()
+    def __init__(self, subject: Subject, machine: Machine, platform: str) -> None:
+        self.subject, self.late = subject, subject.late_reads
+        kept, kind = subject.kept, machine.kinds[0]
+        self.stacked = stacked_of(self.late, kept, kind, platform != "cpu")
+        without = {self.late.program.equations[k].outvars[j] for k, j in kept}
+        fused = fuse_program(self.late.program, Calibration.for_platform(platform, kind.name).recomputes)
+        self.values = _LateValues(self.late, fused, without, kind).all()
         self.found: dict[tuple[int, bool], MemoryPlan | None] = {(0, False): MemoryPlan(), (0, True): MemoryPlan()}
 
     @property
@@ -147,12 +147,6 @@ class MemoryPlanner:
         """
         some = any(value.equations and value.reads for value in self.values.values())
         return LIMITS + WITH_HOST * (host and self.host) if some or self.stacked else 0
-
-    @staticmethod
-    def for_subject(subject: Subject, machine: Machine, platform: str) -> MemoryPlanner:
-        """The planner for a step, on the first kind of a machine's devices."""
-        kind = machine.kinds[0]
-        return MemoryPlanner(subject.late_reads, subject.kept, kind, platform)
 
     def plan_at_level(self, level: int, seconds: float, host: bool = True) -> MemoryPlan:
         """The memory plan at a level.

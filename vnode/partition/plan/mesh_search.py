@@ -25,8 +25,7 @@ from vnode.partition.plan.candidates import (
     fitting_first,
     pace_of,
 )
-from vnode.partition.plan.meshes import meshes
-from vnode.partition.plan.predict import NODES
+from vnode.partition.plan.meshes import NODES, mesh_text, meshes
 from vnode.partition.plan.search_subject import Subject
 from vnode.partition.searches.methods import METHODS, Method
 
@@ -69,21 +68,6 @@ FURTHER = 0.999
 """A candidate is predicted on a mesh with more axes if its cost is below this share of that on fewer axes."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SearchedMesh:
-    """A mesh that was searched.
-
-    Attributes:
-      on: the search on it.
-      cost: seconds of a step of its solution, by the search's cost model; infinite without a solution.
-      took: seconds that the search took.
-    """
-
-    on: MeshSearch
-    cost: float
-    took: float
-
-
 @dataclasses.dataclass
 class MeshesSearch:
     """A search over the meshes of a machine.
@@ -106,7 +90,7 @@ class MeshesSearch:
     times: Times | None
     budget: Budget
     shown: Any = None
-    early: Callable[[Subject, Candidate], None] | None = None
+    early: Callable[[Candidate], None] | None = None
     undivided: str = ""
     method: Method = METHODS["exact"]
 
@@ -123,11 +107,11 @@ class MeshesSearch:
             searched = self.on_meshes(subject, pace, found)
             if self.predicted(searched, found):
                 return found
-            searched.sort(key=lambda mesh: fastest([each for each in found if each.mesh == mesh.on.sizes], self.limit))
-            for mesh in searched if pace else ():
-                self.unequally(mesh.on, found, pace)
-            for mesh in searched:
-                if self.side_by_side(mesh, found):
+            searched.sort(key=lambda on: fastest([each for each in found if each.mesh == on.sizes], self.limit))
+            for on in searched if pace else ():
+                self.unequally(on, found)
+            for on in searched:
+                if self.side_by_side(on, found):
                     break
         except KeyboardInterrupt:
             self.budget.interrupt()
@@ -135,11 +119,11 @@ class MeshesSearch:
                 raise
         return found
 
-    def on_meshes(self, subject: Subject, pace: Mapping[str, float], found: list[Candidate]) -> list[SearchedMesh]:
+    def on_meshes(self, subject: Subject, pace: Mapping[str, float], found: list[Candidate]) -> list[MeshSearch]:
         """Adds the candidates that divide the batch alone, and searches the other meshes while there is time."""
-        waiting: list[SearchedMesh] = []
+        waiting: list[MeshSearch] = []
         took, before = 0.0, 0
-        every = [*meshes(len(self.machine.devices), subject.virtual_nodes, NODES)]
+        every = [*meshes(len(self.machine.devices), subject.virtual_nodes)]
         for number, sizes in enumerate(every):
             began, inner = time.monotonic(), len(sizes) - 1
             if inner and self.undivided:
@@ -174,37 +158,37 @@ class MeshesSearch:
                         self.keep(each.candidate("FSDP", each.undivided, shard_state=True), found)
                 if self.early is not None:
                     for candidate in found:
-                        self.early(subject, candidate)
+                        self.early(candidate)
                 self.with_host(found, found)
                 continue
-            cost, took, before = math.inf if solution is None else solution.cost, time.monotonic() - began, inner
+            took, before = time.monotonic() - began, inner
             if solution is not None and solution.cut_short:
                 gap = f", at most {solution.gap:.1%} above the best by its own cost" if solution.lower_bound else ""
                 self.budget.leave_out(f"{mesh_text(sizes)}: not searched to the end{gap}")
-            waiting.append(SearchedMesh(on, cost, took))
+            waiting.append(on)
             if solution is not None and solution.interrupted:
                 self.budget.interrupt()
                 break
         return waiting
 
-    def is_worth_further_axes(self, sizes: Mapping[str, int], searched: Sequence[SearchedMesh]) -> bool:
+    def is_worth_further_axes(self, sizes: Mapping[str, int], searched: Sequence[MeshSearch]) -> bool:
         """Whether a mesh with several axes may be better than those searched.
 
         It is searched if the solution with as many replicas on one axis comes near the best: a further axis saved at
         most 13 % (nine models on v5e).
         """
-        least = min((mesh.cost for mesh in searched), default=math.inf)
-        alike = [mesh.cost for mesh in searched if mesh.on.replicas == sizes[NODES]]
+        least = min((on.cost for on in searched), default=math.inf)
+        alike = [on.cost for on in searched if on.replicas == sizes[NODES]]
         return not alike or alike[0] <= self.near * least
 
     def divided(self, on: MeshSearch) -> list[Candidate]:
         """The solution and the experts' candidates on one mesh, as far as there is time."""
         found: list[Candidate] = []
-        solution = on.solution(float(self.limit), max(self.budget.left, LEAST), GAP)
-        self.predicted([SearchedMesh(on, math.inf if solution is None else solution.cost, 0.0)], found)
+        on.solution(float(self.limit), max(self.budget.left, LEAST), GAP)
+        self.predicted([on], found)
         return found
 
-    def predicted(self, searched: Sequence[SearchedMesh], found: list[Candidate]) -> bool:
+    def predicted(self, searched: Sequence[MeshSearch], found: list[Candidate]) -> bool:
         """Adds the solutions and the experts' candidates on searched meshes, while there is time.
 
         Each kind of candidate is predicted where the search's cost model has it fastest, and on further meshes as long
@@ -214,18 +198,18 @@ class MeshesSearch:
           Whether Ctrl-C ended it.
         """
         began = len(found)
-        for name, mesh, cost in in_turn(searched):
+        for name, on, cost in in_turn(searched):
             if cost > self.slowest_worth_predicting(name, found):
                 continue
             # after Ctrl-C the best mesh all the same
             if found and self.budget.lacks() and (len(found) > began or self.budget.more):
-                self.budget.leave_out(f"{mesh_text(mesh.on.sizes)}: {name} is not predicted")
+                self.budget.leave_out(f"{mesh_text(on.sizes)}: {name} is not predicted")
                 continue
-            self.say(mesh.on.sizes, found)
+            self.say(on.sizes, found)
             known = len(found)
             if name != SEARCHED:
-                self.add(mesh.on, mesh.on.expert(name), found)
-            elif self.searched(mesh.on, found):
+                self.add(on, on.expert(name), found)
+            elif self.searched(on, found):
                 return True
             self.with_host(found[known:], found)
         return False
@@ -241,7 +225,7 @@ class MeshesSearch:
     def with_host(self, several: Sequence[Candidate], found: list[Candidate]) -> None:
         """Adds some candidates with as much on the host as they need, where nothing fits otherwise."""
         if not fitting_first(found, self.limit):
-            found += filter(None, [each.with_host(self.machine, self.limit) for each in [*several]])
+            found += filter(None, [each.with_host(self.limit) for each in [*several]])
 
     def on_mesh(self, subject: Subject, sizes: Mapping[str, int], pace: Mapping[str, float]) -> list[MeshSearch]:
         """One mesh, with shares by speed and with equal ones; first that on which the undivided step is faster."""
@@ -249,7 +233,7 @@ class MeshesSearch:
             MeshSearch, subject, self.machine, sizes, self.platform, self.times, pace, method=self.method
         )
         several = [made()]
-        if len({*several[0].shares.counts}) > 1 and len(self.machine.kinds) > 1:
+        if len({*several[0].spread.counts}) > 1 and len(self.machine.kinds) > 1:
             several.append(made(even=True))
             several.sort(key=lambda on: on.candidate("", on.undivided).figures.seconds)
         return several
@@ -297,15 +281,15 @@ class MeshesSearch:
             )
         return False
 
-    def unequally(self, on: MeshSearch, found: list[Candidate], pace: Mapping[str, float]) -> None:
+    def unequally(self, on: MeshSearch, found: list[Candidate]) -> None:
         """Adds the best candidates of a mesh with larger shares for the faster devices along its axis."""
         if len(on.axes) != 1 or on.subject.step.spec.plan.offloaded or self.budget.lacks(predictions=SHARES):
             return
         evens = [each for each in found if each.mesh == on.sizes and each.records and "+" not in each.name]
         self.say(on.sizes, found)
-        found += on.unequal(self.machine, pace, sorted(evens, key=by_seconds), self.limit, self.budget.until)
+        found += on.unequal(sorted(evens, key=lambda each: each.figures.seconds), self.limit, self.budget.until)
 
-    def side_by_side(self, mesh: SearchedMesh, found: list[Candidate]) -> bool:
+    def side_by_side(self, on: MeshSearch, found: list[Candidate]) -> bool:
         """Adds candidates with branches side by side along each axis.
 
         A branch is not divided along that axis, so devices with shorter branches wait. Stages are taken as long as the
@@ -314,7 +298,7 @@ class MeshesSearch:
         Returns:
           True if time is over, or Ctrl-C ended the search.
         """
-        on, took = mesh.on, mesh.took
+        took = on.took
         compute = min((each.figures.compute for each in found if each.mesh == on.sizes), default=math.inf)
         for axis in on.axes:
             stages = on.stages_within(axis, fastest(found, self.limit) - compute) if compute < math.inf else []
@@ -355,39 +339,29 @@ class MeshesSearch:
         self.shown.update(round(1000 * done), f"{mesh}; best {best[0].figures.seconds:.3g} s" if best else mesh)
 
 
-def in_turn(searched: Sequence[SearchedMesh]) -> list[tuple[str, SearchedMesh, float]]:
+def in_turn(searched: Sequence[MeshSearch]) -> list[tuple[str, MeshSearch, float]]:
     """(name, mesh, cost) of the candidates on searched meshes: of each name that of the least cost, then the next ones.
 
     Args:
-      searched: the meshes.
+      searched: the searches on the meshes.
     """
-    kinds: dict[str, list[tuple[float, SearchedMesh]]] = {SEARCHED: [(mesh.cost, mesh) for mesh in searched]}
-    for mesh in searched:
-        for name, strategies in mesh.on.expert_splits.items():
-            cost = mesh.on.search.problem.cost(strategies)
-            if cost <= (math.inf if name == MEGATRON else OUTDONE * mesh.cost) and math.isfinite(cost):
-                kinds.setdefault(name, []).append((cost, mesh))
-    found: list[tuple[int, str, SearchedMesh, float]] = []
+    kinds: dict[str, list[tuple[float, MeshSearch]]] = {SEARCHED: [(on.cost, on) for on in searched]}
+    for on in searched:
+        for name, strategies in on.expert_splits.items():
+            cost = on.search.problem.cost(strategies)
+            if cost <= (math.inf if name == MEGATRON else OUTDONE * on.cost) and math.isfinite(cost):
+                kinds.setdefault(name, []).append((cost, on))
+    found: list[tuple[int, str, MeshSearch, float]] = []
     for name, several in kinds.items():
         least: dict[int, float] = {}  # by the number of replicas
-        kept: list[tuple[float, SearchedMesh]] = []
-        for cost, mesh in sorted(several, key=lambda each: len(each[1].on.axes)):
-            replicas = mesh.on.replicas
-            if cost <= FURTHER * least.get(replicas, math.inf):
-                least[replicas] = cost
-                kept.append((cost, mesh))
+        kept: list[tuple[float, MeshSearch]] = []
+        for cost, on in sorted(several, key=lambda each: len(each[1].axes)):
+            if cost <= FURTHER * least.get(on.replicas, math.inf):
+                least[on.replicas] = cost
+                kept.append((cost, on))
         kept.sort(key=lambda each: each[0])
-        found += [(turn, name, mesh, cost) for turn, (cost, mesh) in enumerate(kept)]
-    return [(name, mesh, cost) for _, name, mesh, cost in sorted(found, key=lambda each: each[0])]
-
-
-def mesh_text(sizes: Mapping[str, int]) -> str:
-    """A mesh in words.
-
-    >>> mesh_text({"vnode": 2, "model": 4})
-    'vnode 2 x model 4'
-    """
-    return " x ".join(f"{name} {n}" for name, n in sizes.items())
+        found += [(turn, name, on, cost) for turn, (cost, on) in enumerate(kept)]
+    return [(name, on, cost) for _, name, on, cost in sorted(found, key=lambda each: each[0])]
 
 
 def smaller_account(tried: Sequence[tuple[float, int]], limit: int) -> float:
@@ -404,11 +378,6 @@ def smaller_account(tried: Sequence[tuple[float, int]], limit: int) -> float:
     before, first = tried[-2] if len(tried) > 1 else (account, predicted)
     steep = (first - predicted) / (before - account) if before > account else 1.0
     return account - 1.05 * (predicted - limit) / min(max(steep, FLATTEST), 1.0)
-
-
-def by_seconds(candidate: Candidate) -> float:
-    """Predicted seconds of a candidate's step."""
-    return candidate.figures.seconds
 
 
 def fastest(candidates: Sequence[Candidate], memory: float) -> float:

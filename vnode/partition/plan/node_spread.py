@@ -19,24 +19,32 @@ class Spread:
     """The spread of nodes over replicas.
 
     Attributes:
-      nodes: nodes of all replicas, V.
-      iterations: nodes of the replica that stands for all.
-      even: whether all replicas have equally many.
+      counts: nodes of each replica.
+      replica: the number of the replica that stands for all.
     """
 
-    nodes: int
-    iterations: int
-    even: bool
+    counts: tuple[int, ...]
+    replica: int
 
     @staticmethod
-    def from_counts(counts: Sequence[int], replica: int | None = None) -> Spread:
-        """The spread with these numbers of nodes.
+    def from_counts(counts: Sequence[int]) -> Spread:
+        """The spread with these numbers of nodes; the fullest replica stands for all."""
+        return Spread(tuple(counts), counts.index(max(counts)))
 
-        Args:
-          counts: nodes of each replica.
-          replica: the one that stands for all; by default the fullest.
-        """
-        return Spread(sum(counts), max(counts) if replica is None else counts[replica], len({*counts}) == 1)
+    @property
+    def nodes(self) -> int:
+        """Nodes of all replicas, V."""
+        return sum(self.counts)
+
+    @property
+    def iterations(self) -> int:
+        """Nodes of the replica that stands for all."""
+        return self.counts[self.replica]
+
+    @property
+    def even(self) -> bool:
+        """Whether all replicas have equally many nodes."""
+        return len({*self.counts}) == 1
 
     def fits(self, flow: Flow) -> bool:
         """Whether replicas have equal parts of a batch, without padding, so that they are shards of an array."""

@@ -18,7 +18,6 @@ import numpy as np
 from jax.extend.core import Var
 from jax.sharding import Mesh, PartitionSpec
 
-from vnode.analysis.fingerprint import Fingerprint
 from vnode.analysis.passes import Schedule
 from vnode.analysis.program import ResultIndex
 from vnode.errors import Bound, MemoryLimitError, PartitionError, PlacementError, layout_message
@@ -28,16 +27,17 @@ from vnode.partition.cost.program_memory import Memory
 from vnode.partition.machine import Machine
 from vnode.partition.plan.divisions import PARTS, DividedOperation
 from vnode.partition.plan.memory_chart import draw as draw_levels
+from vnode.partition.plan.meshes import NODES, mesh_text
 from vnode.partition.plan.node_spread import Spread
-from vnode.partition.plan.predict import NODES, Figures, Prediction, dividing_axes, platform_of
+from vnode.partition.plan.predict import Figures, Prediction, dividing_axes, platform_of
 from vnode.partition.plan.replica import ReplicaProgram, replica_program
-from vnode.partition.plan.search_subject import subject_of
-from vnode.partition.plan.step_layouts import parts_in_blocks, parts_of_sums, patterns, unknown
+from vnode.partition.plan.search_subject import Subject
+from vnode.partition.plan.step_layouts import parts_of_sums, patterns
 from vnode.partition.simulator import Timeline
 from vnode.partition.uneven_shares.state_blocks import dims_of, rooms_of_state
 from vnode.placement.node_layout import Layout as Grouped
 from vnode.placement.patterns import Exactly
-from vnode.placement.placement import Placement, device_list, neighbours_of_one_kind
+from vnode.placement.placement import Placement, device_list
 from vnode.placement.trace_context import with_jit
 from vnode.placement.uneven_dimension import UnevenSpec
 from vnode.plan.nodes.device_memory import memory_refusal
@@ -46,7 +46,7 @@ from vnode.report.step_report import Report
 from vnode.show.drawable import Drawn
 from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
 from vnode.show.units import seconds, several, size
-from vnode.spmd.flow_record import RecordedFlow
+from vnode.spmd.flow_record import RecordedFlow, digest_of
 from vnode.step.explain import reports
 from vnode.step.uneven_state import share_of
 from vnode.step.virtual import VirtualStep
@@ -70,12 +70,9 @@ class Plan(Drawn, Bound):
     """A way to run a step on a machine, found by `vnode.partition.search`; it can be printed, saved, and run.
 
     Attributes:
-      pattern: the step, a `VirtualStep`.
-      args: its arguments, as shapes.
-      fingerprint: the fingerprint of the step's function.
+      subject: the step and its arguments.
       machine: the machine.
       limit: bytes that one device may hold.
-      virtual_nodes: V.
       name: the name of the strategy, such as ``"FSDP"``; or ``"searched"``.
       mesh: sizes of the mesh axes; the nodes' axis is ``"vnode"``.
       counts: the number of nodes of each replica, in order; uneven where kinds of devices differ.
@@ -88,17 +85,13 @@ class Plan(Drawn, Bound):
       divisions: the divisions of the most expensive operations.
       host: names of the state's leaves that are in the host's memory between updates.
       far: how many partial sums are in the host's memory while they wait for others.
-      parameters: names of the state's leaves that passes read; optimizer slots are not among them.
       compiled: the compiler's figures, if the search compiled the plan.
       notes: candidates that the search did not try, compile, or find to fit, a line each.
     """
 
-    pattern: Any
-    args: tuple[Any, ...]
-    fingerprint: Fingerprint
+    subject: Subject
     machine: Machine
     limit: int
-    virtual_nodes: int
     name: str
     mesh: Mapping[str, int]
     counts: tuple[int, ...]
@@ -110,10 +103,24 @@ class Plan(Drawn, Bound):
     divisions: tuple[DividedOperation, ...] = ()
     host: tuple[str, ...] = ()
     far: int = 0
-    parameters: frozenset[str] = frozenset()
     compiled: Figures | None = None
     notes: tuple[str, ...] = ()
     _steps: dict[tuple[Any, ...], VirtualStep[..., Any]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def pattern(self) -> Any:
+        """The step, a `VirtualStep`."""
+        return self.subject.step
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The step's arguments, as shapes."""
+        return self.subject.args
+
+    @property
+    def virtual_nodes(self) -> int:
+        """V."""
+        return self.subject.virtual_nodes
 
     @property
     def figures(self) -> Figures:
@@ -131,10 +138,8 @@ class Plan(Drawn, Bound):
         Raises:
           PartitionError: see `figures`.
         """
-        figures = self.figures
-        if figures.source != "model":
-            return Figure(figures.memory, figures.source, size, DRAFT_MEMORY if figures.source == "draft" else None)
-        return Figure(figures.memory, "estimated", size, self._calibration().memory)
+        source = "estimated" if self.figures.source == "model" else self.figures.source
+        return Figure(self.figures.memory, source, size, self._spreads(source)[0])
 
     @property
     def time(self) -> Figure:
@@ -143,14 +148,13 @@ class Plan(Drawn, Bound):
         Raises:
           PartitionError: see `figures`.
         """
-        figures = self.figures
-        if figures.timed:
-            return Figure(figures.seconds, figures.source, seconds, DRAFT_TIME if figures.source == "draft" else None)
-        return Figure(figures.seconds, "estimated", seconds, self._calibration().time)
+        source = self.figures.source if self.figures.timed else "estimated"
+        return Figure(self.figures.seconds, source, seconds, self._spreads(source)[1])
 
-    def _calibration(self) -> Calibration:
-        """The calibration of the first kind of device."""
-        return Calibration.for_platform(platform_of(self.machine), self.machine.kinds[0].name)
+    def _spreads(self, source: str) -> Sequence[Sequence[float] | None]:
+        """The spreads (see `Figure`) of memory and of time by a source, on the first kind of device."""
+        known = Calibration.for_platform(platform_of(self.machine), self.machine.kinds[0].name)
+        return {"draft": (DRAFT_MEMORY, DRAFT_TIME), "estimated": (known.memory, known.time)}.get(source, (None, None))
 
     @property
     def timeline(self) -> Timeline:
@@ -211,11 +215,12 @@ class Plan(Drawn, Bound):
             )
         if len(set(found)) < wanted:
             raise PlacementError(f"a device may be named only once: {', '.join(map(str, found))}")
-        if len(neighbours_of_one_kind(sorted(found, key=kind_of))) > 1:
+        kinds = dict.fromkeys(f"{each.platform} {getattr(each, 'device_kind', '')}" for each in found)
+        if len(kinds) > 1:  # compilers depend on both
             raise PlacementError(
                 layout_message(
                     "a plan is one program, and devices of different kinds cannot share one.",
-                    facts=[f"there are {', '.join(dict.fromkeys(map(kind_of, found)))}"],
+                    facts=[f"there are {', '.join(kinds)}"],
                     remedies=[
                         "give devices of one kind; they may differ in speed",
                         "or divide nodes among kinds: vnode.balance, and vnode.Placement(..., groups=...)",
@@ -363,21 +368,15 @@ class Plan(Drawn, Bound):
     def _parts_of_sums(self, schedule: Schedule) -> dict[Var, tuple[int, ...]]:
         """The shapes of one device's parts of the sums of passes."""
         axes, share = dividing_axes(self.mesh), share_of(patterns(self.specs))
-        if not axes:
-            return {}
-        replica = self._replica_program(schedule)
-        return parts_of_sums(replica, self.records, axes) if share is None else parts_in_blocks(replica, share)
+        return parts_of_sums(self._replica_program(schedule), self.records, axes, share) if axes else {}
 
     def unknown(self) -> int:
         """The number of the step's passes that the plan has no division for; 0 if it divides no node's computation.
 
         Such a pass means that the step's options, or the version of jax, changed since the search.
         """
-        return (
-            unknown(self._replica_program(subject_of(self.pattern, self.args).schedule), self.records)
-            if self.records
-            else 0
-        )
+        nodes = self._replica_program(self.subject.schedule).nodes if self.records else ()
+        return sum(digest_of(node.written) not in self.records for node in nodes)
 
     def _replica_program(self, schedule: Schedule) -> ReplicaProgram:
         """The program of a replica."""
@@ -387,8 +386,7 @@ class Plan(Drawn, Bound):
         share = share_of(patterns(self.specs))
         rooms = None
         if share is not None:
-            subject = subject_of(self.pattern, self.args)
-            rooms = rooms_of_state(subject, dims_of(subject, self.specs), share)
+            rooms = rooms_of_state(self.subject, dims_of(self.subject, self.specs), share)
         return replica_program(schedule, Spread.from_counts(self.counts), axes, platform, exact, rooms=rooms)
 
     def pictures(self) -> str:
@@ -411,11 +409,11 @@ class Plan(Drawn, Bound):
 
     def page(self) -> Page:
         """The report."""
-        axes = " x ".join(f"{name} {n}" for name, n in self.mesh.items())
+        way = "nodes are spread over the first axis; the others divide what a node computes"
         found = "" if self.gap is None else f", at most {self.gap:.1%} above the best on this mesh"
         facts = (
             Fact("machine", self.machine.name),
-            Fact("mesh", axes, "nodes are spread over the first axis; the others divide what a node computes"),
+            Fact("mesh", mesh_text(self.mesh), way),
             Fact("virtual nodes", f"{self.virtual_nodes}{uneven_counts_text(self.counts)}"),
             Fact("found", f"{self.name}{found}"),
             *self._kinds(),
@@ -437,9 +435,7 @@ class Plan(Drawn, Bound):
 
     def _memory(self) -> str:
         limit = f"{size(self.limit)} on each device"
-        if self.prediction is None:
-            return f"searched for {limit}"
-        return f"{size(self.figures.memory)} of {limit}"
+        return f"searched for {limit}" if self.prediction is None else f"{size(self.figures.memory)} of {limit}"
 
     def _kinds(self) -> list[Fact]:
         kinds = collections.Counter(device.kind.name for device in self.machine.devices)
@@ -502,13 +498,10 @@ class Plan(Drawn, Bound):
         columns = (Column("plan"), *(Column(name, right=True) for name in names), Column("fits"), Column("by"))
         others = [row(name, figures) for name, figures in self.beside.items()]
         note = "for each device; exchange may run beside computation"
-        known, is_draft = self._calibration(), self.figures.source == "draft"
-        spreads = (
-            (("memory", DRAFT_MEMORY), ("time", DRAFT_TIME))
-            if is_draft
-            else (("memory", known.memory), ("computation", known.time))
-        )
-        said = [f"{what} {spread[0]:g} to {spread[-1]:g}" for what, spread in spreads if spread is not None]
+        is_draft = self.figures.source == "draft"
+        spreads = self._spreads("draft" if is_draft else "estimated")
+        what = ("memory", "time" if is_draft else "computation")
+        said = [f"{name} {each[0]:g} to {each[-1]:g}" for name, each in zip(what, spreads, strict=True) if each]
         if said:
             times = "the draft's, compiled with few optimizations" if is_draft else "the estimate"
             note += f"; as compiled, {' and '.join(said)} times {times}, of eight in ten programs"
@@ -518,7 +511,7 @@ class Plan(Drawn, Bound):
         groups: dict[tuple[bool, str, str], list[str]] = collections.defaultdict(list)
         for name, spec in self.specs.items():
             where = ", on the host" * (name in self.host)
-            groups[name not in self.parameters, without_numbers(name), spec_text(spec) + where].append(name)
+            groups[name not in self.subject.parameters, without_numbers(name), spec_text(spec) + where].append(name)
         if not groups:
             return []
         rows = tuple(
@@ -633,11 +626,6 @@ def figures_source(figures: Figures) -> str:
     if figures.source == "model":
         return "estimated"
     return figures.source if figures.timed else "memory compiled"
-
-
-def kind_of(device: Any) -> str:
-    """The platform and kind of a device; its compiler depends on both."""
-    return f"{device.platform} {getattr(device, 'device_kind', '')}"
 
 
 def without_numbers(name: str) -> str:

@@ -28,7 +28,8 @@ from vnode.partition.machine import Machine
 from vnode.partition.machine.machine_file import machine_from_json as read_machine
 from vnode.partition.machine.machine_file import machine_to_json
 from vnode.partition.plan.divisions import DividedOperation
-from vnode.partition.plan.predict import NODES, Figures, Prediction
+from vnode.partition.plan.meshes import NODES
+from vnode.partition.plan.predict import Figures, Prediction
 from vnode.partition.plan.search_subject import Subject, check_args, on_nodes, subject_of, with_recomputation
 from vnode.partition.plan.step_layouts import patterns
 from vnode.placement.trace_context import with_jit
@@ -71,7 +72,7 @@ def write_plan(plan: Any, path: str | os.PathLike[str]) -> None:
     content = {
         "format": FORMAT,
         "version": VERSION,
-        "step": plan.fingerprint.to_json(),
+        "step": plan.subject.fingerprint.to_json(),
         "arguments": argument_types(plan.args),
         "machine": json.loads(machine_to_json(plan.machine.name, plan.machine.devices, plan.machine.networks)),
         "limit": plan.limit,
@@ -266,18 +267,14 @@ def read_plan(
         check_shares(subject, specs)
     if again or away:
         try:
-            step = with_recomputation(step, again, away)
-            subject = subject_of(step, args)
+            subject = subject_of(with_recomputation(step, again, away), args)
         except PartitionError as error:
             what = " and ".join(name for name, several in (("again", again), ("away", away)) if several)
             raise PartitionError(f"the plan in {os.fspath(path)} is damaged: {what}: {error}") from error
     plan: Any = make(
-        step,
-        subject.args,
-        fingerprint,
+        subject,
         machine,
         limit,
-        nodes,
         name,
         mesh,
         counts,
@@ -289,7 +286,6 @@ def read_plan(
         divisions,
         host,
         far,
-        parameters=subject.parameters,
         compiled=compiled,
         notes=notes,
     )

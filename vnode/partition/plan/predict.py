@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jax.extend.core import JaxprEqn
@@ -28,9 +28,11 @@ from vnode.partition.cost.split_cost import program_cost
 from vnode.partition.cost.time_sources import Times
 from vnode.partition.machine import Machine, MachineMesh
 from vnode.partition.plan.carry_sharding import shard_replicated_region
+from vnode.partition.plan.meshes import NODES
 from vnode.partition.plan.other_replicas import GATHER_FROM_REPLICAS, SUM_OVER_REPLICAS
 from vnode.partition.plan.replica import loop_bodies
 from vnode.partition.plan.replica_reduction import ReplicaReduction, reduce_over_replicas
+from vnode.partition.plan.search_subject import Subject
 from vnode.partition.searches.search_costs import Estimate
 from vnode.partition.simulator import Timeline
 from vnode.runtime.node_loops import ROOM_EARLY
@@ -39,9 +41,6 @@ from vnode.show.units import size
 from vnode.spmd.layout import Axes, Layout
 from vnode.spmd.op_sharding import OpSharding, itemsize
 from vnode.spmd.sharding_flow import Flow
-
-NODES = "vnode"
-"""The mesh axis that nodes are spread over."""
 
 EXCHANGES = {SUM_OVER_REPLICAS: "all-reduce", GATHER_FROM_REPLICAS: "all-gather"}
 """Collectives across replicas, by the primitive that needs them."""
@@ -163,14 +162,13 @@ class ReplicaCost(Estimate):
 
 
 def predict(
+    subject: Subject,
     flow: Flow,
     machine: Machine,
     mesh: MachineMesh,
     across: ReplicaReduction,
     *,
     platform: str,
-    state: Mapping[int, int],
-    donated: Collection[int],
     sharded: Mapping[int, PartitionSpec] | None,
     iterations: int,
     times: Times | None = None,
@@ -178,13 +176,12 @@ def predict(
     """Predicts the cost of a replica's program in given layouts.
 
     Args:
+      subject: the step.
       flow: layouts through that program, over all axes but the nodes'.
       machine: the machine.
       mesh: its devices.
       across: the reduction across replicas.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-      state: for outputs, by number, the inputs that they become in the next step.
-      donated: numbers of the donated inputs.
       sharded: layouts of the inputs that are sharded over the replicas as well, by number; these and the totals then
         decide the sharding of the replicated region. None: the flow decides it.
       iterations: nodes of the replica that stands for all.
@@ -195,9 +192,10 @@ def predict(
     sums = local_sums(flow, inner)
     early = platform in ROOM_EARLY
     whole = reduce_over_replicas(
-        flow if sharded is None else shard_replicated_region(flow, sharded, state, axes, across, early), across
+        flow if sharded is None else shard_replicated_region(flow, sharded, subject.carried, axes, across, early),
+        across,
     )
-    device = device_program(whole, axes, platform=platform, donated=donated, single_turns=across.invariant)
+    device = device_program(whole, axes, platform=platform, donated=subject.donated, single_turns=across.invariant)
     cost = program_cost(device, machine, mesh, times=times, platform=platform)
     given = [nbytes(layout, var, axes) for layout, var in zip(whole.inputs, flow.program.inputs, strict=True)]
     memory = cost.memory
@@ -212,7 +210,7 @@ def predict(
         arguments=memory.arguments,
         results=memory.outputs - memory.aliased,
         temporary=memory.temporaries,
-        state=sum(given[i] for i in {*state.values()}),
+        state=sum(given[i] for i in subject.state),
         pending=across.waiting * sums - far,
         collectives=cost.bytes,
         transfer=cost.transfer + way,

@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from vnode.errors import VnodeError
-from vnode.partition.cost.time_sources import Times
-from vnode.partition.machine import Machine
 from vnode.partition.machine.doubled import double_machine
 from vnode.partition.plan.candidates import Candidate, MeshSearch, pace_of
 from vnode.partition.plan.memory_plan import SOLVING, MemoryPlan, MemoryPlanner
-from vnode.partition.plan.meshes import INNER
-from vnode.partition.plan.predict import NODES, Figures
+from vnode.partition.plan.mesh_search import MeshesSearch
+from vnode.partition.plan.meshes import INNER, NODES
+from vnode.partition.plan.predict import Figures
 from vnode.partition.plan.search_subject import Subject, subject_of, with_recomputation
 from vnode.show.units import size
 from vnode.step.call import wrap
@@ -61,66 +60,27 @@ class TriedChange:
 
     Attributes:
       change: the change.
-      figures: figures of the candidate that fits; or of the one with the least memory, offload included.
-      name: the candidate's name.
-      mesh: sizes of its mesh axes.
-      fits: whether it fits.
+      candidate: the candidate that fits; or the one with the least memory.
+      figures: its figures; of one that does not fit with everything on the host that helps.
     """
 
     change: Change
+    candidate: Candidate
     figures: Figures
-    name: str
-    mesh: Mapping[str, int]
-    fits: bool
-
-    def as_text(self, nodes: int, devices: int) -> str:
-        """The change and its result, in words.
-
-        Args:
-          nodes: number of nodes before.
-          devices: number of devices before.
-        """
-        change, figures = self.change, self.figures
-        parts = [f"virtual_nodes={change.virtual_nodes}"] if change.virtual_nodes != nodes else []
-        parts += [f"donate_argnums={change.donated}"] if change.donated else []
-        parts += [f"lanes={change.lanes}"] if change.lanes else []
-        parts += ['reduction="fast"'] if change.fast else []
-        parts += [f"{devices * 2**change.doublings} devices"] if change.doublings else []
-        takes = [size(figures.memory)]
-        if self.fits:
-            takes += [figures.on_host] if figures.on_host else []
-            takes += [plan_title(self.name, self.mesh)]
-        return f"{', '.join(parts)} ({', '.join(takes)})"
 
 
 class Remedies:
     """Changes, tried one after another until one fits.
 
     Args:
+      search: the search over the meshes, which found none; its budget is that of the remedies.
       subject: the step for which nothing fits.
       least: the candidate with the least memory.
-      machine: the machine.
-      memory: bytes that a device may hold.
-      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-      times: source of the times of fused ops.
-      divided: candidates on a mesh that divides a node's computation.
-      until: when to stop, by `time.monotonic`.
     """
 
-    def __init__(
-        self,
-        subject: Subject,
-        least: Candidate,
-        machine: Machine,
-        memory: int,
-        platform: str,
-        times: Times | None,
-        divided: Callable[[MeshSearch], Sequence[Candidate]],
-        until: float,
-    ) -> None:
-        self.subject, self.least, self.machine, self.memory = subject, least, machine, memory
-        self.platform, self.times, self.divided, self.until = platform, times, divided, until
-        self.nodes = sum(least.counts)
+    def __init__(self, search: MeshesSearch, subject: Subject, least: Candidate) -> None:
+        self.search, self.subject, self.least = search, subject, least
+        self.nodes, self.devices = sum(least.counts), len(search.machine.devices)
         self.left = [*self.with_donation(), *self.more_nodes(), *self.more_devices()]
         self.tried: list[TriedChange] = []
 
@@ -129,7 +89,7 @@ class Remedies:
         slowest = 0.0
         while self.left:
             began = time.monotonic()
-            if began + slowest > self.until:
+            if self.search.budget.lacks(slowest, predictions=0):
                 return None
             change = self.left.pop(0)
             best = min(self.tried, key=self.size, default=None)
@@ -138,42 +98,50 @@ class Remedies:
                 several.append(dataclasses.replace(best.change, doublings=change.doublings))
             for each in dict.fromkeys(several):
                 result = self.result(each)
-                if result is None and self.is_over:
+                if result is None and self.search.budget.is_spent:
                     if each == change:  # else it was tried itself, and only together with another it was not
                         self.left.insert(0, change)
                     return None
                 if result is not None:
                     self.tried.append(result)
-                    if result.fits:
+                    if self.fits(result):
                         return result
             slowest = max(slowest, time.monotonic() - began)
         return None
 
-    @property
-    def is_over(self) -> bool:
-        """Whether there is no time left."""
-        return time.monotonic() > self.until
+    def fits(self, tried: TriedChange) -> bool:
+        """Whether a change suffices."""
+        return tried.figures.memory <= self.search.limit
 
-    def kind(self, change: Change) -> tuple[str, ...]:
-        """The kind of a change: ``"donated"``, ``"nodes"``, ``"lanes"``, ``"fast"``, ``"devices"``, or several."""
-        changed = {
-            "donated": change.donated,
-            "nodes": change.virtual_nodes != self.nodes,
-            "lanes": change.lanes,
-            "fast": change.fast,
-            "devices": change.doublings,
+    def parts(self, change: Change) -> dict[str, str]:
+        """The parts of a change in words, by their kinds."""
+        found = {
+            "nodes": f"virtual_nodes={change.virtual_nodes}" * (change.virtual_nodes != self.nodes),
+            "donated": f"donate_argnums={change.donated}" * bool(change.donated),
+            "lanes": f"lanes={change.lanes}" * bool(change.lanes),
+            "fast": 'reduction="fast"' * change.fast,
+            "devices": f"{self.devices * 2**change.doublings} devices" * bool(change.doublings),
         }
-        return tuple(name for name, there in changed.items() if there)
+        return {kind: text for kind, text in found.items() if text}
+
+    def in_words(self, tried: TriedChange) -> str:
+        """A change and its result, in words."""
+        takes = [size(tried.figures.memory)]
+        if self.fits(tried):
+            takes += filter(None, [tried.figures.on_host, tried.candidate.title])
+        return f"{', '.join(self.parts(tried.change).values())} ({', '.join(takes)})"
 
     def failed(self) -> list[TriedChange]:
         """The changes that did not suffice; of each kind, the one that saves most."""
-        several = [each for each in self.tried if not each.fits]
-        kinds = dict.fromkeys(self.kind(each.change) for each in several)
-        return [min((x for x in several if self.kind(x.change) == kind), key=self.size) for kind in kinds]
+        found: dict[tuple[str, ...], list[TriedChange]] = {}
+        for each in self.tried:
+            if not self.fits(each):
+                found.setdefault(tuple(self.parts(each.change)), []).append(each)
+        return [min(several, key=self.size) for several in found.values()]
 
     def size(self, tried: TriedChange) -> tuple[int, int]:
         """The sort key of changes: memory in coarse steps, then the number of nodes."""
-        return int(tried.figures.memory / (STEP * self.memory)), tried.change.virtual_nodes
+        return int(tried.figures.memory / (STEP * self.search.limit)), tried.change.virtual_nodes
 
     def with_donation(self) -> Iterator[Change]:
         """Donates the state, if it is not donated: the new state then takes the old one's buffers."""
@@ -190,9 +158,9 @@ class Remedies:
 
         With one lane per device, bits are the same on at most as many devices.
         """
-        if self.state > self.memory:
+        if self.state > self.search.limit:
             return
-        before, devices = self.subject.step.options.lanes, len(self.machine.devices)
+        before, devices = self.subject.step.options.lanes, self.devices
         order: list[dict[str, Any]] = []
         if self.least.figures.pending > 0:
             order += [{"lanes": devices}] if (before or self.nodes) > devices > 1 else []
@@ -206,49 +174,46 @@ class Remedies:
     def more_devices(self) -> Iterator[Change]:
         """Doubled numbers of devices, from the first for which one device's part of the state is not too large."""
         for k in range(1, DOUBLINGS + 1):
-            if self.state / 2**k <= self.memory:
+            if self.state / 2**k <= self.search.limit:
                 yield Change(self.nodes, doublings=k)
 
     @property
     def state(self) -> int:
         """Bytes of one device's part of the state, before and after a step, without leaves that can be offloaded."""
-        several = self.least.figures, self.least.all_on_host(self.machine)
+        several = self.least.figures, self.least.all_on_host
         return min(each.state + each.results for each in several)
 
     def result(self, change: Change) -> TriedChange | None:
         """The candidate that fits with a change, or else has the least memory; None without one, or out of time."""
         least: TriedChange | None = None
         try:
-            for machine, candidate in self.candidates(change):
-                fits = candidate.figures.memory <= self.memory
-                fitting = candidate if fits else candidate.with_host(machine, self.memory)
+            for candidate in self.candidates(change):
+                fits = candidate.figures.memory <= self.search.limit
+                fitting = candidate if fits else candidate.with_host(self.search.limit)
                 if fitting is not None:
-                    return TriedChange(change, fitting.figures, fitting.name, fitting.mesh, True)
-                figures = min(candidate.figures, candidate.all_on_host(machine), key=lambda each: each.memory)
+                    return TriedChange(change, fitting, fitting.figures)
+                figures = min(candidate.figures, candidate.all_on_host, key=lambda each: each.memory)
                 if least is None or figures.memory < least.figures.memory:
-                    least = TriedChange(change, figures, candidate.name, candidate.mesh, False)
-                if self.is_over:
+                    least = TriedChange(change, candidate, figures)
+                if self.search.budget.is_spent:
                     return None
         except VnodeError:  # the step cannot be virtualized so, or there is no such machine
             pass
         return least
 
-    def candidates(self, change: Change) -> Iterator[tuple[Machine, Candidate]]:
-        """The candidates with a change, and the machine of each."""
-        machine = self.machine
+    def candidates(self, change: Change) -> Iterator[Candidate]:
+        """The candidates with a change."""
+        machine, platform, times = self.search.machine, self.search.platform, self.search.times
         for _ in range(change.doublings):
             machine = double_machine(machine)
         for subject in self.subjects(change):
-            pace = pace_of(subject, machine, self.platform, self.times)
+            pace = pace_of(subject, machine, platform, times)
             for sizes in self.meshes(change, len(machine.devices)):
-                on = MeshSearch(subject, machine, sizes, self.platform, self.times, pace)
+                on = MeshSearch(subject, machine, sizes, platform, times, pace)
                 if on.axes:
-                    several = self.divided(on)
+                    yield from self.search.divided(on)
                 else:
-                    several = [
-                        on.candidate("FSDP" if on.replicas > 1 else "data parallel", on.undivided, on.replicas > 1)
-                    ]
-                yield from ((machine, candidate) for candidate in several)
+                    yield on.candidate("FSDP" if on.replicas > 1 else "data parallel", on.undivided, on.replicas > 1)
 
     def subjects(self, change: Change) -> Iterator[Subject]:
         """The step with a change; then the same step with the fewest residuals."""
@@ -266,7 +231,7 @@ class Remedies:
         spec = dataclasses.replace(step.spec, options=options, donate_argnums=donated, plan=choices)
         subject = subject_of(VirtualStep(spec, None), self.subject.args)
         yield subject
-        keeping = MemoryPlanner.for_subject(subject, self.machine, self.platform)
+        keeping = MemoryPlanner(subject, self.search.machine, self.search.platform)
         several = [keeping.plan_at_level(keeping.levels(host), SOLVING, host) for host in sorted({False, keeping.host})]
         for less in dict.fromkeys(several):
             if less != MemoryPlan():
@@ -280,12 +245,3 @@ class Remedies:
         several = [{NODES: devices}, replicas, *([longer] if more > 1 else [])]
         found = {tuple(each.items()): each for each in several if each[NODES] <= change.virtual_nodes}
         return list(found.values())
-
-
-def plan_title(name: str, mesh: Mapping[str, int]) -> str:
-    """A plan and its mesh.
-
-    >>> plan_title("FSDP", {"vnode": 8})
-    'FSDP on vnode 8'
-    """
-    return f"{name} on {' x '.join(f'{axis} {n}' for axis, n in mesh.items())}"

@@ -126,7 +126,8 @@ class ReplicaProgram:
             fitting = [
                 NodeFlow(node, body, start, path)
                 for path, body, several in bodies
-                if (start := position(wanted, several)) is not None
+                for start in range(len(several) - len(wanted) + 1)
+                if several[start : start + len(wanted)] == wanted
             ]
             if not fitting:
                 raise PartitionError("a flow is not through the program of a replica: one of its passes is missing")
@@ -171,14 +172,9 @@ class ReplicaEmission(ScheduleInterpreter):
         self.groups = groups
         self.nodes: list[NodeProgram] = []
         self.invariant = invariant
-        self.in_parts = self.has_equal_shards if in_loop is None else in_loop  # batched inputs and outputs
+        self.in_parts = self.spread.fits(self.flow) if in_loop is None else in_loop  # batched inputs and outputs
         given = (var for var in self.batched if in_loop is not None or spread.is_sharded_argument(self.flow, var))
         self.own = {*given} if self.in_parts else set[Var]()  # batched values of which it has its own part
-
-    @property
-    def has_equal_shards(self) -> bool:
-        """Whether replicas hold equal parts of the batch, without padding."""
-        return self.spread.fits(self.flow)
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -240,7 +236,7 @@ class ReplicaEmission(ScheduleInterpreter):
         """A batched value, whole on each device: gathered from all replicas, unless it was computed whole."""
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
-        if var in self.own and form.outer == 1 and self.has_equal_shards:
+        if var in self.own and form.outer == 1 and self.spread.fits(self.flow):
             return self.gather_from_replicas(self.batched[var], form.dim, var.aval.shape[form.dim])
         if var in self.batched and var not in self.own:
             return self.batched[var]
@@ -324,7 +320,7 @@ class ReplicaEmission(ScheduleInterpreter):
     def enter_region(self, action: Evaluation) -> RegionEntry:
         """Batched values go in and out in parts: shards, or slots if replicas are uneven. Bodies with other numbers of
         nodes get whole values."""
-        in_parts = (self.has_equal_shards or not self.spread.even) and self.has_same_nodes(action)
+        in_parts = (self.spread.fits(self.flow) or not self.spread.even) and self.has_same_nodes(action)
         operands: list[Any] = []
         for atom, form in zip(action.step.eqn.invars, action.operands, strict=True):
             value = self.as_batched(form, atom) if in_parts else self.read(atom)
@@ -438,24 +434,14 @@ def replica_program(
     dims = rooms.inputs if rooms is not None else [None] * len(flow.program.inputs)
 
     def type_of(var: Var, dim: int | None) -> jax.ShapeDtypeStruct:
-        shape = (
-            spread.part(flow, var)
-            if spread.is_sharded_argument(flow, var)
-            else stored_shape(var.aval.shape, dim, rooms)
-        )
+        shape = list(spread.part(flow, var) if spread.is_sharded_argument(flow, var) else var.aval.shape)
+        if dim is not None and rooms is not None:
+            shape[dim] = rooms.share.stored_size(shape[dim])
         return jax.ShapeDtypeStruct(shape, var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False))
 
     shapes = list(map(type_of, flow.program.inputs, dims))
     closed = remove_mesh_closed(trace_to_jaxpr(lambda values: run_replica(*values), shapes, axes))
     return ReplicaProgram(inline(closed.jaxpr, closed.consts), tuple(nodes))
-
-
-def stored_shape(shape: Sequence[int], dim: int | None, rooms: UnevenValues | None) -> tuple[int, ...]:
-    """The shape of a value as it is stored, with room for the most blocks of any device along `dim`."""
-    sizes = list(shape)
-    if dim is not None and rooms is not None:
-        sizes[dim] = rooms.share.stored_size(sizes[dim])
-    return tuple(sizes)
 
 
 def evaluate_program(program: Program, values: Sequence[Any]) -> list[Any]:
@@ -487,11 +473,3 @@ def signature(eqn: JaxprEqn) -> tuple[Any, ...]:
         eqn.primitive.name,
         *((getattr(v.aval, "shape", None), getattr(v.aval, "dtype", None)) for v in (*eqn.invars, *eqn.outvars)),
     )
-
-
-def position(wanted: Sequence[Any], several: Sequence[Any]) -> int | None:
-    """The position of a sequence in another; None if it is not there."""
-    for start in range(len(several) - len(wanted) + 1):
-        if all(several[start + k] == each for k, each in enumerate(wanted)):
-            return start
-    return None

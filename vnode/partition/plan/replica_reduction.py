@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Primitive
 
 from vnode.partition.cost.op_kinds import LOOP_BUFFERS
+from vnode.partition.plan.meshes import NODES
 from vnode.partition.plan.other_replicas import GATHER_FROM_REPLICAS, NODE_NUMBERS, SUM_OVER_REPLICAS
 from vnode.runtime import device_reductions, node_loops
 from vnode.runtime.device_reductions import Parts, ReductionPlan
@@ -33,14 +34,12 @@ class ReplicaReduction:
       counts: nodes of each replica.
       lane: number of consecutive nodes that are added in sequence, before the tree.
       invariant: whether sums are formed in the order of a fixed tree, on any devices.
-      axis: the mesh axis of the nodes.
       sums_on_host: number of waiting partial sums on the host, the lowest of the stack; 0 for passes in loops.
     """
 
     counts: tuple[int, ...]
     lane: int
     invariant: bool
-    axis: str
     sums_on_host: int = 0
 
     @functools.cached_property
@@ -89,7 +88,7 @@ class ReplicaReduction:
         if len(self.counts) == 1:
             return device_reductions.merge_sums(sums, left.first, [v for _, v, _ in exact])
         cut = [dim for s, _, dim in several if not s.exact]
-        blocks = device_reductions.reduce_in_tree_order(inexact, left, self.plan, self.axis, cut)
+        blocks = device_reductions.reduce_in_tree_order(inexact, left, self.plan, NODES, cut)
         found = self.in_any_order([s for s, _, _ in exact], [v for _, v, _ in exact], [dim for _, _, dim in exact])
         return device_reductions.merge_sums(sums, [block for (block,) in blocks], found)
 
@@ -116,7 +115,7 @@ class ReplicaReduction:
     def in_any_order(self, sums: Sequence[node_loops.Sum], values: Sequence[Any], parts: Parts) -> list[Any]:
         """Totals by one collective for each accumulator; compilers combine them where they can."""
         several = zip(sums, values, parts, strict=True)
-        return [device_reductions.combine_in_any_order([s], [value], self.axis, [dim])[0] for s, value, dim in several]
+        return [device_reductions.combine_in_any_order([s], [value], NODES, [dim])[0] for s, value, dim in several]
 
 
 class ReplicaTotals(Primitive):
@@ -137,7 +136,7 @@ class GatherBatched(Primitive):
     def bind(self, value: Any, /, *, across: ReplicaReduction, dim: int, size: int) -> Any:
         most = max(across.counts) * -(-size // sum(across.counts))  # of any replica: an all-gather needs equal parts
         value = extend_dim(value, dim, 0, most - value.shape[dim])
-        found = jax.lax.all_gather(value, across.axis, axis=dim, tiled=True)
+        found = jax.lax.all_gather(value, NODES, axis=dim, tiled=True)
         return found if found.shape[dim] == size else jax.lax.slice_in_dim(found, 0, size, axis=dim)
 
 
@@ -193,7 +192,7 @@ def combined_totals(steps: Sequence[Step], across: ReplicaReduction) -> Step:
     """Lowers the totals of one pass to one equation, which every device evaluates on its parts."""
     first = steps[0].eqn
     lying = [(step.operands[0].cut_axes, step.made[0].cut_axes) for step in steps]
-    parts = tuple(made.get(across.axis) if across.axis not in given else None for given, made in lying)
+    parts = tuple(made.get(NODES) if NODES not in given else None for given, made in lying)
     eqn = first.replace(
         primitive=TOTALS,
         invars=[step.eqn.invars[0] for step in steps],

@@ -15,63 +15,44 @@ import heapq
 from collections.abc import Mapping, Sequence
 
 from vnode.partition.machine import Kind, Machine, MachineMesh
+from vnode.partition.plan.meshes import NODES
+from vnode.partition.plan.node_spread import Spread
 from vnode.placement.placement import even_counts
-
-
-@dataclasses.dataclass(frozen=True)
-class ReplicaShares:
-    """Nodes of the replicas of a mesh.
-
-    Attributes:
-      counts: for each replica.
-      last: the replica that is done last.
-      kind: the slowest kind of device in that.
-    """
-
-    counts: tuple[int, ...]
-    last: int
-    kind: Kind
-
-    @property
-    def iterations(self) -> int:
-        """Nodes of the replica that is done last."""
-        return self.counts[self.last]
 
 
 def replica_shares(
     machine: Machine,
     mesh: MachineMesh,
-    nodes: str,
     virtual_nodes: int,
     lane: int,
     pace: Mapping[str, float],
     even: bool = False,
-) -> ReplicaShares:
+) -> tuple[Spread, Kind]:
     """Shares the nodes out.
 
     Args:
       machine: the devices.
-      mesh: their order.
-      nodes: the axis over which replicas are numbered, the first of the mesh.
+      mesh: their order; the nodes' axis is the first.
       virtual_nodes: V.
       lane: nodes that stay together.
       pace: seconds that a node takes on each kind, by the kind's name; asked only where kinds differ.
       even: whether replicas have the same shares all the same.
 
     Returns:
-      The shares. Every replica has a lane if there are enough.
+      The shares, where the replica that is done last stands for all; and the slowest kind of device in that. Every
+      replica has a lane if there are enough.
     """
-    replicas = mesh.devices.reshape(mesh.shape.get(nodes, 1), -1).tolist()
+    replicas = mesh.devices.reshape(mesh.shape.get(NODES, 1), -1).tolist()
     kinds = [[machine.devices[i].kind for i in replica] for replica in replicas]
     counts = even_counts(virtual_nodes, len(replicas), lane)
     if len(machine.kinds) == 1:
-        return ReplicaShares(tuple(counts), counts.index(max(counts)), kinds[0][0])
+        return Spread.from_counts(counts), kinds[0][0]
     slowest = [max(replica, key=lambda kind: pace[kind.name]) for replica in kinds]
     seconds = [pace[kind.name] for kind in slowest]
     if len(set(seconds)) > 1 and not even:
         counts = fastest_shares(seconds, virtual_nodes, lane)
     last = max(range(len(replicas)), key=lambda r: counts[r] * seconds[r])
-    return ReplicaShares(tuple(counts), last, slowest[last])
+    return Spread(tuple(counts), last), slowest[last]
 
 
 def fastest_shares(seconds: Sequence[float], virtual_nodes: int, lane: int) -> list[int]:

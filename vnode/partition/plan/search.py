@@ -30,7 +30,7 @@ from vnode.partition.plan.candidates import (
     Candidate,
     fitting_first,
 )
-from vnode.partition.plan.compiled_ranking import CompiledRanking, Entry
+from vnode.partition.plan.compiled_ranking import DRAFT, FULL, CompiledRanking, Entry
 from vnode.partition.plan.memory_plan import SOLVING, MemoryPlan, MemoryPlanner
 from vnode.partition.plan.mesh_search import MeshesSearch
 from vnode.partition.plan.nothing_fits import nothing_fits_error
@@ -66,8 +66,8 @@ LESS = 0.95
 
 T = TypeVar("T")
 
-Ways = Generator[tuple[Subject, list[Candidate]], None, T]
-"""A generator of forms of a step with their candidates, and its result."""
+Ways = Generator[list[Candidate], None, T]
+"""A generator of the candidates of each form of a step, and its result."""
 
 
 @with_jit
@@ -179,26 +179,25 @@ def search(
             share = 1.0 if ranking is None else SEARCHING
             left = max(share * (until - time.monotonic()), LEAST_SECONDS)
             over_meshes = MeshesSearch(machine, platform_of(machine), allowed, times, Budget(left), shown, method=by)
-            found = _Search(step, args, over_meshes, options)
+            found = _Search(step, args, over_meshes, options, limit)
             if ranking is not None and not ranking.is_answered:
-                over_meshes.early = functools.partial(found.begin, ranking, limit)
+                over_meshes.early = functools.partial(found.begin, ranking)
             found.explore(virtual_nodes)
             if found.budget.interrupted:
                 reason = "the search was interrupted"
             if ranking is None or found.budget.interrupted:
-                return found.plan(limit, (f"estimates only: {reason}",))
+                return found.plan((f"estimates only: {reason}",))
             shown.update(1000, "compiling the best")
-            entries = found.compilable_entries(limit)
-            best = ranking.best(entries)
+            best = ranking.best([found.entry(each) for each in found.found])
             if best is not None:
-                return found.plan(limit, tuple(ranking.said), best, entries)
-            if ranking.interrupted and not found.fits:
+                return found.plan(tuple(ranking.said), best)
+            if ranking.interrupted and found.chosen is None:
                 raise KeyboardInterrupt
             if not ranking.is_answered or ranking.interrupted:
                 late = () if ranking.interrupted else ("estimates only: nothing was compiled in time",)
-                return found.plan(limit, (*late, *ranking.said))
+                return found.plan((*late, *ranking.said))
             less = min(ranking.memory_allowed(), math.ceil(LESS * allowed))
-            if ranking.is_finished or less < 1 or not found.fits:
+            if ranking.is_finished or less < 1 or found.chosen is None:
                 raise MemoryLimitError(nothing_compiled_fits(limit, ranking, found))
             allowed = less
 
@@ -237,18 +236,28 @@ def nothing_compiled_fits(limit: int, ranking: CompiledRanking, found: _Search) 
 
 
 class _Search:
-    """One search over forms of a step (number of nodes, lanes, memory plan), each on all meshes."""
+    """One search over forms of a step (number of nodes, lanes, memory plan), each on all meshes.
 
-    def __init__(self, step: Any, args: Sequence[Any], over_meshes: MeshesSearch, options: dict[str, Any]) -> None:
-        self.given, self.args, self.over_meshes = step, args, over_meshes
+    Args:
+      step: the step, as for `search`.
+      args: its arguments.
+      over_meshes: the search over the meshes of the machine; its limit is what candidates may hold by the model.
+      options: options of `virtualize`.
+      memory: bytes that one device may hold.
+    """
+
+    def __init__(
+        self, step: Any, args: Sequence[Any], over_meshes: MeshesSearch, options: dict[str, Any], memory: int
+    ) -> None:
+        self.given, self.args, self.over_meshes, self.memory = step, args, over_meshes, memory
         self.machine, self.limit, self.budget = over_meshes.machine, over_meshes.limit, over_meshes.budget
         self.fewer_lanes = options.get("lanes") == "auto"
         self.options = {name: value for name, value in options.items() if not (name == "lanes" and self.fewer_lanes)}
         self.smallest: Candidate | None = None
-        self.fitted: dict[MemoryPlan, bool] = {}  # of the step that is looked at
-        self.found: list[tuple[Subject, Candidate]] = []
-        self.chosen: tuple[Subject, Candidate] | None = None  # the fastest that fits by the model
-        self.begun: list[Entry] = []
+        self.fitted: dict[MemoryPlan, bool] = {}  # of those tried for the step that is looked at
+        self.found: list[Candidate] = []
+        self.chosen: Candidate | None = None  # the fastest that fits by the model
+        self.entries: dict[Candidate, Entry] = {}
         self.last: Subject | None = None  # the step that was looked at last
 
     def explore(self, virtual_nodes: int | str) -> None:
@@ -261,83 +270,61 @@ class _Search:
         nodes = len(self.machine.devices) if searched else virtual_nodes
         while True:  # fewer nodes are fewer turns, each of more examples
             self.last = subject = subject_of(on_nodes(self.given, nodes, self.options), self.args)
-            for one, found in self.in_lanes(subject) if self.fewer_lanes else self.ways(subject):
-                self.found += [(one, each) for each in found]
+            for found in self.in_lanes(subject) if self.fewer_lanes else self.ways(subject):
+                self.found += found
                 fits = fitting_first(found, self.limit)[:1]
-                if fits and (self.chosen is None or fits[0].figures.seconds < self.chosen[1].figures.seconds):
-                    self.chosen = one, fits[0]
+                if fits and (self.chosen is None or fits[0].figures.seconds < self.chosen.figures.seconds):
+                    self.chosen = fits[0]
             nodes = 2 * subject.virtual_nodes
             over = not searched or nodes > min(subject.examples, MOST_NODES) or self.budget.lacks()
             plain = False
             if self.chosen is not None:
-                plan = self.chosen[0].step.spec.plan
-                plain = not (self.chosen[1].uses_host or plan.recomputed or plan.offloaded)
+                plan = self.chosen.on.subject.step.spec.plan
+                plain = not (self.chosen.uses_host or plan.recomputed or plan.offloaded)
             if over or plain:  # else more nodes may need neither the host nor more work
                 return
 
-    @property
-    def fits(self) -> bool:
-        """Whether a candidate fits by the model."""
-        return self.chosen is not None
-
-    def compilable_entries(self, limit: int) -> list[Entry]:
-        """The candidates that may be compiled.
-
-        Args:
-          limit: bytes that one device may hold.
-        """
-
-        begun = {id(each.candidate): each for each in self.begun}
-        return [begun.get(id(candidate)) or self.entry(subject, candidate, limit) for subject, candidate in self.found]
-
-    def entry(self, subject: Subject, candidate: Candidate, limit: int) -> Entry:
+    def entry(self, candidate: Candidate) -> Entry:
         """A candidate that may be compiled."""
-        return Entry(candidate, functools.cache(lambda: plan_of(subject, candidate, self.machine, limit, {})))
+        if candidate not in self.entries:
+            self.entries[candidate] = Entry(candidate, functools.cache(lambda: plan_of(candidate, self.memory)))
+        return self.entries[candidate]
 
-    def begin(self, ranking: CompiledRanking, limit: int, subject: Subject, candidate: Candidate) -> None:
+    def begin(self, ranking: CompiledRanking, candidate: Candidate) -> None:
         """Begins to compile a candidate while others are searched; of the first step that is looked at."""
-        if all(subject.step is each.plan().pattern for each in self.begun):
-            self.begun.append(self.entry(subject, candidate, limit))
-            ranking.begin(self.begun[-1])
+        if all(candidate.on.subject is each.on.subject for each in self.entries):
+            ranking.begin(self.entry(candidate))
 
-    def plan(self, limit: int, said: tuple[str, ...], best: Entry | None = None, entries: Sequence[Entry] = ()) -> Plan:
+    def plan(self, said: tuple[str, ...], best: Entry | None = None) -> Plan:
         """The plan of the best candidate as compiled, or else by the model.
 
         Args:
-          limit: bytes that one device may hold.
           said: notes about candidates that were not compiled, or do not fit.
           best: the best candidate as compiled.
-          entries: all candidates that could be compiled.
 
         Raises:
           MemoryLimitError: nothing fits.
         """
-        if best is None and self.chosen is None:
+        chosen = self.chosen if best is None else best.candidate
+        if chosen is None:
             assert self.smallest is not None and self.last is not None
             raise nothing_fits_error(self.over_meshes, self.last, self.smallest)
-        if best is None:
-            assert self.chosen is not None
-            subject, chosen = self.chosen
-        else:
-            chosen = best.candidate
-            subject = next(subject for subject, candidate in self.found if candidate is chosen)
-        compiled = {id(each.candidate): each.figures for each in entries if each.figures is not None}
-        if best is not None and best.figures is None:  # drafts compare with drafts only
-            compiled = {id(each.candidate): each.draft for each in entries if each.draft is not None}
-        made = plan_of(subject, chosen, self.machine, limit, self.other_plan_figures(subject, chosen, compiled, limit))
-        notes = (*said, *self.budget.untried)
-        return dataclasses.replace(made, compiled=compiled.get(id(chosen)), notes=notes)
+        compiled: dict[Candidate, Figures] = {}
+        if best is not None:
+            source = FULL if FULL in best.known else DRAFT  # drafts compare with drafts only
+            compiled = {each: entry.known[source] for each, entry in self.entries.items() if source in entry.known}
+        beside, notes = self.other_plan_figures(chosen, compiled), (*said, *self.budget.untried)
+        made = plan_of(chosen, self.memory)
+        return dataclasses.replace(made, beside=beside, compiled=compiled.get(chosen), notes=notes)
 
-    def other_plan_figures(
-        self, subject: Subject, chosen: Candidate, compiled: Mapping[int, Figures], limit: int
-    ) -> dict[str, Figures]:
+    def other_plan_figures(self, chosen: Candidate, compiled: Mapping[Candidate, Figures]) -> dict[str, Figures]:
         """The figures of other plans of the same step, by name: compiled ones where they are known."""
         beside: dict[str, Figures] = {}
         others = (SEARCHED,) if BESIDE in chosen.name or UNEQUAL in chosen.name else ()
         for name in (*EXPERTS[:3], f"{MEGATRON} + ZeRO", *EXPERTS[3:], *others):
-            alike = [each for one, each in self.found if each.name == name and one is subject]
-            figures = [compiled.get(id(each), each.figures) for each in alike]
-            figures.sort(key=lambda each: (each.memory > limit, each.source == "model", each.seconds))
+            alike = [each for each in self.found if each.name == name and each.on.subject is chosen.on.subject]
+            figures = [compiled.get(each, each.figures) for each in alike]
+            figures.sort(key=lambda each: (each.memory > self.memory, each.source == "model", each.seconds))
             if figures and name != chosen.name:
                 beside[name] = figures[0]
         return beside
@@ -347,7 +334,7 @@ class _Search:
         devices = len(self.machine.devices)
         if subject.virtual_nodes > devices and subject.step.options.reduction == "invariant":
             found = self.candidates(subject)
-            yield subject, found
+            yield found
             if any(not each.uses_host for each in fitting_first(found, self.limit)):
                 return
             options = dataclasses.replace(subject.step.options, lanes=devices)
@@ -362,28 +349,23 @@ class _Search:
         by offloading to the host.
         """
         found = self.candidates(subject)
-        yield subject, found
+        yield found
         if any(not each.uses_host for each in fitting_first(found, self.limit)):
             return
-        keeping = MemoryPlanner.for_subject(subject, self.machine, self.over_meshes.platform)
-        tried = {MemoryPlan()}
-        self.fitted.clear()
-        level = yield from self.bisected(subject, keeping, False, tried)
+        keeping = MemoryPlanner(subject, self.machine, self.over_meshes.platform)
+        self.fitted = {MemoryPlan(): False}
+        level = yield from self.bisected(keeping, False)
         if keeping.host and level is None:
-            yield from self.bisected(subject, keeping, True, tried)
+            yield from self.bisected(keeping, True)
         elif keeping.host and level is not None:  # what is dear to compute again may be cheaper there
-            yield from self.with_memory_plan(subject, keeping, level, True, tried)
+            yield from self.with_memory_plan(keeping, level, True)
 
-    def bisected(
-        self, subject: Subject, keeping: MemoryPlanner, host: bool, tried: set[MemoryPlan]
-    ) -> Ways[int | None]:
+    def bisected(self, keeping: MemoryPlanner, host: bool) -> Ways[int | None]:
         """Steps with fewer and fewer residuals, until one fits.
 
         Args:
-          subject: the step.
-          keeping: the planner of its memory plans.
+          keeping: the planner of the step's memory plans.
           host: whether residuals may be offloaded to the host.
-          tried: memory plans that were tried.
 
         Returns:
           The lowest level of `keeping` that fits, of those tried; None if none fits.
@@ -393,7 +375,7 @@ class _Search:
         for _ in range(BISECTIONS):
             if count == low:
                 break
-            fits = yield from self.with_memory_plan(subject, keeping, count, host, tried)
+            fits = yield from self.with_memory_plan(keeping, count, host)
             if fits is None or (count == keeping.levels(host) and not fits):
                 break
             level = count if fits else level
@@ -401,17 +383,13 @@ class _Search:
             count = (low + high) // 2
         return level
 
-    def with_memory_plan(
-        self, subject: Subject, keeping: MemoryPlanner, level: int, host: bool, tried: set[MemoryPlan]
-    ) -> Ways[bool | None]:
+    def with_memory_plan(self, keeping: MemoryPlanner, level: int, host: bool) -> Ways[bool | None]:
         """The step with the memory plan of a level, if that plan was not tried.
 
         Args:
-          subject: the step.
-          keeping: the planner of its memory plans.
+          keeping: the planner of the step's memory plans.
           level: the level: the higher, the fewer residuals.
           host: whether residuals may be offloaded to the host.
-          tried: memory plans that were tried; this one is added.
 
         Returns:
           Whether a candidate fits with its state on the devices; None if time is over, or Ctrl-C ended the search.
@@ -424,13 +402,11 @@ class _Search:
         except KeyboardInterrupt:
             self.budget.interrupt()
             return None
-        if several not in tried:
-            tried.add(several)
-            less = subject_of(with_recomputation(subject.step, *several), self.args)
-            found = self.candidates(less)
-            yield less, found
+        if several not in self.fitted:
+            found = self.candidates(subject_of(with_recomputation(keeping.subject.step, *several), self.args))
+            yield found
             self.fitted[several] = any(not each.uses_host for each in fitting_first(found, self.limit))
-        return self.fitted.get(several, False)
+        return self.fitted[several]
 
     def candidates(self, subject: Subject) -> list[Candidate]:
         """All candidates of a step that are found in time."""
@@ -439,33 +415,21 @@ class _Search:
         return found
 
 
-def plan_of(subject: Subject, chosen: Candidate, machine: Machine, limit: int, beside: Mapping[str, Figures]) -> Plan:
-    """The plan of a candidate.
-
-    Args:
-      subject: the step.
-      chosen: the candidate.
-      machine: the machine.
-      limit: bytes that one device may hold.
-      beside: figures of other plans, by name.
-    """
+def plan_of(chosen: Candidate, limit: int) -> Plan:
+    """The plan of a candidate; `limit` is the number of bytes that one device may hold."""
     return Plan(
-        subject.step,
-        subject.args,
-        subject.fingerprint,
-        machine,
+        chosen.on.subject,
+        chosen.on.machine,
         limit,
-        subject.virtual_nodes,
         chosen.name,
         chosen.mesh,
         chosen.counts,
         chosen.specs,
         chosen.records,
         chosen.prediction,
-        beside,
+        {},
         chosen.gap,
         chosen.divisions,
         chosen.host,
         chosen.host_sums,
-        parameters=subject.parameters,
     )

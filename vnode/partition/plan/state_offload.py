@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -22,6 +21,7 @@ from jax.extend.core import Var
 from vnode.partition.machine import Machine
 from vnode.partition.plan.other_replicas import SUM_OVER_REPLICAS
 from vnode.partition.plan.predict import Figures, local_sums, nbytes
+from vnode.partition.plan.search_subject import Subject
 from vnode.runtime.host_prefetch import Task, offloaded_needs, order_by_output
 from vnode.spmd.layout import Axes
 from vnode.spmd.sharding_flow import Flow
@@ -33,36 +33,33 @@ class StateOffload:
 
     Attributes:
       flow: layouts through the program of a replica.
+      works: the program's operations.
       inputs_by_name: for each name its inputs, with their bytes on one device; the largest name first.
       sums: bytes of one device's part of the accumulators.
       donated: numbers of the donated inputs.
     """
 
     flow: Flow
+    works: Sequence[Task]
     inputs_by_name: Mapping[str, Mapping[int, int]]
     sums: int
     donated: frozenset[int]
 
     @staticmethod
     def from_names(
-        flow: Flow,
-        names: Sequence[str | None],
-        state: Sequence[int],
-        donated: frozenset[int],
-        axes: Axes,
-        sharded: Mapping[int, int],
+        subject: Subject, flow: Flow, names: Sequence[str | None], axes: Axes, sharded: Mapping[int, int]
     ) -> StateOffload:
         """The leaves of a replica.
 
         Args:
-          flow: layouts through its program.
-          names: names of its inputs.
-          state: numbers of the inputs that are carried from step to step.
-          donated: numbers of the donated inputs.
+          subject: the step.
+          flow: layouts through the replica's program.
+          names: names of the inputs that may be offloaded.
           axes: sizes of the mesh axes other than the nodes', those longer than one.
           sharded: number of parts of inputs that are sharded over the replicas as well.
         """
-        inputs, works = flow.program.inputs, program_work(flow)
+        inputs, state = flow.program.inputs, subject.state
+        works = [Task([v for v in step.eqn.invars if isinstance(v, Var)], step.eqn.outvars) for step in flow.steps]
         bits = {inputs[i]: 1 << n for n, i in enumerate(state)}
         pinned = {atom for atom in flow.program.outputs if isinstance(atom, Var)}
         for step, needs in zip(flow.steps, offloaded_needs(works, [*bits]), strict=True):
@@ -78,12 +75,7 @@ class StateOffload:
         found = {name: several for name, several in held.items() if several.keys() <= late}
         order = sorted(found, key=lambda name: (-sum(found[name].values()), name))
         sums = local_sums(flow, axes) // (max(sharded.values()) if sharded else 1)
-        return StateOffload(flow, {name: found[name] for name in order}, sums, donated)
-
-    @functools.cached_property
-    def works(self) -> list[Task]:
-        """The program's operations."""
-        return program_work(self.flow)
+        return StateOffload(flow, works, {name: found[name] for name in order}, sums, subject.donated)
 
     def offloaded(self, count: int) -> dict[int, int]:
         """The inputs of the first names, with their bytes on one device."""
@@ -149,8 +141,3 @@ class StateOffload:
         if at == len(counts):
             return None
         return tuple([*self.inputs_by_name][: counts[at]]), self.figures(without, machine, counts[at])
-
-
-def program_work(flow: Flow) -> list[Task]:
-    """The operations of a program."""
-    return [Task([atom for atom in step.eqn.invars if isinstance(atom, Var)], step.eqn.outvars) for step in flow.steps]

@@ -13,6 +13,7 @@ from jax.extend.core import Literal, Var
 from jax.sharding import PartitionSpec
 
 from vnode.errors import PartitionError
+from vnode.partition.plan.meshes import NODES
 from vnode.partition.plan.replica import NodeFlow, ReplicaProgram
 from vnode.partition.plan.search_subject import Subject
 from vnode.placement.patterns import Exactly, Patterns
@@ -69,7 +70,7 @@ def record_of(flow: NodeFlow, axes: Axes) -> RecordedFlow:
 
 
 def parts_of_sums(
-    replica: ReplicaProgram, records: Mapping[str, RecordedFlow], axes: Axes
+    replica: ReplicaProgram, records: Mapping[str, RecordedFlow], axes: Axes, share: Share | None
 ) -> dict[Var, tuple[int, ...]]:
     """The shapes of one device's parts of accumulators, by the accumulated variable.
 
@@ -77,31 +78,15 @@ def parts_of_sums(
       replica: the program of a replica.
       records: the sharding of its passes.
       axes: sizes of the mesh axes other than the nodes', those longer than one.
+      share: the number of blocks of each device, of a program in blocks; all parts have room for the most blocks.
     """
     found: dict[Var, tuple[int, ...]] = {}
     for node in replica.nodes:
         record = records.get(digest_of(node.written))
         for a, end in zip(node.sums, () if record is None else record.ends, strict=False):
             found[a.var] = result_layout(end, a.monoid, axes).local_shape(a.var.aval.shape, axes)
-    return found
-
-
-def unknown(replica: ReplicaProgram, records: Mapping[str, RecordedFlow]) -> int:
-    """The number of passes of a replica without a record."""
-    return sum(digest_of(node.written) not in records for node in replica.nodes)
-
-
-def parts_in_blocks(replica: ReplicaProgram, share: Share) -> dict[Var, tuple[int, ...]]:
-    """The shapes of one device's parts of accumulators in blocks, with room for the most blocks of any device.
-
-    Args:
-      replica: the program of a replica, in blocks.
-      share: the number of blocks of each device.
-    """
-    found: dict[Var, tuple[int, ...]] = {}
-    for node in replica.nodes:
         for a, dim in zip(node.sums, node.dims, strict=True):
-            if dim is not None:
+            if dim is not None and share is not None:
                 shape = list(a.var.aval.shape)
                 shape[dim] = shape[dim] // share.blocks * share.max_blocks
                 found[a.var] = tuple(shape)
@@ -129,9 +114,7 @@ def specs_of(
     return found
 
 
-def shard_over_replicas(
-    spec: PartitionSpec, shape: Sequence[int], replicas: int, axes: Axes, nodes: str
-) -> PartitionSpec | None:
+def shard_over_replicas(spec: PartitionSpec, shape: Sequence[int], replicas: int, axes: Axes) -> PartitionSpec | None:
     """Shards a spec over the replicas too, along the largest local dimension that they divide evenly."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     cut = [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
@@ -140,7 +123,7 @@ def shard_over_replicas(
     if not fitting:
         return None
     d = max(fitting, key=lambda d: (not cut[d], local[d]))
-    return PartitionSpec(*[(*names, nodes) if k == d else names or None for k, names in enumerate(cut)])
+    return PartitionSpec(*[(*names, NODES) if k == d else names or None for k, names in enumerate(cut)])
 
 
 def patterns(specs: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:

@@ -22,8 +22,9 @@ from vnode.errors import PartitionError, UnsupportedPrimitiveError
 from vnode.partition.cost.time_sources import Times
 from vnode.partition.machine import Kind, Machine, MachineMesh
 from vnode.partition.plan.carry_sharding import shard_carries
+from vnode.partition.plan.meshes import NODES
 from vnode.partition.plan.node_spread import Spread
-from vnode.partition.plan.predict import NODES, Prediction, dividing_axes, predict
+from vnode.partition.plan.predict import Prediction, dividing_axes, predict
 from vnode.partition.plan.replica import ReplicaProgram, replica_program
 from vnode.partition.plan.replica_reduction import ReplicaReduction
 from vnode.partition.plan.replica_shares import of_one_kind
@@ -112,20 +113,18 @@ class UnevenSearch:
         self.rates = [1 / pace[kind.name] for kind in self.kinds]
         options = subject.step.options
         counts = tuple(even_counts(options.virtual_nodes, sizes[NODES], options.lane))
-        self.across = ReplicaReduction(counts, options.lane, options.reduction == "invariant", NODES)
+        self.across = ReplicaReduction(counts, options.lane, options.reduction == "invariant")
         self.known: dict[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], UnevenCandidate | None] = {}
 
     def predicted(self, flow: Flow, kind: Kind, blocks: int, first: int = 0) -> Prediction:
         """The prediction for a device with this many blocks."""
-        subject = self.subject
         return predict(
+            self.subject,
             flow_of_device(flow, (blocks, first)),
             of_one_kind(self.machine, kind),
             self.mesh,
             self.across,
             platform=self.platform,
-            state=subject.carried,
-            donated=subject.donated,
             sharded=None,
             iterations=max(self.across.counts),
             times=self.times,
