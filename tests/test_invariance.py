@@ -300,6 +300,71 @@ def test_pieces_are_rounded_before_they_are_added() -> None:
         np.testing.assert_array_equal(np.asarray(total).view(np.int32), want.view(np.int32))
 
 
+def equal_norms(a: Any) -> Any:
+    return jnp.sqrt((a * a).sum(-1)), jnp.sqrt((a**2).sum(-1))
+
+
+def over_equal_norms(w: Any, x: Any) -> Any:
+    a, b = x @ w, x @ w.T
+    first, second = equal_norms(a)
+    return a / first[:, None], b / second[:, None]
+
+
+def over_roots_of_broadcast_values(w: Any, x: Any) -> Any:
+    a, b = x @ w, x @ w.T
+    first, second = (jnp.broadcast_to(n[:, None], a.shape) for n in equal_norms(a))
+    return a / jnp.sqrt(first), b / jnp.sqrt(second), a / (first + 1.0), b / (second + 1.0)
+
+
+def over_equal_scalars(w: Any, x: Any) -> Any:
+    first, second = equal_norms(w.reshape(-1))
+    return x @ w / first, x @ w.T / second
+
+
+def over_equal_norms_in_a_loop(w: Any, x: Any) -> Any:
+    def body(h: Any, _: Any) -> Any:
+        first, second = equal_norms(h)
+        return x @ w / first[:, None] + x @ w.T / second[:, None], None
+
+    return jax.lax.scan(body, x @ w, None, length=3)[0]
+
+
+def over_equal_norms_of_each(w: Any, x: Any) -> Any:
+    def one(x: Any) -> Any:
+        first, second = equal_norms(x @ w)
+        return x @ w / first, x @ w.T / second
+
+    return jax.lax.map(one, x)
+
+
+def over_equal_local_estimates(w: Any, x: Any) -> Any:
+    weight, z = jnp.where(x[:, 0] > 0, 1.0, 2.0), x @ w
+    mean = (z * weight[:, None]).sum(0) / weight.sum()
+    square = (z * z * weight[:, None]).sum(0) / weight.sum()
+    return z - mean, z * square
+
+
+EQUAL_DIVISORS = [
+    (over_equal_norms, "exact"),
+    (over_roots_of_broadcast_values, "exact"),
+    (over_equal_scalars, "exact"),
+    (over_equal_norms_in_a_loop, "exact"),
+    (over_equal_norms_of_each, "exact"),
+    (over_equal_local_estimates, "local"),
+]
+
+
+@pytest.mark.parametrize(("step", "coupling"), EQUAL_DIVISORS, ids=lambda value: getattr(value, "__name__", value))
+def test_divisors_that_the_compiler_finds_to_be_equal(step: Any, coupling: str) -> None:
+    """XLA multiplies by the reciprocal of a divisor that two quotients share; when it knows depends on the devices."""
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=(n, 5)), jnp.float32) for n in (5, 16))
+    virtual = vnode.virtualize(step, virtual_nodes=4, coupling=coupling, recompute_budget=9.0)
+    placements = [vnode.Placement(4, jax.devices()[:n]) for n in (1, 2, 4)]
+    placements.append(vnode.Placement(4, jax.devices()[:2], counts=(3, 1)))
+    assert len({digest(virtual.on(placement)(w, x)) for placement in placements}) == 1
+
+
 @pytest.mark.parametrize("lanes", [0, 9, True, 2.0])
 def test_numbers_of_lanes_that_make_no_sense(lanes: Any) -> None:
     with pytest.raises(ValueError, match="lanes must be an integer from 1 to virtual_nodes=8"):

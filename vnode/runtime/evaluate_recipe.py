@@ -61,6 +61,7 @@ class EvaluationMemo:
         self.describe, self.bodies, self.readers = program.describe, program.bodies, program.readers
         # keeps the operands, or another object could get the id of one
         self._results: dict[Any, tuple[list[Any], list[Any]]] = {}
+        self._broadcasts: dict[int, Any] = {}
 
     def evaluate(
         self,
@@ -95,6 +96,36 @@ class EvaluationMemo:
         if found is None:
             found = self._results[key] = (run(list(operands)), operands)
         return found[0]
+
+    def convert(self, value: Any, how: Any, run: Callable[[], Any]) -> Any:
+        """The result of `run`, a conversion of a value, converted at most once for each `how`."""
+        key = ("converted", how, value_key(value))
+        if key not in self._results:
+            self._results[key] = ([run()], [value])
+        return self._results[key][0][0]
+
+    def rounding_in(self, node: Node) -> Rounding:
+        """Hides divisors of a node from compilers, which do not know that no number of a node is negative."""
+        return self.convert(node.index, "rounding", lambda: Rounding((node.index < 0).astype(jnp.uint32)))
+
+    def note_broadcasts(
+        self, description: OperatorDescription, operands: Sequence[Any], results: Sequence[Any]
+    ) -> None:
+        """Notes the results that compilers may see to be broadcast values, or computed from such values alone."""
+        arrays = [value for value in operands if isinstance(value, jax.core.Tracer) and value.size > 1]
+        spreads = description.has(Algebra.MOVES) and results[0].size > sum(value.size for value in arrays)
+        if spreads or (description.by_element and arrays and all(id(value) in self._broadcasts for value in arrays)):
+            self._broadcasts |= {id(value): value for value in results}
+
+    def hide_divisor(self, value: Any, node: Node) -> Any:
+        """Hides from compilers that a divisor in a node is a broadcast value, if it is.
+
+        XLA multiplies by the reciprocal if two quotients have one broadcast divisor. It may find two divisors to be
+        equal (``p * p`` and ``p**2``), and for one device it finds that later than for many.
+        """
+        if id(value) not in self._broadcasts:
+            return value
+        return self.convert(value, "hidden", lambda: self.rounding_in(node).hide_broadcast(value))
 
     def broadcast(self, scalar: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Broadcasts a scalar once per shape."""
@@ -217,14 +248,19 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | WholeEvaluator, one_b
             return env[(atom, form)]
         if not isinstance(form, Slice | Partial):
             return atom.val
-        assert isinstance(node, Node)
-        return converted(as_array(atom.val, atom), atom, WHOLE, form)
+        return converted(atom.val, atom, WHOLE, form)
 
     def converted(value: Any, atom: Atom, source: Form, target: Form) -> Any:
-        if isinstance(target, Partial):
-            value = cast(value, target.dtype(atom.aval.dtype))
-        value = node.convert(value, source, target, flow.state(atom).zero)
-        return cast(value, atom.aval.dtype) if isinstance(source, Partial) else value
+        assert isinstance(node, Node)
+        dtype, zero = atom.aval.dtype, flow.state(atom).zero
+
+        def convert() -> Any:
+            piece = as_array(value, atom) if isinstance(atom, Literal) else value
+            piece = cast(piece, target.dtype(dtype)) if isinstance(target, Partial) else piece
+            piece = node.convert(piece, source, target, zero)
+            return cast(piece, dtype) if isinstance(source, Partial) else piece
+
+        return known.convert(value, (source, target, dtype, zero), convert)
 
     known = EvaluationMemo(flow.program)
     latest: Any = None
@@ -233,7 +269,6 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | WholeEvaluator, one_b
             env[key] = ready_value(env[key], latest)
         for action, *others in group_barrier_parts(part.actions, equation_of, is_made_by):
             if isinstance(action, Conversion):
-                assert isinstance(node, Node)
                 value = env[(action.var, action.source)]
                 env[(action.var, action.target)] = converted(value, action.var, action.source, action.target)
                 continue
@@ -304,13 +339,23 @@ def evaluate_action(
             None if form is None else read(atom, form) for atom, form in zip(eqn.invars, action.operands, strict=True)
         ]
         description, location, wide = known.describe(eqn), action.location, wide_type(action)
-        if isinstance(node, WholeEvaluator) or description is None or (location is None and wide is None):
+        if isinstance(node, WholeEvaluator) or description is None:
             return known.evaluate(eqn, operands, functools.partial(evaluate_whole, eqn, description, node))
-        if location is None:
+        how = None if location is None and wide is None else (location, wide)
+        if how is None:
+            run = functools.partial(evaluate_whole, eqn, description, node)
+        elif location is None:
             run = functools.partial(evaluate_wide, description, eqn, platform=node.platform, dtype=wide)
         else:
             run = functools.partial(evaluate_split, action, node=node, wide=wide)
-        return known.evaluate(eqn, operands, run, (location, wide))
+        if not node.invariant:
+            return known.evaluate(eqn, operands, run, how)
+        divisors = nonlinear_operands(description) if description.linear else frozenset[int]()
+        operands = [known.hide_divisor(v, node) if i in divisors else v for i, v in enumerate(operands)]
+        rounding = known.rounding_in(node) if divisors and description.has(Algebra.SPREADS) else None
+        results = known.evaluate(eqn, operands, run, how, rounding)
+        known.note_broadcasts(description, operands, results)
+        return results
 
 
 def wide_type(action: Evaluation) -> Any:

@@ -47,6 +47,7 @@ class Node:
       node_sizes: examples per node, of each batch.
       batch: the batch that is divided; the largest, if there are several.
       platform: the platform that the program is compiled for.
+      invariant: whether its results have the same bits wherever it is computed.
     """
 
     index: jax.Array
@@ -54,6 +55,7 @@ class Node:
     node_sizes: Mapping[Batch, int]
     batch: Batch
     platform: str
+    invariant: bool = False
 
     def has_padding(self, batch: Batch) -> bool:
         """Whether the nodes hold more examples than the batch has."""

@@ -369,7 +369,8 @@ class ScheduleInterpreter(abc.ABC):
         placement = self.placement
         env: Env = dict(zip([*nodes.sliced_inputs, *((var, WHOLE) for var in nodes.whole_inputs)], values, strict=True))
         flow, platform = self.flow, platform or self.platform
-        node = Node(number[0], placement.virtual_nodes, flow.node_sizes, flow.batch, platform)
+        invariant = self.mode is Mode.INVARIANT
+        node = Node(number[0], placement.virtual_nodes, flow.node_sizes, flow.batch, platform, invariant)
         return evaluate_recipe(nodes.recipe, env, node, self.serializes_independent)
 
     @property
