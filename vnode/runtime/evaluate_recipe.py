@@ -348,7 +348,7 @@ def evaluate_action(
             run = functools.partial(evaluate_wide, description, eqn, platform=node.platform, dtype=wide)
         else:
             run = functools.partial(evaluate_split, action, node=node, wide=wide)
-        if not node.invariant:
+        if not node.hides_divisors:
             return known.evaluate(eqn, operands, run, how)
         divisors = nonlinear_operands(description) if description.linear else frozenset[int]()
         operands = [known.hide_divisor(v, node) if i in divisors else v for i, v in enumerate(operands)]

@@ -47,7 +47,7 @@ class Node:
       node_sizes: examples per node, of each batch.
       batch: the batch that is divided; the largest, if there are several.
       platform: the platform that the program is compiled for.
-      invariant: whether its results have the same bits wherever it is computed.
+      hides_divisors: whether compilers do not see that a divisor is a broadcast value.
     """
 
     index: jax.Array
@@ -55,7 +55,7 @@ class Node:
     node_sizes: Mapping[Batch, int]
     batch: Batch
     platform: str
-    invariant: bool = False
+    hides_divisors: bool = False
 
     def has_padding(self, batch: Batch) -> bool:
         """Whether the nodes hold more examples than the batch has."""

@@ -369,8 +369,9 @@ class ScheduleInterpreter(abc.ABC):
         placement = self.placement
         env: Env = dict(zip([*nodes.sliced_inputs, *((var, WHOLE) for var in nodes.whole_inputs)], values, strict=True))
         flow, platform = self.flow, platform or self.platform
-        invariant = self.mode is Mode.INVARIANT
-        node = Node(number[0], placement.virtual_nodes, flow.node_sizes, flow.batch, platform, invariant)
+        # with further axes there are always several devices, for which XLA finds equal divisors early
+        hides = self.mode is Mode.INVARIANT and not self.axes
+        node = Node(number[0], placement.virtual_nodes, flow.node_sizes, flow.batch, platform, hides)
         return evaluate_recipe(nodes.recipe, env, node, self.serializes_independent)
 
     @property
