@@ -23,7 +23,8 @@ from vnode.partition.compiler import CompiledStats, CompilePool
 from vnode.partition.compiler.pool import CompileJob
 from vnode.partition.cost.compiler import CLOCKS
 from vnode.partition.plan import candidates
-from vnode.partition.plan.compiled_ranking import DRAFTS, MOST, MOST_AFTER_DRAFTS, CompiledRanking, Entry, kind_of
+from vnode.partition.plan.candidates import kind_of
+from vnode.partition.plan.compiled_ranking import DRAFTS, MOST, MOST_AFTER_DRAFTS, CompiledRanking, Entry
 from vnode.partition.plan.predict import Figures
 from vnode.partition.plan.search import _Search
 

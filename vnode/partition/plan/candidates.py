@@ -515,3 +515,12 @@ def pace_of(subject: Subject, machine: Machine, platform: str, times: Times | No
 def fitting_first(candidates: Collection[Candidate], memory: float) -> list[Candidate]:
     """The candidates that fit, the fastest first."""
     return sorted((c for c in candidates if c.figures.memory <= memory), key=lambda c: c.figures.seconds)
+
+
+def kind_of(name: str) -> str:
+    """A candidate's kind: its name, without the sharding of the state over replicas.
+
+    >>> kind_of("Megatron-style + ZeRO")
+    'Megatron-style'
+    """
+    return name.split(" + ")[0]

@@ -28,7 +28,7 @@ import jax
 from vnode.errors import VnodeError
 from vnode.partition.compiler.pool import CORES, CompileJob, CompilePool
 from vnode.partition.machine import Machine
-from vnode.partition.plan.candidates import EXPERTS, Candidate
+from vnode.partition.plan.candidates import EXPERTS, Candidate, kind_of
 from vnode.partition.plan.compiled_figures import figures_as_compiled
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import Figures
@@ -307,12 +307,3 @@ def first_of_each_kind(entries: Iterable[Entry]) -> list[Entry]:
     for each in entries:
         found.setdefault(each.kind, each)
     return list(found.values())
-
-
-def kind_of(name: str) -> str:
-    """A candidate's kind: its name, without the sharding of the state over replicas.
-
-    >>> kind_of("Megatron-style + ZeRO")
-    'Megatron-style'
-    """
-    return name.split(" + ")[0]

@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from vnode.partition.cost.program_memory import Level
+from vnode.partition.simulator.drawing import LEAST, WIDTH
 from vnode.show.units import several, size
 
-WIDTH, LEFT, RIGHT, TOP, HEIGHT, BELOW = 960, 76, 46, 26, 160, 44
-"""Pixels: the picture's width, the margin beside, the margin above, the height, and the margin below the area in which
-bytes are drawn."""
-LEAST = 720
-"""Pixels: a picture is not scaled below this width, or its text would be too small to read."""
+LEFT, RIGHT, TOP, HEIGHT, BELOW = 76, 46, 26, 160, 44
+"""Pixels: the margin beside, the margin above, the height, and the margin below the area in which bytes are drawn."""
 MOST_NAMED = 3000
 """The most fused ops that each have a tooltip."""
 STYLE = (

@@ -23,6 +23,7 @@ from vnode.partition.plan.candidates import (
     Candidate,
     MeshSearch,
     fitting_first,
+    kind_of,
     pace_of,
 )
 from vnode.partition.plan.meshes import NODES, mesh_text, meshes
@@ -95,7 +96,7 @@ class MeshesSearch:
     method: Method = METHODS["exact"]
 
     @property
-    def near(self) -> float:
+    def cost_ratio_limit(self) -> float:
         """The factor on the least cost up to which a candidate may be the best by its prediction."""
         return NEAR if len(self.machine.kinds) == 1 else NEAR_UNEQUAL
 
@@ -179,7 +180,7 @@ class MeshesSearch:
         """
         least = min((on.cost for on in searched), default=math.inf)
         alike = [on.cost for on in searched if on.replicas == sizes[NODES]]
-        return not alike or alike[0] <= self.near * least
+        return not alike or alike[0] <= self.cost_ratio_limit * least
 
     def divided(self, on: MeshSearch) -> list[Candidate]:
         """The solution and the experts' candidates on one mesh, as far as there is time."""
@@ -219,8 +220,8 @@ class MeshesSearch:
 
         Predictions are finer and take longer, but do not reverse so large a difference.
         """
-        fits = (c.estimate for c in fitting_first(found, self.limit) if c.name.startswith(name))
-        return self.near * min(fits, default=math.inf)
+        fits = (c.estimate for c in fitting_first(found, self.limit) if kind_of(c.name) == name)
+        return self.cost_ratio_limit * min(fits, default=math.inf)
 
     def with_host(self, several: Sequence[Candidate], found: list[Candidate]) -> None:
         """Adds some candidates with as much on the host as they need, where nothing fits otherwise."""

@@ -99,7 +99,7 @@ class _Exact:
                 return "elimination"
             if self.tightened() is None or self.done:
                 return "bound by diffusion"
-            return self.integer_program(self.problem.restricted(self.kept))
+            return self.integer_program()
         except BudgetSpent:
             return f"budget of {self.watch.budget:g} s spent"
 
@@ -156,8 +156,9 @@ class _Exact:
         self.kept = [kept[k] for kept, k in zip(self.kept, good, strict=True)]
         return rest.restricted(good)
 
-    def integer_program(self, rest: Problem) -> str:
+    def integer_program(self) -> str:
         """Solves the remaining problem as an integer program."""
+        rest = self.problem.restricted(self.kept)
         if variables(rest) > VARIABLES:
             return f"an integer program of {variables(rest)} variables was not tried"
         scale = self.watch.cost if math.isfinite(self.watch.cost) else 1.0
