@@ -551,10 +551,13 @@ def test_a_survivor_in_a_callback_has_longer_to_leave() -> None:
     progress(script, 0, busy=True)
     progress(script, 1, busy=True)
     script.call("exited", 2, -9)
-    script.now += LIMITS.busy - 1
+    script.now += LIMITS.busy - LIMITS.leave - 1
     script.call("tick")
     assert Kill(0) not in script.done and Kill(1) not in script.done
-    progress(script, 1, busy=False)  # it hangs
+    progress(script, 1, busy=False)
+    assert Kill(1) not in script.done  # it needs a moment to see the loss
+    script.now += LIMITS.leave  # but it hangs
+    progress(script, 0, busy=True)
     assert Kill(1) in script.done and "(the callbacks of step 5)" in script.job.workers[1].why
     script.says(0, "left", generation=1, step=5)
     assert StartService(2) in script.done

@@ -165,7 +165,7 @@ class Generations(Decisions):
     def handle_message(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
         """Handles one message of a worker."""
         if kind == "progress":
-            self.take_progress(worker, message)
+            self.take_progress(worker, message, now)
         elif kind == "arrived":
             if worker.state == FINISHED:
                 worker.again = message
@@ -315,11 +315,20 @@ class Generations(Decisions):
         return False
 
     def late_to_leave(self, leave: Leave, now: float) -> list[Worker]:
-        """Workers that have not left a broken generation in time. A worker that is busy by itself has longer."""
-        limits, since = self.limits, now - leave.started
-        over = since >= limits.leave or (leave.first is not None and now - leave.first >= limits.left)
-        missing = [w for w in leave.asked if w.is_usable and w not in leave.steps]
-        return [w for w in missing if (since >= limits.busy if w.busy else over)]
+        """Workers that have not left a broken generation in time.
+
+        A worker that is busy by itself has longer, and looks for losses only after that: its time to leave begins then.
+        """
+        limits = self.limits
+        others_left = leave.first is not None and now - leave.first >= limits.left
+
+        def is_late(worker: Worker) -> bool:
+            if worker.busy or worker.free_since > leave.started:
+                free = not worker.busy and now - worker.free_since >= limits.leave
+                return free or now - leave.started >= limits.busy
+            return others_left or now - leave.started >= limits.leave
+
+        return [w for w in leave.asked if w.is_usable and w not in leave.steps and is_late(w)]
 
     def expired_next(self, following: Generation, now: float) -> bool:
         """Looks at the deadlines of the next generation."""

@@ -131,7 +131,7 @@ class Restarts(Decisions):
     def handle_message(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
         """Handles one message of a worker."""
         if kind == "progress":
-            self.take_progress(worker, message)
+            self.take_progress(worker, message, now)
             if worker.state == READY and (worker.step or 0) > (self.furthest or 0):
                 self.furthest, self.trained = worker.step, True
         elif kind == "leads":

@@ -201,8 +201,10 @@ class Decisions(abc.ABC):
             self.wanted = nodes
             self.resized(True, now)
 
-    def take_progress(self, worker: Worker, message: dict[str, Any]) -> None:
+    def take_progress(self, worker: Worker, message: dict[str, Any], now: float) -> None:
         """Records the progress of a worker; the step of a finished one stays its last."""
+        if worker.busy and not message.get("busy"):
+            worker.free_since = now
         worker.step = worker.step if worker.state == FINISHED else message["step"]
         worker.doing = str(message["doing"])
         worker.nodes, worker.metrics = int(message["nodes"]), dict(message["metrics"] or {})

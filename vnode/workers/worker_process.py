@@ -66,6 +66,7 @@ class Worker:
     metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
     waits: bool = False
     busy: bool = False
+    free_since: float = 0
     vain: tuple[int, float] | None = None
     error: str | None = None
     errored: float = 0
