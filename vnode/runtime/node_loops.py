@@ -470,16 +470,17 @@ def unwritten_buffers(
     Args:
       shapes: shapes and dtypes.
       after: values; the first one is waited for. If there are none, or the buffers are small, nothing is waited for.
-      number: non-negative int32 that compilers do not know. XLA's CPU backend writes zeros to buffers; by this number
-        it writes them to each buffer, not to one buffer that it copies to the others.
+      number: non-negative int32 that compilers do not know. XLA's CPU backend writes something to each buffer. If it
+        were the same number, it would write one buffer and copy it to the others. If it were a constant of each, it
+        would compile code for each. So the numbers come from a loop that never runs.
     """
 
     def empty(_: Any) -> list[jax.Array]:
         return [lax.empty(*each) for each in shapes]
 
     def each(number: jax.Array) -> list[jax.Array]:
-        flags = [lax.lt(number, np.int32(-i)) for i in range(len(shapes))]
-        return [lax.full(shape, flag, dtype) for flag, (shape, dtype) in zip(flags, shapes, strict=True)]
+        unlike = lax.optimization_barrier([number] * len(shapes))
+        return [lax.full(shape, value, dtype) for value, (shape, dtype) in zip(unlike, shapes, strict=True)]
 
     def never(_: Any) -> list[jax.Array]:  # different from `empty`, or the branches would be merged
         return [lax.dynamic_update_slice(e, jnp.ones([1] * e.ndim, e.dtype), [0] * e.ndim) for e in empty(None)]
