@@ -10,6 +10,7 @@ gradients, four examples a node, on so many CPU devices. With `--json`, one JSON
 | `more` | that of the same bits beyond that of any order, in gradients |
 | `fast_written_mib`, `invariant_written_mib` | bytes that a device writes outside of its nodes' computation |
 | `lowering`, `lowering_to_hand` | processor time of tracing and lowering, beside any order and beside by hand |
+| `compiling`, `compiling_to_hand` | processor time of compiling, once, likewise |
 | `time`, `time_to_hand` | processor time of a step, likewise |
 
 Times are medians of ratios within rounds, in which all take turns: other programs disturb them less. All
@@ -56,10 +57,13 @@ def case(size: int, nodes: int, devices: int, seconds: float) -> dict[str, Any]:
     model = models.transformer(layers=4, width=WIDTHS[size])
     batch = {name: array[:1].repeat(nodes * EXAMPLES, 0) for name, array in model.batch(1).items()}
     makers = {way: functools.partial(make, model, nodes, jax.devices()[:devices]) for way, make in FACTORIES.items()}
-    program = {}
+    program, compiling = {}, {}
     for way, make in makers.items():
         made = make()
-        program[way] = made.function.lower(made.state, batch).compile()
+        low = made.function.lower(made.state, batch)
+        start = time.process_time()
+        program[way] = low.compile()
+        compiling[way] = [time.process_time() - start]
     gradients = sum(x.nbytes for x in jax.tree.leaves(made.state["params"]))
     held = {way: temporary_of(each).held for way, each in program.items()}
     turns = contenders.turns_of_trees(nodes, devices, nodes)
@@ -71,6 +75,7 @@ def case(size: int, nodes: int, devices: int, seconds: float) -> dict[str, Any]:
         row[f"{way}_written_mib"] = mib(written(hlo.parse(program[way].as_text()), turns))
     lowering = lowered(makers, batch)
     row["lowering"], row["lowering_to_hand"] = (round(relative(lowering, to), 2) for to in ("fast", "hand"))
+    row["compiling"], row["compiling_to_hand"] = (round(relative(compiling, to), 2) for to in ("fast", "hand"))
     if seconds:
         taken = timed(program, made.state, batch, seconds)
         row["time"], row["time_to_hand"] = (round(relative(taken, to), 3) for to in ("fast", "hand"))
