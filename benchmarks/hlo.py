@@ -30,7 +30,7 @@ class Collective:
 
 def runs(visit: Visit, turns: Mapping[str, float]) -> float:
     """The number of times an instruction runs; `turns` has the trip counts that the text lacks, 1 by default."""
-    return math.prod(turns.get(name, 1) if trips is None else trips for name, trips in visit.loops)
+    return math.prod(turns.get(loop.name, 1) if loop.trips is None else loop.trips for loop in visit.loops)
 
 
 def cycles(module: Module, turns: Mapping[str, float], in_loops: bool = False) -> int:

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import vnode
+from tests.partition.plan_files import write_content
 from tests.rounding import assert_same
 from vnode.analysis.program import inline
 from vnode.partition import Machine, Plan, search
@@ -113,8 +114,7 @@ def test_a_plan_keeps_less_where_memory_does_not_suffice(tmp_path: Any) -> None:
 
     damaged = json.loads((tmp_path / "plan.json").read_text())
     damaged["again"].append([0, 77])
-    damaged["version"] = 3  # which has no checksum
-    (tmp_path / "plan.json").write_text(json.dumps(damaged))
+    write_content(tmp_path / "plan.json", damaged)
     with pytest.raises(vnode.PartitionError, match=r"damaged: again: \[\(0, 77\)\] cannot be recomputed"):
         Plan.load(tmp_path / "plan.json", train, args, reduction="fast", donate_argnums=0)
 

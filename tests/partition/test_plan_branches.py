@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import vnode
 from benchmarks.partition import possible
+from tests.partition.plan_files import write_content
 from tests.partition.test_plan import V5E, normal
 from tests.rounding import assert_same
 from vnode.analysis.program import scope
@@ -272,8 +273,7 @@ def test_damaged_files_are_refused(damage: str, tmp_path: Path) -> None:
     step, args = example("towers")
     path = tmp_path / "plan.json"
     planned("towers", "2x2x2", 1).save(path)
-    content = {**json.loads(path.read_text()), "version": 3}  # which has no checksum
-    path.write_text(json.dumps(damages()[damage](content)))
+    write_content(path, damages()[damage](json.loads(path.read_text())))
     with pytest.raises(vnode.PartitionError, match=r"plan\.json cannot be read"):
         Plan.load(path, step, args)
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.partition.mixed import mixed, slower
+from tests.partition.plan_files import write_content
 from tests.partition.test_plan import example
 from tests.rounding import assert_same
 from vnode.errors import PartitionError
@@ -121,6 +122,6 @@ def test_counts_in_a_file_that_are_none(tmp_path: Path) -> None:
     plan.save(path)
     content = json.loads(path.read_text())
     for counts in ([8], [-1] * len(plan.counts), [1] * (len(plan.counts) + 1)):
-        path.write_text(json.dumps({**content, "counts": counts, "version": 3}))  # which has no checksum
+        write_content(path, {**content, "counts": counts})
         with pytest.raises(PartitionError, match="counts"):
             Plan.load(path, step, args)

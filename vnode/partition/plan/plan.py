@@ -21,7 +21,8 @@ from jax.sharding import Mesh, PartitionSpec
 from vnode.analysis.passes import Schedule
 from vnode.analysis.program import ResultIndex
 from vnode.errors import Bound, MemoryLimitError, PartitionError, PlacementError, layout_message
-from vnode.partition.accept import TOLERANCE, Acceptance, compare_collectives, count_exchanges
+from vnode.partition.accept import TOLERANCE, Acceptance
+from vnode.partition.compiler.stats import compiled_stats
 from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.program_memory import Memory
 from vnode.partition.machine import Machine
@@ -78,8 +79,7 @@ class Plan(Drawn, Bound):
       counts: the number of nodes of each replica, in order; uneven where kinds of devices differ.
       specs: the specs of the state's leaves, by name; by name and shape where leaves of several shapes share a name.
       records: the division of a node's computation, for each pass.
-      prediction: the model's prediction; None if an earlier version of vnode, with another model, wrote the plan's
-        file.
+      prediction: the model's prediction.
       beside: figures of other plans, by name, including plans that do not fit.
       gap: the share by which the predicted cost may be above the best on this mesh; None if nothing was searched.
       divisions: the divisions of the most expensive operations.
@@ -97,7 +97,7 @@ class Plan(Drawn, Bound):
     counts: tuple[int, ...]
     specs: Mapping[str, PartitionSpec | UnevenSpec]
     records: Mapping[str, RecordedFlow]
-    prediction: Prediction | None
+    prediction: Prediction
     beside: Mapping[str, Figures]
     gap: float | None = None
     divisions: tuple[DividedOperation, ...] = ()
@@ -124,30 +124,18 @@ class Plan(Drawn, Bound):
 
     @property
     def figures(self) -> Figures:
-        """The compiler's figures, or else the model's.
-
-        Raises:
-          PartitionError: there are none, since an earlier version wrote the plan's file.
-        """
-        return self.compiled or self._predicted().figures
+        """The compiler's figures, or else the model's."""
+        return self.compiled or self.prediction.figures
 
     @property
     def memory(self) -> Figure:
-        """Bytes of one device, with their source.
-
-        Raises:
-          PartitionError: see `figures`.
-        """
+        """Bytes of one device, with their source."""
         source = "estimated" if self.figures.source == "model" else self.figures.source
         return Figure(self.figures.memory, source, size, self._spreads(source)[0])
 
     @property
     def time(self) -> Figure:
-        """Seconds of a step, with their source: the compiler's cycles, or the model.
-
-        Raises:
-          PartitionError: see `figures`.
-        """
+        """Seconds of a step, with their source: the compiler's cycles, or the model."""
         source = self.figures.source if self.figures.timed else "estimated"
         return Figure(self.figures.seconds, source, seconds, self._spreads(source)[1])
 
@@ -163,7 +151,7 @@ class Plan(Drawn, Bound):
         Raises:
           PartitionError: the plan is from a file, which has no timeline.
         """
-        found = self._predicted().timeline
+        found = self.prediction.timeline
         if found is None:
             raise PartitionError(
                 layout_message(
@@ -250,14 +238,13 @@ class Plan(Drawn, Bound):
     def accept(self, devices: Sequence[Any] | None = None, *, tolerance: float = TOLERANCE) -> Acceptance:
         """Compiles the planned step, without running it, and compares the compiled program with the plan.
 
-        A plan is accepted if memory is as predicted up to a tolerance, and all collectives are as planned, by kind,
-        bytes and number of runs. A collective that combines several planned ones is as planned. So is an equivalent
-        one. Both are listed.
+        A plan is accepted if it fits in the limit, and if memory and the bytes that a device sends are as predicted, up
+        to a tolerance.
 
         Args:
           devices: as for `step`. Devices of a TPU topology that is not attached will do
             (``jax.experimental.topologies``). A call of `step` on the same devices finds the compiled program.
-          tolerance: the share by which memory may differ from the prediction.
+          tolerance: the share by which memory and sent bytes may differ from the prediction.
 
         Returns:
           The differences and their remedies; print it.
@@ -265,12 +252,12 @@ class Plan(Drawn, Bound):
         Raises:
           PlacementError: the machine has another number of devices.
           MemoryLimitError: the compiler refuses the program, because it does not fit.
-          PartitionError: there is no prediction, since an earlier version wrote the plan's file.
+          PartitionError: the tolerance is not a share.
           ProfileError: the compiler reports no memory for the program.
         """
         if isinstance(tolerance, str) or not isinstance(tolerance, SupportsFloat) or not tolerance >= 0:
             raise PartitionError(f"tolerance: expected a share such as {TOLERANCE}, not {tolerance!r}")
-        step, figures, prediction = self.step(devices), self.figures, self._predicted()
+        step, figures, prediction = self.step(devices), self.figures, self.prediction
         try:
             compiled = step.executor.compile_for(self.args, {})
         except jax.errors.JaxRuntimeError as error:
@@ -280,32 +267,19 @@ class Plan(Drawn, Bound):
             raise MemoryLimitError(self._refused(needed)) from error
         wanted, given = prediction.platform, step.placement.devices[0].platform
         predicted = Memory(figures.arguments, figures.results, 0, figures.temporary, host=figures.aside + figures.far)
-        return compare_collectives(
-            compiled,
-            count_exchanges(prediction.exchanges),
+        return Acceptance(
             predicted,
-            tolerance=tolerance,
-            limit=self.limit,
-            over_nodes=prediction.iterations,
+            prediction.exchanges,
+            compiled_stats(compiled, prediction.iterations),
             fetched=figures.back,
+            tolerance=float(tolerance),
+            limit=self.limit,
             platforms=None if wanted == given else (wanted, given),
         )
 
     def pickle_remedy(self) -> str:
         """The remedy for an attempt to pickle it."""
         return "save it, plan.save(path), and read it where it is needed: vnode.partition.Plan.load(path, step, args)"
-
-    def _predicted(self) -> Prediction:
-        """The prediction."""
-        if self.prediction is None:
-            raise PartitionError(
-                layout_message(
-                    "this plan has no prediction: an earlier version of vnode, with another model, wrote its file.",
-                    facts=["the plan itself is as it was, and can run"],
-                    remedies=["run it: plan.step()", "or search again for a prediction: vnode.partition.search(...)"],
-                )
-            )
-        return self.prediction
 
     def _refused(self, needed: int | None) -> str:
         """The message for a program that the compiler refuses."""
@@ -362,8 +336,7 @@ class Plan(Drawn, Bound):
         planned = VirtualStep(dataclasses.replace(self.pattern.spec, plan=choices), None)
         with planned.resolved(self.args, {}) as here:
             (report,) = reports(here, [Grouped(self.counts, together)], self._parts_of_sums)
-        sent = None if self.prediction is None else self.figures.sent
-        return Explanation(self, dataclasses.replace(report, planned=sent))
+        return Explanation(self, dataclasses.replace(report, planned=self.figures.sent))
 
     def _parts_of_sums(self, schedule: Schedule) -> dict[Var, tuple[int, ...]]:
         """The shapes of one device's parts of the sums of passes."""
@@ -382,21 +355,19 @@ class Plan(Drawn, Bound):
         """The program of a replica."""
         axes = dividing_axes(self.mesh)
         exact = self.pattern.options.reduction == "invariant"
-        platform = platform_of(self.machine) if self.prediction is None else self.prediction.platform
-        share = share_of(patterns(self.specs))
-        rooms = None
+        share, rooms = share_of(patterns(self.specs)), None
         if share is not None:
             rooms = rooms_of_state(self.subject, dims_of(self.subject, self.specs), share)
-        return replica_program(schedule, Spread.from_counts(self.counts), axes, platform, exact, rooms=rooms)
+        spread = Spread.from_counts(self.counts)
+        return replica_program(schedule, spread, axes, self.prediction.platform, exact, rooms=rooms)
 
     def pictures(self) -> str:
         """Memory over time and the timeline, as HTML; empty for a plan from a file."""
         found = []
-        if self.prediction is not None and self.prediction.levels:
-            figures, levels = self.figures, self.prediction.levels
-            always = figures.arguments + figures.results
-            found.append(("memory over time", draw_levels(levels, always, self.limit)))
-        if self.prediction is not None and self.prediction.timeline is not None:
+        if self.prediction.levels:
+            always = self.figures.arguments + self.figures.results
+            found.append(("memory over time", draw_levels(self.prediction.levels, always, self.limit)))
+        if self.prediction.timeline is not None:
             found.append(("timeline of one device", self.prediction.timeline.svg()))
         drawn = "".join(
             f'<h4>{title} <span class="note">as predicted</span></h4><div class="scroll">{picture}</div>'
@@ -418,7 +389,7 @@ class Plan(Drawn, Bound):
             Fact("found", f"{self.name}{found}"),
             *self._kinds(),
             *self._shares(),
-            Fact("memory", self._memory()),
+            Fact("memory", f"{size(self.figures.memory)} of {size(self.limit)} on each device"),
             *self._branches(),
             *self._host(),
             *[Fact("recomputed", f"{several(len(self.recomputed), 'value')} where they are read late")][
@@ -426,16 +397,9 @@ class Plan(Drawn, Bound):
             ],
             *[Fact("" if i else "notes", note) for i, note in enumerate(shortened(self.notes))],
         )
-        said = "not predicted: an earlier version of vnode wrote its file"
-        if self.prediction is not None:
-            said = f"{self.time} a step, {self.memory} a device"
-        beside = [] if self.prediction is None else [self._beside()]
-        blocks = (Facts(facts), *beside, *self._state(), *self._divisions())
+        blocks = (Facts(facts), self._beside(), *self._state(), *self._divisions())
+        said = f"{self.time} a step, {self.memory} a device"
         return Page(f"plan for {self.pattern.spec.name}", said, blocks)
-
-    def _memory(self) -> str:
-        limit = f"{size(self.limit)} on each device"
-        return f"searched for {limit}" if self.prediction is None else f"{size(self.figures.memory)} of {limit}"
 
     def _kinds(self) -> list[Fact]:
         kinds = collections.Counter(device.kind.name for device in self.machine.devices)
@@ -474,8 +438,6 @@ class Plan(Drawn, Bound):
             parts.append(("of residuals", several(len(self.offloaded), "value"), "aside"))
         if self.far:
             parts.append(("of pending sums", f"at most {self.far} of each", "far"))
-        if self.prediction is None:
-            return [Fact("on the host", ", ".join(f"{arrays} {what}" for what, arrays, _ in parts))][: len(parts)]
         sizes = [f"{size(getattr(self.figures, name))} {what}, in {arrays}" for what, arrays, name in parts]
         way = f"transfers to the device and back: {seconds(self.figures.transfer)} a step"
         return [Fact("on the host", "; ".join(sizes), way)][: len(parts)]

@@ -3,8 +3,8 @@
 Knows JSON, plans, and which entries describe one. Must not know how a plan is found or carried out.
 
 A file holds the machine (as `Machine.save` writes it), the step's fingerprint, specs by name, the division of each
-pass, and the prediction. Reading a file analyses the step again, and refuses the file if the step is another. An
-earlier version's prediction is not read: today's model may predict other figures for the same layouts.
+pass, and the prediction. Reading a file analyses the step again, and refuses the file if the step is another. Files of
+other versions are refused: today's model may predict other figures for the same layouts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from vnode import files
 from vnode.analysis.fingerprint import Fingerprint
 from vnode.errors import MachineError, PartitionError, layout_message
-from vnode.partition.accept import Exchange
+from vnode.partition.hlo import Collective
 from vnode.partition.machine import Machine
 from vnode.partition.machine.machine_file import machine_from_json as read_machine
 from vnode.partition.machine.machine_file import machine_to_json
@@ -45,15 +45,7 @@ T = TypeVar("T")
 
 FORMAT = "vnode plan"
 VERSION = 6
-"""The file's version. 2 had no offloaded residuals, 3 neither options nor a checksum, 4 no uneven shares, 5 no compiled
-figures."""
-
-CHECKED = 4
-"""The first version whose files have the step's options, and a checksum."""
-
-PREDICTED = 2
-"""The first version whose predictions hold: 1 was for sums over nodes in a tree of two branches everywhere."""
-
+"""The file's version, the only one that is read."""
 
 WRITTEN = "plans are written by plan.save(path)"
 
@@ -68,7 +60,6 @@ def write_plan(plan: Any, path: str | os.PathLike[str]) -> None:
     Raises:
       PartitionError: it cannot be written.
     """
-    prediction = plan.prediction
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -84,7 +75,12 @@ def write_plan(plan: Any, path: str | os.PathLike[str]) -> None:
         "counts": list(plan.counts),
         "specs": {name: spec_to_json(spec) for name, spec in plan.specs.items()},
         "passes": [record.to_json() for record in plan.records.values()],
-        "prediction": None if prediction is None else prediction_to_json(prediction),
+        "prediction": {
+            "figures": dataclasses.asdict(plan.prediction.figures),
+            "exchanges": [dataclasses.asdict(each) for each in plan.prediction.exchanges],
+            "platform": plan.prediction.platform,
+            "turns": plan.prediction.iterations,
+        },
         "compiled": None if plan.compiled is None else dataclasses.asdict(plan.compiled),
         "notes": list(plan.notes),
         "beside": {name: dataclasses.asdict(figures) for name, figures in plan.beside.items()},
@@ -171,19 +167,9 @@ def check_shares(subject: Subject, specs: Mapping[str, PartitionSpec | UnevenSpe
             raise ValueError(f"{name} of shape {shape} has no dimension {spec.dim} of {spec.counts}")
 
 
-def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
-    """The saved part of a prediction."""
-    return {
-        "figures": dataclasses.asdict(prediction.figures),
-        "exchanges": [dataclasses.asdict(each) for each in prediction.exchanges],
-        "platform": prediction.platform,
-        "turns": prediction.iterations,
-    }
-
-
 def prediction_from_json(content: Mapping[str, Any]) -> Prediction:
-    """The prediction from the data of `prediction_to_json`."""
-    exchanges = tuple(Exchange(**each) for each in content["exchanges"])
+    """The saved part of a prediction."""
+    exchanges = tuple(map(Collective.from_json, content["exchanges"]))
     return Prediction(Figures(**content["figures"]), exchanges, str(content["platform"]), int(content["turns"]))
 
 
@@ -198,16 +184,18 @@ def read_plan(
         content = json.loads(text)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"it is not a {FORMAT}")
-        if content.get("version") not in range(1, VERSION + 1):
-            raise ValueError(f"it is of version {content.get('version')!r}, and this library reads 1 to {VERSION}")
-        if content["version"] >= CHECKED and content.get("checksum") != checksum(content):
+        if content.get("version") != VERSION:
+            raise ValueError(
+                f"it is of version {content.get('version')!r}, and this library reads version {VERSION}: search again, "
+                "vnode.partition.search(...)"
+            )
+        if content["checksum"] != checksum(content):
             raise ValueError("it was changed after it was written: its checksum differs")
         fingerprint = Fingerprint.from_json(content["step"])
-        donated = {int(i) for i in content.get("donate_argnums", ())}
-        arguments = {str(name): str(said) for name, said in content.get("arguments", {}).items()}
-        nodes = int(content["virtual_nodes"])
-        before = content["options"] if content["version"] >= CHECKED else None
-        lanes = None if before is None else lane_count(before["lanes"], nodes)
+        donated = {int(i) for i in content["donate_argnums"]}
+        arguments = {str(name): str(said) for name, said in content["arguments"].items()}
+        nodes, before = int(content["virtual_nodes"]), content["options"]
+        lanes = lane_count(before["lanes"], nodes)
         mesh = {str(name): int(n) for name, n in content["mesh"].items()}
         if NODES not in mesh or any(n < 1 for n in mesh.values()):
             raise ValueError(f"mesh: {mesh}")
@@ -218,22 +206,20 @@ def read_plan(
         machine.mesh(mesh)
         specs = {str(name): spec_from_json(spec, mesh) for name, spec in content["specs"].items()}
         records = [RecordedFlow.from_json(each) for each in content["passes"]]
-        made = content["prediction"] if content["version"] >= PREDICTED else None
-        prediction = None if made is None else prediction_from_json(made)
-        beside = {} if made is None else {str(name): Figures(**each) for name, each in content["beside"].items()}
-        gap = None if made is None or content["gap"] is None else float(content["gap"])
+        prediction = prediction_from_json(content["prediction"])
+        beside = {str(name): Figures(**each) for name, each in content["beside"].items()}
+        gap = None if content["gap"] is None else float(content["gap"])
         divisions = tuple(DividedOperation(**each) for each in content["divisions"])
-        host = tuple(map(str, content.get("host", ())))
+        host = tuple(map(str, content["host"]))
         if not set(host) <= set(specs):
             raise ValueError(f"host: {', '.join(sorted(set(host) - set(specs)))} is not a leaf of the state")
-        again, away = ([(int(k), int(j)) for k, j in content.get(name, ())] for name in ("again", "away"))
-        far = int(content.get("far", 0))
+        again, away = ([(int(k), int(j)) for k, j in content[name]] for name in ("again", "away"))
+        far = int(content["far"])
         if not 0 <= far <= nodes:
             raise ValueError(f"far: {far} is not a possible number of pending sums")
-        limit, name = int(content["limit"] if "limit" in content else content["memory"]), str(content["name"])
-        word = content.get("compiled")
-        compiled = None if made is None or word is None else Figures(**word)
-        notes = tuple(map(str, content.get("notes", ())))
+        limit, name = int(content["limit"]), str(content["name"])
+        compiled = None if content["compiled"] is None else Figures(**content["compiled"])
+        notes = tuple(map(str, content["notes"]))
     virtualized = isinstance(step, VirtualStep)
     if options.get("lanes") in (None, "auto") and not virtualized:
         options = {**options, "lanes": lanes}
@@ -246,8 +232,8 @@ def read_plan(
     if step.options.virtual_nodes != nodes:
         facts, others = [f"virtual nodes then: {nodes}, now: {step.options.virtual_nodes}"], {"virtual_nodes": nodes}
     elif facts:  # with other arguments everything else differs, too
-        facts = (other_arguments(arguments, argument_types(subject.args)) if arguments else []) or facts
-    elif before is not None:
+        facts = other_arguments(arguments, argument_types(subject.args)) or facts
+    else:
         now = saved_options(step.options)
         others = {name: before.get(name) for name in now if before.get(name) != now[name]}
         facts = [f"{name} then: {value}, now: {now[name]}" for name, value in others.items()]
