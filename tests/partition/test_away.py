@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +23,6 @@ from jax.sharding import Mesh, PartitionSpec
 import vnode
 from tests.ahead import said
 from tests.budget import examples
-from tests.partition.plan_files import write_content
 from tests.partition.test_again import arguments, train
 from tests.rounding import assert_same
 from vnode.analysis.program import Program, bind, inline
@@ -278,10 +276,6 @@ def test_a_plan_has_on_the_host_what_does_not_fit_though_all_is_computed_again(t
     tight.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json", train, args, reduction="fast", donate_argnums=0)
     assert (loaded.offloaded, loaded.recomputed, loaded.figures) == (tight.offloaded, tight.recomputed, tight.figures)
-    content = json.loads((tmp_path / "plan.json").read_text())
-    write_content(tmp_path / "plan.json", {**content, "away": [[0, 77]]})
-    with pytest.raises(vnode.PartitionError, match=r"damaged: again and away: \(0, 77\) is not a residual"):
-        Plan.load(tmp_path / "plan.json", train, args, reduction="fast", donate_argnums=0)
 
 
 @pytest.mark.thorough

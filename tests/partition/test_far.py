@@ -7,7 +7,6 @@ on CPUs the host's memory is that of the devices.
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ import pytest
 
 import vnode
 from tests.ahead import said
-from tests.partition.plan_files import write_content
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.candidates import MEGATRON, MeshSearch
 from vnode.partition.plan.search import plan_of
@@ -101,10 +99,6 @@ def test_a_plan_from_a_file_has_them_there_too(plans, tmp_path):
     plans[1].save(path)
     loaded = Plan.load(path, train, arguments(), donate_argnums=0)
     assert loaded.far == 1 and loaded.figures == plans[1].figures and str(loaded) == str(plans[1])
-    content = json.loads(path.read_text())
-    write_content(path, {**content, "far": -1})
-    with pytest.raises(vnode.PartitionError, match="far: -1"):
-        Plan.load(path, train, arguments(), donate_argnums=0)
 
 
 @pytest.mark.tpu

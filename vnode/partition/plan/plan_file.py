@@ -9,12 +9,11 @@ other versions are refused: today's model may predict other figures for the same
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -28,16 +27,13 @@ from vnode.partition.machine import Machine
 from vnode.partition.machine.machine_file import machine_from_json as read_machine
 from vnode.partition.machine.machine_file import machine_to_json
 from vnode.partition.plan.divisions import DividedOperation
-from vnode.partition.plan.meshes import NODES
 from vnode.partition.plan.predict import Figures, Prediction
-from vnode.partition.plan.search_subject import Subject, check_args, on_nodes, subject_of, with_recomputation
-from vnode.partition.plan.step_layouts import patterns
+from vnode.partition.plan.search_subject import check_args, on_nodes, subject_of, with_recomputation
 from vnode.placement.trace_context import with_jit
 from vnode.placement.uneven_dimension import UnevenSpec
 from vnode.show.units import several
 from vnode.spmd.flow_record import RecordedFlow
 from vnode.step.pipeline import Options
-from vnode.step.uneven_state import share_of
 from vnode.step.virtual import VirtualStep
 from vnode.transform import lane_count
 
@@ -140,37 +136,11 @@ def spec_to_json(spec: PartitionSpec | UnevenSpec) -> Any:
     return [list(e) if isinstance(e, tuple) else e for e in spec]
 
 
-def spec_from_json(content: Any, mesh: Mapping[str, int]) -> PartitionSpec | UnevenSpec:
-    """The spec from the data of `spec_to_json`.
-
-    Raises:
-      ValueError, KeyError or TypeError: the data are not such, or have more or fewer counts than the mesh has indices.
-    """
-    if not isinstance(content, dict):
-        return PartitionSpec(*[tuple(map(str, e)) if isinstance(e, list) else e for e in content])
-    spec = UnevenSpec(content["dim"], content["axis"], tuple(content["counts"]))
-    if spec.axis == NODES or mesh.get(spec.axis) != len(spec.counts):
-        raise ValueError(f"{len(spec.counts)} counts along {spec.axis!r}, of the mesh {dict(mesh)}")
-    return spec
-
-
-def check_shares(subject: Subject, specs: Mapping[str, PartitionSpec | UnevenSpec]) -> None:
-    """Checks that uneven specs fit the lengths of their dimensions, all in the same proportions.
-
-    Raises:
-      ValueError: a spec does not fit.
-    """
-    share_of(patterns(specs))
-    for name, var in zip(subject.names, subject.inputs, strict=False):
-        spec, shape = None if name is None else specs.get(name), tuple(var.aval.shape)
-        if isinstance(spec, UnevenSpec) and (spec.dim >= len(shape) or shape[spec.dim] != spec.size):
-            raise ValueError(f"{name} of shape {shape} has no dimension {spec.dim} of {spec.counts}")
-
-
-def prediction_from_json(content: Mapping[str, Any]) -> Prediction:
-    """The saved part of a prediction."""
-    exchanges = tuple(map(Collective.from_json, content["exchanges"]))
-    return Prediction(Figures(**content["figures"]), exchanges, str(content["platform"]), int(content["turns"]))
+def spec_from_json(content: Any) -> PartitionSpec | UnevenSpec:
+    """The spec from the data of `spec_to_json`."""
+    if isinstance(content, dict):
+        return UnevenSpec(content["dim"], content["axis"], tuple(content["counts"]))
+    return PartitionSpec(*[tuple(e) if isinstance(e, list) else e for e in content])
 
 
 @with_jit
@@ -180,7 +150,7 @@ def read_plan(
     """Reads a plan; `make` is `Plan`, and the other arguments are those of `Plan.load`."""
     check_args(args)
     text = files.read_text(path, PartitionError, [WRITTEN])
-    with damaged_plan_error(path):
+    try:
         content = json.loads(text)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"it is not a {FORMAT}")
@@ -192,37 +162,35 @@ def read_plan(
         if content["checksum"] != checksum(content):
             raise ValueError("it was changed after it was written: its checksum differs")
         fingerprint = Fingerprint.from_json(content["step"])
-        donated = {int(i) for i in content["donate_argnums"]}
-        arguments = {str(name): str(said) for name, said in content["arguments"].items()}
-        nodes, before = int(content["virtual_nodes"]), content["options"]
-        lanes = lane_count(before["lanes"], nodes)
-        mesh = {str(name): int(n) for name, n in content["mesh"].items()}
-        if NODES not in mesh or any(n < 1 for n in mesh.values()):
-            raise ValueError(f"mesh: {mesh}")
-        counts = tuple(int(n) for n in content["counts"])
-        if len(counts) != mesh[NODES] or sum(counts) != nodes or min(counts) < 0:
-            raise ValueError(f"counts: {counts} are not {nodes} nodes on {mesh[NODES]} rows")
-        machine = Machine(*read_machine(json.dumps(content["machine"])))
-        machine.mesh(mesh)
-        specs = {str(name): spec_from_json(spec, mesh) for name, spec in content["specs"].items()}
+        nodes, before, model = content["virtual_nodes"], content["options"], content["prediction"]
+        again, away = ([(k, j) for k, j in content[name]] for name in ("again", "away"))
         records = [RecordedFlow.from_json(each) for each in content["passes"]]
-        prediction = prediction_from_json(content["prediction"])
-        beside = {str(name): Figures(**each) for name, each in content["beside"].items()}
-        gap = None if content["gap"] is None else float(content["gap"])
-        divisions = tuple(DividedOperation(**each) for each in content["divisions"])
-        host = tuple(map(str, content["host"]))
-        if not set(host) <= set(specs):
-            raise ValueError(f"host: {', '.join(sorted(set(host) - set(specs)))} is not a leaf of the state")
-        again, away = ([(int(k), int(j)) for k, j in content[name]] for name in ("again", "away"))
-        far = int(content["far"])
-        if not 0 <= far <= nodes:
-            raise ValueError(f"far: {far} is not a possible number of pending sums")
-        limit, name = int(content["limit"]), str(content["name"])
-        compiled = None if content["compiled"] is None else Figures(**content["compiled"])
-        notes = tuple(map(str, content["notes"]))
+        exchanges = tuple(map(Collective.from_json, model["exchanges"]))
+        parts: dict[str, Any] = {
+            "machine": Machine(*read_machine(json.dumps(content["machine"]))),
+            "counts": tuple(content["counts"]),
+            "specs": {name: spec_from_json(spec) for name, spec in content["specs"].items()},
+            "records": {record.digest: record for record in records},
+            "prediction": Prediction(Figures(**model["figures"]), exchanges, model["platform"], model["turns"]),
+            "beside": {name: Figures(**each) for name, each in content["beside"].items()},
+            "divisions": tuple(DividedOperation(**each) for each in content["divisions"]),
+            "host": tuple(content["host"]),
+            "compiled": None if content["compiled"] is None else Figures(**content["compiled"]),
+            "notes": tuple(content["notes"]),
+            **{name: content[name] for name in ("limit", "name", "mesh", "gap", "far")},
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MachineError) as error:
+        said = f"no entry {error}" if isinstance(error, KeyError) else str(error)
+        raise PartitionError(
+            layout_message(
+                f"the plan in {os.fspath(path)} cannot be read.",
+                facts=[said or type(error).__name__],
+                remedies=[WRITTEN],
+            )
+        ) from error
     virtualized = isinstance(step, VirtualStep)
     if options.get("lanes") in (None, "auto") and not virtualized:
-        options = {**options, "lanes": lanes}
+        options = {**options, "lanes": lane_count(before["lanes"], nodes)}
     wanted = options.get("virtual_nodes", "auto")
     options = {name: value for name, value in options.items() if name != "virtual_nodes"}
     step = on_nodes(step, nodes if wanted == "auto" else wanted, options)
@@ -232,14 +200,15 @@ def read_plan(
     if step.options.virtual_nodes != nodes:
         facts, others = [f"virtual nodes then: {nodes}, now: {step.options.virtual_nodes}"], {"virtual_nodes": nodes}
     elif facts:  # with other arguments everything else differs, too
-        facts = other_arguments(arguments, argument_types(subject.args)) or facts
+        facts = other_arguments(content["arguments"], argument_types(subject.args)) or facts
     else:
         now = saved_options(step.options)
         others = {name: before.get(name) for name in now if before.get(name) != now[name]}
         facts = [f"{name} then: {value}, now: {now[name]}" for name, value in others.items()]
-        if donated - {*step.spec.donate_argnums}:
-            facts.append(f"donate_argnums then: {sorted(donated)}, now: {sorted(step.spec.donate_argnums)}")
-            others["donate_argnums"] = tuple(sorted(donated))
+        donated = sorted(content["donate_argnums"])
+        if {*donated} - {*step.spec.donate_argnums}:
+            facts.append(f"donate_argnums then: {donated}, now: {sorted(step.spec.donate_argnums)}")
+            others["donate_argnums"] = tuple(donated)
     if facts:
         remedies = ["search a plan for this step", "or give the step and the shapes that it was made for"]
         if others:
@@ -249,32 +218,9 @@ def read_plan(
         raise PartitionError(
             layout_message(f"the plan in {os.fspath(path)} is for another step.", facts=facts[:12], remedies=remedies)
         )
-    with damaged_plan_error(path):
-        check_shares(subject, specs)
     if again or away:
-        try:
-            subject = subject_of(with_recomputation(step, again, away), args)
-        except PartitionError as error:
-            what = " and ".join(name for name, several in (("again", again), ("away", away)) if several)
-            raise PartitionError(f"the plan in {os.fspath(path)} is damaged: {what}: {error}") from error
-    plan: Any = make(
-        subject,
-        machine,
-        limit,
-        name,
-        mesh,
-        counts,
-        specs,
-        {record.digest: record for record in records},
-        prediction,
-        beside,
-        gap,
-        divisions,
-        host,
-        far,
-        compiled=compiled,
-        notes=notes,
-    )
+        subject = subject_of(with_recomputation(step, again, away), args)
+    plan: Any = make(subject, **parts)
     unknown = plan.unknown()
     if unknown:
         raise PartitionError(
@@ -288,33 +234,3 @@ def read_plan(
             )
         )
     return plan
-
-
-@contextlib.contextmanager
-def damaged_plan_error(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns errors of reading into a `PartitionError` that names the file.
-
-    Raises:
-      PartitionError: reading fails.
-    """
-    try:
-        yield
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-        MachineError,
-    ) as error:
-        said = f"no entry {error}" if isinstance(error, KeyError) else str(error)
-        raise PartitionError(
-            layout_message(
-                f"the plan in {os.fspath(path)} cannot be read.",
-                facts=[said or type(error).__name__],
-                remedies=[WRITTEN],
-            )
-        ) from error
