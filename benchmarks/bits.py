@@ -102,7 +102,7 @@ def written(module: hlo.Module, turns: Mapping[tuple[str, ...], float]) -> float
     for visit in module.walk():
         nodes = any(loop.trips is not None or names.get(loop.name, ("",))[-1] == "run" for loop in visit.loops)
         if not nodes and not visit.fused and visit.instruction.opcode in WRITERS:
-            total += visit.instruction.bytes * hlo.runs(visit, known)
+            total += sum(visit.instruction.sizes) * hlo.runs(visit, known)
     return total
 
 

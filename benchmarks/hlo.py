@@ -57,10 +57,10 @@ def collectives(module: Module) -> list[Collective]:
 def _received(instruction: Instruction, opcode: str) -> int:
     """Bytes that each device receives from others, where every part travels once (all-reduce: twice, as in a ring)."""
     if opcode in ("collective-permute", "collective-broadcast"):
-        return instruction.bytes
+        return sum(instruction.sizes)
     n = group_size(instruction)
     others = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1}
-    return round(instruction.bytes * others.get(opcode, (n - 1) / n))
+    return round(sum(instruction.sizes) * others.get(opcode, (n - 1) / n))
 
 
 def named_loops(module: Module) -> dict[str, tuple[str, ...]]:

@@ -48,9 +48,9 @@ class Instruction:
     rest: str
 
     @property
-    def bytes(self) -> int:
-        """Bytes of the result, tuples summed."""
-        return sum(_width(kind) * _product(dims) for kind, dims in _SHAPE.findall(self.type)) // 8
+    def sizes(self) -> list[int]:
+        """Bytes of each array of the result."""
+        return [_bytes(kind, dims) for kind, dims in _SHAPE.findall(self.type)]
 
     @property
     def cycles(self) -> int:
@@ -239,11 +239,6 @@ def group_size(instruction: Instruction) -> int:
     return len(groups[0])
 
 
-def array_bytes(instruction: Instruction) -> list[int]:
-    """Bytes of each array of the result."""
-    return [_width(kind) * _product(dims) // 8 for kind, dims in _SHAPE.findall(instruction.type)]
-
-
 def scope_of(loop: Instruction) -> str:
     """The name of a loop in the traced program; empty if it has none."""
     found = _OP_NAME.search(loop.rest)
@@ -330,7 +325,7 @@ def find_collectives(module: Module, over_nodes: int | None = None) -> list[Coll
             if link in chains:
                 continue
             chains.add(link)
-        sizes = array_bytes(instruction)
+        sizes = instruction.sizes
         if instruction.opcode == "collective-permute-start":
             sizes = sizes[1:2]
         elif instruction.opcode == "all-gather-start":
@@ -374,7 +369,7 @@ def find_fetches(module: Module, over_nodes: int | None = None) -> int:
         if visit.instruction.opcode == "dynamic-slice-start":
             (_, _, layout), *others = _LAID_OUT.findall(visit.instruction.type)
             if HOST in layout:
-                sizes = [_width(kind) * _product(dims) // 8 for kind, dims, where in others if HOST not in where]
+                sizes = [_bytes(kind, dims) for kind, dims, where in others if HOST not in where]
                 total += max(sizes, default=0) * visit.runs(over_nodes, unknown=0)
     return total
 
@@ -383,10 +378,7 @@ HOST = "S(5)"
 """The mark of a layout in the host's memory."""
 
 
-def _width(kind: str) -> int:
-    """Bits of a number."""
-    return 8 if kind == "pred" or kind.startswith("f8") else int(re.sub(r"\D", "", kind))
-
-
-def _product(dims: str) -> int:
-    return math.prod(int(d) for d in dims.split(",") if d)
+def _bytes(kind: str, dims: str) -> int:
+    """Bytes of an array of a type and dimensions, as they are written: ``"f32"``, ``"8,128"``."""
+    bits = 8 if kind == "pred" or kind.startswith("f8") else int(re.sub(r"\D", "", kind))
+    return bits * math.prod(int(d) for d in dims.split(",") if d) // 8

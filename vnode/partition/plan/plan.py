@@ -52,18 +52,8 @@ from vnode.step.explain import reports
 from vnode.step.uneven_state import share_of
 from vnode.step.virtual import VirtualStep
 
-HUES = {
-    "nodes": 210,
-    "batch": 270,
-    "left": 150,
-    "right": 90,
-    "sum": 30,
-    "space": 330,
-    "branch": 60,
-    "blocks": 180,
-    "other": 0,
-}
-"""The hue, in degrees, of each kind of divided dimension."""
+NODES_HUE = 210
+"""The hue, in degrees, of the nodes' axis; those of other axes are in `PARTS`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -382,65 +372,62 @@ class Plan(Drawn, Bound):
         """The report."""
         way = "nodes are spread over the first axis; the others divide what a node computes"
         found = "" if self.gap is None else f", at most {self.gap:.1%} above the best on this mesh"
-        facts = (
+        facts = [
             Fact("machine", self.machine.name),
             Fact("mesh", mesh_text(self.mesh), way),
             Fact("virtual nodes", f"{self.virtual_nodes}{uneven_counts_text(self.counts)}"),
             Fact("found", f"{self.name}{found}"),
-            *self._kinds(),
-            *self._shares(),
+            *self._uneven(),
             Fact("memory", f"{size(self.figures.memory)} of {size(self.limit)} on each device"),
             *self._branches(),
-            *self._host(),
-            *[Fact("recomputed", f"{several(len(self.recomputed), 'value')} where they are read late")][
-                : len(self.recomputed)
-            ],
-            *[Fact("" if i else "notes", note) for i, note in enumerate(shortened(self.notes))],
-        )
-        blocks = (Facts(facts), self._beside(), *self._state(), *self._divisions())
+        ]
+        if on_host := self._on_host():
+            way = f"transfers to the device and back: {seconds(self.figures.transfer)} a step"
+            facts.append(Fact("on the host", on_host, way))
+        if self.recomputed:
+            facts.append(Fact("recomputed", f"{several(len(self.recomputed), 'value')} where they are read late"))
+        facts += [Fact("" if i else "notes", note) for i, note in enumerate(self.notes[:SHOWN])]
+        if len(self.notes) > SHOWN:
+            facts.append(Fact("", f"and {len(self.notes) - SHOWN} more: plan.notes"))
         said = f"{self.time} a step, {self.memory} a device"
+        blocks = (Facts(tuple(facts)), self._beside(), *self._state(), *self._divisions())
         return Page(f"plan for {self.pattern.spec.name}", said, blocks)
 
-    def _kinds(self) -> list[Fact]:
-        kinds = collections.Counter(device.kind.name for device in self.machine.devices)
-        if len(kinds) == 1:
-            return []
-        way = "in one program: they may differ in speed, and not in what is compiled for them"
-        return [Fact("devices", ", ".join(f"{n} of {name}" for name, n in kinds.items()), way)]
-
-    def _shares(self) -> list[Fact]:
-        found = dict.fromkeys((s.axis, s.blocks) for s in self.specs.values() if isinstance(s, UnevenSpec))
-        return [
-            Fact(
-                "shares",
-                f"{', '.join(map(str, blocks))} of {sum(blocks)} blocks along {axis}",
-                f"each device computes its own blocks; the state has room for {max(blocks)} on each",
-            )
-            for axis, blocks in found
-        ]
-
-    def _branches(self) -> list[Fact]:
-        groups = [group for record in self.records.values() for group in record.groups]
-        found = []
-        for axis in dict.fromkeys(group.axis for group in groups):
-            along = [group for group in groups if group.axis == axis]
-            most = max(len(group.branches) for group in along)
-            said = f"{most} along {axis}, in {several(len(along), 'stage')} of a node's computation"
-            way = "devices at one index compute one branch, and none of the others"
-            found.append(Fact("branches side by side", said, way))
+    def _uneven(self) -> list[Fact]:
+        """The kinds of devices and their shares of the state, where they differ."""
+        found, kinds = [], collections.Counter(device.kind.name for device in self.machine.devices)
+        if len(kinds) > 1:
+            way = "in one program: they may differ in speed, and not in what is compiled for them"
+            found.append(Fact("devices", ", ".join(f"{n} of {name}" for name, n in kinds.items()), way))
+        shares = dict.fromkeys((s.axis, s.blocks) for s in self.specs.values() if isinstance(s, UnevenSpec))
+        for axis, blocks in shares:
+            way = f"each device computes its own blocks; the state has room for {max(blocks)} on each"
+            found.append(Fact("shares", f"{', '.join(map(str, blocks))} of {sum(blocks)} blocks along {axis}", way))
         return found
 
-    def _host(self) -> list[Fact]:
+    def _branches(self) -> list[Fact]:
+        along: dict[str, list[int]] = collections.defaultdict(list)
+        for group in (group for record in self.records.values() for group in record.groups):
+            along[group.axis].append(len(group.branches))
+        way = "devices at one index compute one branch, and none of the others"
+        return [
+            Fact(
+                "branches side by side",
+                f"{max(n)} along {axis}, in {several(len(n), 'stage')} of a node's computation",
+                way,
+            )
+            for axis, n in along.items()
+        ]
+
+    def _on_host(self) -> str:
         parts = []
         if self.host:
-            parts.append(("of the state", several(len(self.host), "array"), "host"))
+            parts.append(f"{size(self.figures.host)} of the state, in {several(len(self.host), 'array')}")
         if self.offloaded:
-            parts.append(("of residuals", several(len(self.offloaded), "value"), "aside"))
+            parts.append(f"{size(self.figures.aside)} of residuals, in {several(len(self.offloaded), 'value')}")
         if self.far:
-            parts.append(("of pending sums", f"at most {self.far} of each", "far"))
-        sizes = [f"{size(getattr(self.figures, name))} {what}, in {arrays}" for what, arrays, name in parts]
-        way = f"transfers to the device and back: {seconds(self.figures.transfer)} a step"
-        return [Fact("on the host", "; ".join(sizes), way)][: len(parts)]
+            parts.append(f"{size(self.figures.far)} of pending sums, in at most {self.far} of each")
+        return "; ".join(parts)
 
     def _beside(self) -> Table:
         def row(name: str, figures: Figures, strong: bool = False) -> tuple[Cell, ...]:
@@ -460,13 +447,13 @@ class Plan(Drawn, Bound):
         columns = (Column("plan"), *(Column(name, right=True) for name in names), Column("fits"), Column("by"))
         others = [row(name, figures) for name, figures in self.beside.items()]
         note = "for each device; exchange may run beside computation"
-        is_draft = self.figures.source == "draft"
-        spreads = self._spreads("draft" if is_draft else "estimated")
-        what = ("memory", "time" if is_draft else "computation")
-        said = [f"{name} {each[0]:g} to {each[-1]:g}" for name, each in zip(what, spreads, strict=True) if each]
-        if said:
-            times = "the draft's, compiled with few optimizations" if is_draft else "the estimate"
-            note += f"; as compiled, {' and '.join(said)} times {times}, of eight in ten programs"
+        source, what, times = "estimated", ("memory", "computation"), "the estimate"
+        if self.figures.source == "draft":
+            source, what = "draft", ("memory", "time")
+            times = "the draft's, compiled with few optimizations"
+        spreads = zip(what, self._spreads(source), strict=True)
+        if said := " and ".join(f"{name} {each[0]:g} to {each[-1]:g}" for name, each in spreads if each):
+            note += f"; as compiled, {said} times {times}, of eight in ten programs"
         return Table("beside others", columns, (row(f"this: {self.name}", self.figures, True), *others), note)
 
     def _state(self) -> list[Table]:
@@ -488,21 +475,18 @@ class Plan(Drawn, Bound):
     def _divisions(self) -> list[Table]:
         if not self.divisions:
             return []
-        inner = [name for name in self.mesh if name != NODES]
 
-        def part_name(part: str) -> str:
-            """One of `PARTS`: the name without the number of a branch."""
-            return part.split()[0]
+        def part_cell(part: str | None) -> Cell:
+            if part is None:
+                return Cell("whole", quiet=True)
+            hue, meaning = PARTS[part.split()[0]]  # without the number of a branch
+            return Cell(part, meaning, hue=hue)
 
         def row(each: DividedOperation) -> tuple[Cell, ...]:
-            parts = [each.axes.get(name) for name in inner]
             return (
                 Cell(each.operation, each.where),
-                Cell("nodes", "each computes its own nodes", hue=HUES["nodes"]),
-                *(
-                    Cell("whole", quiet=True) if p is None else Cell(p, PARTS[part_name(p)], hue=HUES[part_name(p)])
-                    for p in parts
-                ),
+                Cell("nodes", "each computes its own nodes", hue=NODES_HUE),
+                *(part_cell(each.axes.get(name)) for name in self.mesh if name != NODES),
                 Cell(each.cut),
                 Cell(str(each.count)),
                 Cell(short_source(each.where), each.where),
@@ -516,8 +500,8 @@ class Plan(Drawn, Bound):
             Column("times", right=True),
             Column("line", code=True),
         )
-        used = dict.fromkeys(part_name(part) for each in self.divisions for part in each.axes.values())
-        key = "; ".join(f"{part}: {PARTS[part]}" for part in PARTS if part in used)
+        used = dict.fromkeys(part.split()[0] for each in self.divisions for part in each.axes.values())
+        key = "; ".join(f"{part}: {meaning}" for part, (_, meaning) in PARTS.items() if part in used)
         note = f"products and convolutions of a node, and the dimension that each mesh axis divides; {key}"
         return [Table("operations by axes", columns, rows[:40], note.rstrip("; "), rest_of(rows, 40))]
 
@@ -572,15 +556,6 @@ DRAFT_MEMORY, DRAFT_TIME = (0.73, 0.92, 1.0), (0.41, 0.55, 0.85)
 
 SHOWN = 8
 """The most notes that are printed; the others are counted."""
-
-
-def shortened(notes: Sequence[str]) -> list[str]:
-    """The first few notes, and the number of the others.
-
-    >>> shortened(["a"] * 10)[-1]
-    'and 2 more: plan.notes'
-    """
-    return [*notes[:SHOWN], *[f"and {len(notes) - SHOWN} more: plan.notes"][: max(len(notes) - SHOWN, 0)]]
 
 
 def figures_source(figures: Figures) -> str:
