@@ -343,10 +343,11 @@ def _sliced_sums(module: Module) -> set[str]:
     """Names of the all-reduces of which only a slice is used."""
     found = set[str]()
     for instructions in module.computations.values():
-        for each in instructions:
-            if each.opcode == "all-reduce":
-                users = [other.opcode for other in instructions if each.name in other.operands]
-                found |= {each.name} if users == ["dynamic-slice"] else set()
+        sums = {each.name: list[str]() for each in instructions if each.opcode == "all-reduce"}
+        for each in instructions if sums else ():
+            for name in sums.keys() & set(each.operands):
+                sums[name].append(each.opcode)
+        found |= {name for name, users in sums.items() if users == ["dynamic-slice"]}
     return found
 
 

@@ -25,8 +25,8 @@ class DividedOperation:
       operation: its name.
       count: number of equations of all passes that are equal in this.
       cut: layouts of its operands and results.
-      axes: the part that each mesh axis divides, one of `PARTS`, or the branch that contains the operation, by its index
-        along the axis (``"branch 0"``); without the axes that do neither.
+      axes: the part that each mesh axis divides, one of `PARTS`; or the branch that contains the operation, by its
+        index along the axis (``"branch 0"``). Other axes are left out.
     """
 
     where: str
