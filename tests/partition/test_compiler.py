@@ -54,6 +54,19 @@ def test_another_process_says_what_this_one_does(tmp_path: Path) -> None:
         assert not pool.submit(lowered(128)).done
 
 
+def test_devices_of_this_process_are_compiled_for_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompileTarget, "separate", False)
+    widths = (48, 80)
+    with CompilePool(target(), Cache(tmp_path)) as pool:
+        jobs = [pool.submit(lowered(width)) for width in widths]
+        assert not any(job.done for job in jobs), "that would hold up a search"
+        pool.wait(jobs, time.monotonic() + 120)
+        late = pool.submit(lowered(112))
+        pool.wait([late], time.monotonic())
+    assert [job.stats for job in jobs] == [compiled_stats(lowered(width).compile()) for width in widths]
+    assert late.outcome == "not compiled: time was over" and not pool.queue
+
+
 def children() -> set[int]:
     found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(os.getpid())], capture_output=True, text=True)
     return {int(pid) for pid in found.stdout.split()}
