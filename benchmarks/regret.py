@@ -163,7 +163,7 @@ def exchange_seconds(collectives: Sequence[Sequence[Any]], machine: Any, mesh: M
     from vnode.partition.plan import compiled_figures as links
 
     order = machine.mesh(mesh).devices
-    several = [Collective(*numbers, groups) for *numbers, groups in collectives]
+    several = [Collective(kind, size, devices, runs, groups) for kind, size, devices, runs, groups in collectives]
     return sum(links.exchange_seconds(each, machine, order) for each in several)
 
 
