@@ -105,9 +105,9 @@ def written(module: hlo.Module, turns: Mapping[tuple[str, ...], float]) -> float
     known = {loop: turns[path] for loop, path in names.items() if path in turns}
     total = 0.0
     for visit in module.walk():
-        nodes = any(trips is not None or names.get(loop, ("",))[-1] == "run" for loop, trips in visit.loops)
+        nodes = any(loop.trips is not None or names.get(loop.name, ("",))[-1] == "run" for loop in visit.loops)
         if not nodes and not visit.fused and visit.instruction.opcode in WRITERS:
-            total += visit.instruction.bytes * hlo.runs(visit, known)
+            total += sum(visit.instruction.sizes) * hlo.runs(visit, known)
     return total
 
 

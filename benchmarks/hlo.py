@@ -30,7 +30,7 @@ class Collective:
 
 def runs(visit: Visit, turns: Mapping[str, float]) -> float:
     """The number of times an instruction runs; `turns` has the trip counts that the text lacks, 1 by default."""
-    return math.prod(turns.get(name, 1) if trips is None else trips for name, trips in visit.loops)
+    return math.prod(turns.get(loop.name, 1) if loop.trips is None else loop.trips for loop in visit.loops)
 
 
 def cycles(module: Module, turns: Mapping[str, float], in_loops: bool = False) -> int:
@@ -57,10 +57,10 @@ def collectives(module: Module) -> list[Collective]:
 def _received(instruction: Instruction, opcode: str) -> int:
     """Bytes that each device receives from others, where every part travels once (all-reduce: twice, as in a ring)."""
     if opcode in ("collective-permute", "collective-broadcast"):
-        return instruction.bytes
+        return sum(instruction.sizes)
     n = group_size(instruction)
     others = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1}
-    return round(instruction.bytes * others.get(opcode, (n - 1) / n))
+    return round(sum(instruction.sizes) * others.get(opcode, (n - 1) / n))
 
 
 def named_loops(module: Module) -> dict[str, tuple[str, ...]]:

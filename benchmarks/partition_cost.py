@@ -87,10 +87,8 @@ def compare(name: str, model: Model, topology: str | None) -> None:
 
     from vnode.analysis.program import inline
     from vnode.partition import Machine, Roofline, Times, accept, program_cost
-    from vnode.partition.compiler.stats import estimated_cycles
     from vnode.partition.cost import device_program
     from vnode.partition.cost.compiler import CLOCKS
-    from vnode.partition.hlo import parse
     from vnode.spmd.layout import from_spec
     from vnode.spmd.sharded_program import as_spec_layout, flow_over_mesh, spec_of
     from vnode.spmd.sharding_flow import follow
@@ -123,12 +121,12 @@ def compare(name: str, model: Model, topology: str | None) -> None:
     cost = program_cost(device, machine, machine.mesh(AXES), platform=platform)
     costing = time.perf_counter() - start
     report = accept(compiled, cost)
-    temporary = report.predicted.temporaries / max(report.temporaries, 1) - 1
+    temporary = report.predicted.temporaries / max(report.compiled.temporary, 1) - 1
     print(f"{name}: {len(device.program.equations)} equations, cost in {costing:.2f} s, compiled in {compiling:.1f} s")
     print(f"  {report}".replace("\n", "\n  "))
     print(f"  temporary memory off by {temporary:+.1%}")
     if topology is not None:
-        whole = estimated_cycles(parse(compiled.as_text() or "")) / CLOCKS[machine.kinds[0].name]
+        whole = report.compiled.cycles / CLOCKS[machine.kinds[0].name]
         bare = program_cost(device, machine, machine.mesh(AXES), times=Times((Roofline(0, False),))).compute
         off = f"calibrated {cost.compute / whole - 1:+.1%}, data sheet {bare / whole - 1:+.1%}"
         print(f"  compute: whole step {whole:.4g} s by the compiler, {off}")

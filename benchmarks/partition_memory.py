@@ -152,8 +152,8 @@ def of_scan(compiling: bool) -> Iterator[dict[str, Any]]:
         parts["predicted"] = {"device, GiB": plan.figures.memory / GIB, "host, GiB": plan.figures.aside / GIB}
         if compiling:
             report = plan.accept(tpu.topology(tpu.TOPOLOGIES[0])[:1])
-            parts["compiled"] = {"device, GiB": report.memory / GIB, "host, GiB": report.on_host / GIB}
-            parts["fetched, GiB"] = [n / GIB for n in report.fetched]
+            parts["compiled"] = {"device, GiB": report.memory / GIB, "host, GiB": report.compiled.host / GIB}
+            parts["fetched, GiB"] = [n / GIB for n in (report.fetched, report.compiled.fetched)]
             parts["accepted"] = report.accepted
         yield {"memory": limit, **parts}
 

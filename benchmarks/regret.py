@@ -159,11 +159,11 @@ def exchange_seconds(collectives: Sequence[Sequence[Any]], machine: Any, mesh: M
         machine: A `vnode.partition.Machine`.
         mesh: Sizes of the axes, in whose order the program counts devices.
     """
-    from vnode.partition.compiler.stats import CompiledCollective
+    from vnode.partition.hlo import Collective
     from vnode.partition.plan import compiled_figures as links
 
     order = machine.mesh(mesh).devices
-    several = [CompiledCollective(*numbers, groups) for *numbers, groups in collectives]
+    several = [Collective(kind, size, devices, runs, groups) for kind, size, devices, runs, groups in collectives]
     return sum(links.exchange_seconds(each, machine, order) for each in several)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -277,12 +276,6 @@ def test_a_plan_has_on_the_host_what_does_not_fit_though_all_is_computed_again(t
     tight.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json", train, args, reduction="fast", donate_argnums=0)
     assert (loaded.offloaded, loaded.recomputed, loaded.figures) == (tight.offloaded, tight.recomputed, tight.figures)
-    content = json.loads((tmp_path / "plan.json").read_text())
-    (tmp_path / "older.json").write_text(json.dumps({**content, "version": 2}))
-    assert Plan.load(tmp_path / "older.json", train, args, reduction="fast", donate_argnums=0).figures == figures
-    (tmp_path / "plan.json").write_text(json.dumps({**content, "away": [[0, 77]], "version": 3}))  # no checksum
-    with pytest.raises(vnode.PartitionError, match=r"damaged: again and away: \(0, 77\) is not a residual"):
-        Plan.load(tmp_path / "plan.json", train, args, reduction="fast", donate_argnums=0)
 
 
 @pytest.mark.thorough
@@ -308,7 +301,7 @@ def test_a_host_that_is_not_apart_is_told() -> None:
     """CPUs compute in their host's memory: a plan for TPUs, compiled for one, has nothing on the host."""
     _, tight, _ = plans()
     report = tight.accept(jax.devices()[:1])
-    assert not report.accepted and not report.host_accepted and report.on_host == 0
+    assert not report.accepted and not report.host_accepted and report.compiled.host == 0
     assert any(
         "on the host 0 B of residuals, 0 B read; planned: 128.0 MiB of residuals, 256.0 MiB read" in why
         for why in report.reasons

@@ -7,7 +7,6 @@ on CPUs the host's memory is that of the devices.
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import jax
@@ -100,10 +99,6 @@ def test_a_plan_from_a_file_has_them_there_too(plans, tmp_path):
     plans[1].save(path)
     loaded = Plan.load(path, train, arguments(), donate_argnums=0)
     assert loaded.far == 1 and loaded.figures == plans[1].figures and str(loaded) == str(plans[1])
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "far": -1, "version": 3}))  # which has no checksum
-    with pytest.raises(vnode.PartitionError, match="far: -1"):
-        Plan.load(path, train, arguments(), donate_argnums=0)
 
 
 @pytest.mark.tpu

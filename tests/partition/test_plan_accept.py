@@ -20,6 +20,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import vnode
+from tests.partition.exchanged import assert_as_planned
 from tests.partition.test_plan import OPTIMIZER, V5E, layers, normal, planned, updated
 from vnode.partition import Plan
 from vnode.partition.accept import TOLERANCE
@@ -110,7 +111,7 @@ def test_plans_are_accepted(name: str, reduction: str, mesh: str, kind: str) -> 
     small = (name, reduction, kind) == ("mlp", "fast", "FSDP")  # in which order gradients are summed is half of it
     found = plan_of(made, GIB).accept(tolerance=0.6 if small else TOLERANCE)
     assert found.accepted, str(found)
-    assert found.planned == found.found and not found.open_loops
+    assert_as_planned(found)
 
 
 @pytest.mark.sampled(1)
@@ -134,9 +135,7 @@ def test_exchanges_of_an_update_in_a_branch_are_as_planned(optimizer: str, reduc
     subject = subject_of(on_nodes(step, 8, options), ((params, tx.init(params)), batch))
     on = MeshSearch(subject, V5E, MESHES[mesh], "cpu", None)
     made = on.candidate("FSDP", on.undivided, shard_state=True) if mesh == "8" else on.expert(MEGATRON)
-    found = plan_of(made, GIB).accept()
-    assert found.planned == found.found and found.exchange_accepted, str(found)
-    assert not found.added and not found.rewritten
+    assert_as_planned(plan_of(made, GIB).accept())
 
 
 def forward(params: Any, x: Any) -> Any:
@@ -188,8 +187,7 @@ def test_leaves_of_one_name_in_several_arguments_lie_as_planned(step: Any, over_
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), virtual(*placed, args[2]), step(*args)
     )
-    found = plan.accept()
-    assert found.exchange_accepted, str(found)
+    assert_as_planned(plan.accept())
 
 
 def test_rows_with_different_numbers_of_nodes_are_accepted() -> None:
@@ -197,7 +195,8 @@ def test_rows_with_different_numbers_of_nodes_are_accepted() -> None:
     plan = plan_of(made, GIB)
     assert plan.step().placement.counts == (2, 2, 1, 1)
     found = plan.accept()
-    assert found.accepted and not found.open_loops, str(found)
+    assert found.accepted, str(found)
+    assert_as_planned(found)
 
 
 @pytest.mark.thorough
@@ -220,8 +219,7 @@ def test_small_gradients_of_a_sharded_state_are_not_gathered_to_be_clipped() -> 
     on = MeshSearch(subject, V5E, {"vnode": 4, "model": 2}, "cpu", None)
     plan = plan_of(on.with_sharded_state(on.expert(MEGATRON)), GIB)
     assert all("vnode" in str(spec) for name, spec in plan.specs.items() if "small" in name)
-    found = plan.accept()
-    assert found.exchange_accepted, str(found)
+    assert_as_planned(plan.accept())
     state = plan.step().put(args[0])
     want = jax.jit(step)(*args)
     jax.tree.map(
@@ -288,8 +286,7 @@ def test_what_is_exchanged_is_planned_however_the_state_lies(
         return drawn[shape]
 
     made = on.candidate("at random", flow_with_specs(on, spec), shard_state=over_rows)
-    found = plan_of(made, GIB).accept()
-    assert found.exchange_accepted, f"{drawn}\n{found}"
+    assert_as_planned(plan_of(made, GIB).accept())
 
 
 def test_a_plan_from_a_file_is_accepted_and_a_changed_one_is_not(tmp_path: Path) -> None:
@@ -304,10 +301,9 @@ def test_a_plan_from_a_file_is_accepted_and_a_changed_one_is_not(tmp_path: Path)
     assert found.accepted, str(found)
     assert plan.accept(jax.devices()).memory == found.memory and plan.step() is plan.step(jax.devices())
 
-    first, *others = plan.prediction.exchanges
-    fewer = dataclasses.replace(plan.prediction, exchanges=tuple(others))
+    fewer = dataclasses.replace(plan.prediction, exchanges=())
     refused = dataclasses.replace(plan, prediction=fewer).accept()
-    assert not refused.accepted and refused.memory_accepted and refused.extra == (first,)
+    assert not refused.accepted and refused.memory_accepted and refused.found == found.found
 
     figures = dataclasses.replace(plan.figures, temporary=plan.figures.temporary // 4)
     less = dataclasses.replace(plan.prediction, figures=figures)
@@ -421,7 +417,8 @@ def test_explain_counts_sums_over_nodes_as_one_device_has_them(reduction: str) -
     made = candidate("mlp", reduction, MESHES["2x4"], "Megatron")
     plan = plan_of(made, GIB)
     found = plan.accept()
-    assert found.accepted and found.planned == found.found, str(found)
+    assert found.accepted, str(found)
+    assert_as_planned(found)
     report = plan.explain().report
     weights, loss = 4 * (512 * 2048 + 2048 + 2048 * 512) // 4, 4
     assert report.accumulated == weights + loss
@@ -472,5 +469,4 @@ def test_what_the_test_of_a_loop_exchanges_is_as_planned() -> None:
     args = normal(1, 16, 16), normal(2, 16, 16)
     subject = subject_of(on_nodes(step, 8, {"recompute_budget": 9.0}), args)
     on = MeshSearch(subject, V5E, {"vnode": 8}, "cpu", None)
-    report = plan_of(on.candidate("data parallel", on.undivided), GIB).accept()
-    assert report.open_loops and report.exchange_accepted, str(report)
+    assert_as_planned(plan_of(on.candidate("data parallel", on.undivided), GIB).accept())

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -251,31 +250,6 @@ def test_what_is_printed_says_which_branches_run_where() -> None:
         assert "2 along model" in said
     at = {each.axes.get("model") for each in plan.divisions}
     assert {"branch 0", "branch 1"} <= at
-
-
-def damages() -> Mapping[str, Any]:
-    def groups(change: Any) -> Any:
-        def damaged(content: Any) -> Any:
-            return {**content, "passes": [{**each, "groups": change(each["groups"])} for each in content["passes"]]}
-
-        return damaged
-
-    return {
-        "another axis": groups(lambda several: [["data", branches] for _, branches in several]),
-        "branches of words": groups(lambda several: [[axis, [["first"]]] for axis, _ in several]),
-        "no branches": groups(lambda several: [[axis] for axis, _ in several]),
-    }
-
-
-@pytest.mark.parametrize("damage", damages())
-def test_damaged_files_are_refused(damage: str, tmp_path: Path) -> None:
-    step, args = example("towers")
-    path = tmp_path / "plan.json"
-    planned("towers", "2x2x2", 1).save(path)
-    content = {**json.loads(path.read_text()), "version": 3}  # which has no checksum
-    path.write_text(json.dumps(damages()[damage](content)))
-    with pytest.raises(vnode.PartitionError, match=r"plan\.json cannot be read"):
-        Plan.load(path, step, args)
 
 
 def test_other_branches_than_were_written_down_are_refused() -> None:

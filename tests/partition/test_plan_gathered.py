@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from benchmarks.partition import possible
+from tests.partition.exchanged import assert_as_planned
 from tests.partition.test_plan import V5E, normal
 from tests.rounding import assert_same
 from vnode.partition import Machine, Plan
@@ -139,8 +140,8 @@ def test_what_is_needed_of_all_examples_is_exchanged_as_planned(
     args = arguments(batch)
     plan = planned(args, name, mesh, kind, reduction, nodes)
     found = plan.accept()
-    assert found.exchange_accepted and found.planned == found.found, str(found)
-    assert found.predicted.arguments == found.arguments, "of what is split among nodes a device has its part"
+    assert_as_planned(found)
+    assert found.predicted.arguments == found.compiled.arguments, "of what is split among nodes a device has its part"
     step = plan.step()
     actual, expected = step(step.put(args[0]), args[1]), STEPS[name](*args)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):

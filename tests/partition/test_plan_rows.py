@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from pathlib import Path
 
 import jax
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from tests.partition.mixed import mixed, slower
 from tests.partition.test_plan import example
 from tests.rounding import assert_same
-from vnode.errors import PartitionError
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.replica_shares import fastest_shares
 
@@ -111,16 +109,3 @@ def test_bits_are_those_of_equal_devices() -> None:
     even = dataclasses.replace(uneven, counts=(2,) * 8)
     results = [planned(planned.put(state), batch) for planned in (uneven.step(), even.step())]
     jax.tree.map(np.testing.assert_array_equal, *results)
-
-
-@pytest.mark.thorough
-def test_counts_in_a_file_that_are_none(tmp_path: Path) -> None:
-    step, args = example("mlp")
-    plan = search(step, args, V5E, virtual_nodes=8)
-    path = tmp_path / "plan.json"
-    plan.save(path)
-    content = json.loads(path.read_text())
-    for counts in ([8], [-1] * len(plan.counts), [1] * (len(plan.counts) + 1)):
-        path.write_text(json.dumps({**content, "counts": counts, "version": 3}))  # which has no checksum
-        with pytest.raises(PartitionError, match="counts"):
-            Plan.load(path, step, args)

@@ -24,5 +24,5 @@ for _ in range(3):
     plan = search(step, (w, x), Machine.tpu("v5e:1x1"), virtual_nodes=16, memory=memory, donate_argnums=0)
     memory = plan.figures.memory - 1
     said = plan.accept(tpu.topology("v5e:2x4")[:1])
-    found.append((plan.far, plan.figures.memory, said.memory, plan.figures.far, said.on_host, said.host_accepted))
+    found.append((plan.far, plan.figures.memory, said.memory, plan.figures.far, said.compiled.host, said.host_accepted))
 print(json.dumps(found))

@@ -27,5 +27,6 @@ for again, away in choices if sys.argv[1] == "fast" else choices[1:3]:
     plan = plan_of(on.candidate("data parallel", on.undivided), 2**34)
     report = plan.accept(tpu.topology("v5e:2x4")[:1])
     said = report.memory_error, report.exchange_accepted and report.host_accepted
-    found.append([report.temporaries, report.on_host, plan.figures.aside, *report.fetched, *said])
+    stats = report.compiled
+    found.append([stats.temporary, stats.host, plan.figures.aside, plan.figures.back, stats.fetched, *said])
 print(json.dumps(found))

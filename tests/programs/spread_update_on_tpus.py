@@ -36,4 +36,4 @@ virtual = vnode.virtualize(
 args = (w, jax.eval_shape(tx.init, w)), jax.ShapeDtypeStruct((512, 2048), jnp.float32)
 module = parse(virtual.lower(*args).compile().as_text())
 alone = [visit.instruction for visit in module.walk() if not visit.fused]
-print(json.dumps([each.opcode for each in alone if each.bytes == w.size * 4 // 8]))
+print(json.dumps([each.opcode for each in alone if sum(each.sizes) == w.size * 4 // 8]))

@@ -25,17 +25,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vnode.analysis.program import inline
-from vnode.partition.compiler.stats import estimated_cycles
+from vnode.partition.compiler.stats import compiled_stats
 from vnode.partition.cost.cache import Cache
 from vnode.partition.cost.calibration import FILE, Calibration, Quantiles, entries
 from vnode.partition.cost.compiler import CLOCKS, tpu_topology
 from vnode.partition.cost.measured_times import Measured
 from vnode.partition.cost.split_cost import program_cost
 from vnode.partition.cost.timed_pieces import TimedOp, traced_op
-from vnode.partition.hlo import parse
 from vnode.partition.machine import Kind, Machine
 from vnode.partition.machine.known_kinds import KINDS, kind_named
-from vnode.placement.temporary import temporary_of
 from vnode.spmd.layout import from_spec
 from vnode.spmd.sharded_program import as_spec_layout, flow_over_mesh, spec_of
 from vnode.spmd.sharding_flow import follow
@@ -77,8 +75,8 @@ def compiled_seconds(device: Any, kind: Kind) -> Seconds:
 
     def seconds(piece: TimedOp) -> float:
         given = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=place) for each in piece.shapes]
-        text = jax.jit(piece.function, out_shardings=place).lower(*given).compile().as_text()
-        return estimated_cycles(parse(text or "")) / CLOCKS[kind.name]
+        compiled = jax.jit(piece.function, out_shardings=place).lower(*given).compile()
+        return compiled_stats(compiled).cycles / CLOCKS[kind.name]
 
     return seconds
 
@@ -181,13 +179,11 @@ def spread(machine: Machine, devices: Sequence[Any]) -> tuple[Quantiles | None, 
             lies = [NamedSharding(mesh, spec_of(as_spec_layout(each, axes))) for each in layouts]
             given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(args, lies, strict=True)]
             run = jax.jit(flow_over_mesh(flow, mesh), donate_argnums=(0, 1), keep_unused=True)
-            compiled = run.lower(*given).compile()
-            said: Any = compiled.memory_analysis()
+            found = compiled_stats(run.lower(*given).compile())
             cost = program_cost(flow, machine, machine.mesh(axes), donated=(0, 1), platform=platform)
-            taken = said.argument_size_in_bytes + said.output_size_in_bytes - said.alias_size_in_bytes
-            memory.append((taken + temporary_of(compiled).held) / cost.memory.total)
+            memory.append(found.memory / cost.memory.total)
             if clock is not None:
-                time.append(estimated_cycles(parse(compiled.as_text() or "")) / clock / cost.compute)
+                time.append(found.cycles / clock / cost.compute)
     return quantiles(memory), quantiles(time)
 
 

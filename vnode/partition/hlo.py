@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,9 +48,9 @@ class Instruction:
     rest: str
 
     @property
-    def bytes(self) -> int:
-        """Bytes of the result, tuples summed."""
-        return sum(_width(kind) * _product(dims) for kind, dims in _SHAPE.findall(self.type)) // 8
+    def sizes(self) -> list[int]:
+        """Bytes of each array of the result."""
+        return [_bytes(kind, dims) for kind, dims in _SHAPE.findall(self.type)]
 
     @property
     def cycles(self) -> int:
@@ -71,19 +73,45 @@ class Instruction:
         return roles
 
 
+OVER_NODES = {"nodes", "run", "lane"}
+"""Names of the loops over a device's nodes; they may be nested (`vnode.runtime.node_loops`)."""
+
+
+class Loop(NamedTuple):
+    """A loop: its name, its trip count (None where the text does not tell), and its name in the traced program."""
+
+    name: str
+    trips: int | None
+    scope: str
+
+
 @dataclass(frozen=True)
 class Visit:
     """An instruction as met on the way from the entry.
 
     Attributes:
         instruction: The instruction.
-        loops: Name and trip count of each loop around it, outermost first; None where the text does not tell.
+        loops: The loops around it, outermost first.
         fused: Whether it is inside a fusion. The cycle estimate of a fused instruction is at the fusion itself.
     """
 
     instruction: Instruction
-    loops: tuple[tuple[str, int | None], ...]
+    loops: tuple[Loop, ...]
     fused: bool
+
+    def runs(self, over_nodes: int | None = None, unknown: int = 1) -> int:
+        """How often the instruction runs.
+
+        Args:
+            over_nodes: Total trip count of the loops over a device's nodes (`OVER_NODES`), where the text lacks it.
+            unknown: Trip count of other loops, where the text lacks it.
+        """
+        known = math.prod(loop.trips for loop in self.loops if loop.trips is not None)
+        unknown_loops = [loop for loop in self.loops if loop.trips is None]
+        if over_nodes is not None and any(loop.scope in OVER_NODES for loop in unknown_loops):
+            known *= over_nodes
+            unknown_loops = [loop for loop in unknown_loops if loop.scope not in OVER_NODES]
+        return known * unknown if unknown_loops else known
 
 
 @dataclass(frozen=True)
@@ -93,13 +121,11 @@ class Module:
     entry: str
     computations: dict[str, list[Instruction]] = field(repr=False)
 
-    def walk(self, conditions: bool = False) -> Iterator[Visit]:
-        """Every instruction reachable from the entry, once per call site; with `conditions`, those of loops' too."""
-        yield from self._walk(self.entry, (), False, conditions)
+    def walk(self) -> Iterator[Visit]:
+        """Every instruction reachable from the entry, once per call site."""
+        yield from self._walk(self.entry, (), False)
 
-    def _walk(
-        self, name: str, loops: tuple[tuple[str, int | None], ...], fused: bool, conditions: bool
-    ) -> Iterator[Visit]:
+    def _walk(self, name: str, loops: tuple[Loop, ...], fused: bool) -> Iterator[Visit]:
         for instruction in self.computations[name]:
             yield Visit(instruction, loops, fused)
             if instruction.opcode.endswith(("-done", "-update")):
@@ -108,15 +134,13 @@ class Module:
                 if role == "to_apply" and instruction.opcode != "call":
                     continue  # the scalar function of a reduction
                 inner = loops
-                if role == "condition" and not conditions:
-                    continue
                 if role in ("body", "condition"):
                     trips = self.trip_count(instruction)
                     if role == "condition" and trips is not None:
                         trips += 1  # evaluated once more than the body
-                    inner = (*loops, (instruction.name, trips))
+                    inner = (*loops, Loop(instruction.name, trips, scope_of(instruction)))
                 for called in names:
-                    yield from self._walk(called, inner, fused or instruction.opcode == "fusion", conditions)
+                    yield from self._walk(called, inner, fused or instruction.opcode == "fusion")
 
     def trip_count(self, loop: Instruction) -> int | None:
         """The trip count of a loop; None where the text does not tell."""
@@ -215,72 +239,79 @@ def group_size(instruction: Instruction) -> int:
     return len(groups[0])
 
 
-def array_bytes(instruction: Instruction) -> list[int]:
-    """Bytes of each array of the result."""
-    return [_width(kind) * _product(dims) // 8 for kind, dims in _SHAPE.findall(instruction.type)]
-
-
-@dataclass(frozen=True)
-class HloCollective:
-    """A collective in a compiled program.
-
-    Attributes:
-        kind: Its opcode, without ``-start``.
-        arrays: Bytes of each array that one device sends: the results of an all-gather, the operands of other kinds.
-        devices: Size of a group; 0 where the text names pairs.
-        runs: The number of runs; a loop whose trip count the text lacks counts once.
-        open: Whether it is in such a loop.
-        name: Its name in the text.
-        type: The type of the result, as text.
-        added: Whether it only moves elements to their place after a sum over padded arrays (`find_collectives`).
-        groups: Numbers of the devices that exchange (`device_groups`).
-    """
-
-    kind: str
-    arrays: tuple[int, ...]
-    devices: int
-    runs: int
-    open: bool
-    name: str
-    type: str
-    added: bool = False
-    groups: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(self.arrays)
-
-
-OVER_NODES = {"nodes", "run", "lane"}
-"""Names of the loops over a device's nodes; they may be nested (`vnode.runtime.node_loops`)."""
-
-
 def scope_of(loop: Instruction) -> str:
-    """The name of a loop in the traced program; empty if it has no name, or is no loop."""
-    found = _OP_NAME.search(loop.rest) if loop.opcode == "while" else None
+    """The name of a loop in the traced program; empty if it has none."""
+    found = _OP_NAME.search(loop.rest)
     path = found[1].split("/") if found else []
     return path[-2] if len(path) > 1 and path[-1] == "while" else ""
 
 
-def find_collectives(module: Module, over_nodes: int | None = None) -> list[HloCollective]:
-    """All collectives of more than one device that a module runs.
+@dataclass(frozen=True, order=True)
+class Collective:
+    """Equal collectives of a program.
 
-    An asynchronous collective has its operands and its results in the type of its start. The TPU compiler spreads some
-    collectives over a chain of fusions that compute meanwhile. Each of these fusions names the whole collective, which
-    counts once. Some reduce-scatters are fusions of an all-reduce and a slice. They count as reduce-scatters, with the
-    bytes before padding. Their padded parts lie at other offsets, and a permute (`HloCollective.added`) moves the
-    elements beyond the border to the neighbour.
+    Attributes:
+        kind: The opcode of HLO, or ``"permute"``.
+        bytes: Size of one device's array: the result of an all-gather, the operand of other kinds.
+        devices: Number of devices in a group; 0 for a permute.
+        runs: How often they run in a step.
+        groups: Numbers of the devices that exchange with each other; of a permute, (sender, receiver) pairs; empty if
+            nobody says which.
+    """
+
+    kind: str
+    bytes: int
+    devices: int
+    runs: int
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def sent(self) -> float:
+        """Bytes that one device sends in a step, around a ring (Thakur et al., "Optimization of collectives", 2005)."""
+        others = 1 - 1 / self.devices if self.devices else 1.0
+        return self.runs * self.bytes * others * (2 if self.kind == "all-reduce" else 1)
+
+    @staticmethod
+    def from_json(content: Any) -> Collective:
+        """The collectives from their fields as plain data.
+
+        Raises:
+            ValueError, KeyError or TypeError: The data are not such.
+        """
+        groups = tuple(tuple(map(int, group)) for group in content.get("groups", ()))
+        numbers = {name: int(content[name]) for name in ("bytes", "devices", "runs")}
+        return Collective(str(content["kind"]), **numbers, groups=groups)
+
+
+def merge(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
+    """Equal collectives as one, in order."""
+    runs: Counter[Collective] = Counter()
+    for each in collectives:
+        runs[replace(each, runs=0)] += each.runs
+    return tuple(replace(each, runs=n) for each, n in sorted(runs.items()))
+
+
+def bytes_by_kind(collectives: Iterable[Collective]) -> dict[str, int]:
+    """Bytes of one device's arrays in a step, by kind of collective."""
+    found: Counter[str] = Counter()
+    for each in collectives:
+        found[each.kind.removeprefix("collective-")] += each.bytes * each.runs
+    return dict(found)
+
+
+def find_collectives(module: Module, over_nodes: int | None = None) -> list[Collective]:
+    """All collectives of more than one device that a module runs; a loop of unknown length counts once.
+
+    An asynchronous collective has its operands and its results in the type of its start. A collective may be spread
+    over a chain of fusions that compute meanwhile. Each of these fusions names the whole collective, which counts once.
+    An all-reduce in a fusion that takes only a slice of the sum counts as a reduce-scatter.
 
     Args:
         module: The module.
         over_nodes: Total trip count of the loops over a device's nodes (`OVER_NODES`), where the text lacks it.
     """
-    nodes = loops_over_nodes(module)
-    found, chains = [], set[tuple[str, ...]]()
-    scattered = _sliced_sums(module)
-    moved = _border_permutes(module, scattered)
-    for visit in module.walk(conditions=True):
+    found, chains, sliced = [], set[tuple[str, ...]](), _sliced_sums(module)
+    for visit in module.walk():
         instruction = visit.instruction
         kind = instruction.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:
@@ -294,60 +325,53 @@ def find_collectives(module: Module, over_nodes: int | None = None) -> list[HloC
             if link in chains:
                 continue
             chains.add(link)
-        own = array_bytes(instruction)
+        sizes = instruction.sizes
         if instruction.opcode == "collective-permute-start":
-            own = own[1:2]
+            sizes = sizes[1:2]
         elif instruction.opcode == "all-gather-start":
-            own = own[len(own) // 2 :]
-        if kind == "reduce-scatter":
-            own = [n * devices for n in own]
-        if instruction.name in scattered:
-            kind, own = "reduce-scatter", [scattered[instruction.name]]
-        runs, open_ = visit_runs(visit, nodes, over_nodes)
-        added = instruction.name in moved
-        said = instruction.name, instruction.type, added, device_groups(instruction)
-        found.append(HloCollective(kind, tuple(own), devices, runs, open_, *said))
+            sizes = sizes[len(sizes) // 2 :]
+        elif kind == "reduce-scatter":
+            sizes = [n * devices for n in sizes]
+        elif visit.fused and instruction.name in sliced:
+            kind = "reduce-scatter"
+        groups = device_groups(instruction)
+        found.append(Collective(kind, sum(sizes), devices, visit.runs(over_nodes), groups))
     return found
 
 
-def loops_over_nodes(module: Module) -> set[str]:
-    """The names of loops over the nodes of a device (`OVER_NODES`)."""
-    return {v.instruction.name for v in module.walk() if scope_of(v.instruction) in OVER_NODES}
+def _sliced_sums(module: Module) -> set[str]:
+    """Names of the all-reduces of which only a slice is used."""
+    found = set[str]()
+    for instructions in module.computations.values():
+        sums = {each.name: list[str]() for each in instructions if each.opcode == "all-reduce"}
+        for each in instructions if sums else ():
+            for name in sums.keys() & set(each.operands):
+                sums[name].append(each.opcode)
+        found |= {name for name, users in sums.items() if users == ["dynamic-slice"]}
+    return found
 
 
-def visit_runs(visit: Visit, nodes: Set[str], over_nodes: int | None) -> tuple[int, bool]:
-    """The number of runs of an instruction, and whether a loop around it has no known trip count and so counts once.
-
-    Args:
-        visit: The instruction.
-        nodes: The loops over a device's nodes, by name.
-        over_nodes: Total trip count of these loops, where the text lacks it.
-    """
-    runs = math.prod(trip for _, trip in visit.loops if trip is not None)
-    unknown = {name for name, trip in visit.loops if trip is None}
-    if over_nodes is not None and unknown & nodes:
-        runs, unknown = runs * over_nodes, unknown - nodes
-    return runs, bool(unknown)
+def estimated_cycles(module: Module, over_nodes: int | None = None) -> int:
+    """The compiler's cycles of a step; a loop of unknown length counts once."""
+    return sum(visit.instruction.cycles * visit.runs(over_nodes) for visit in module.walk() if not visit.fused)
 
 
 def find_fetches(module: Module, over_nodes: int | None = None) -> int:
     """Bytes of slices that a module fetches from the host's memory in a run.
 
-    Other loops without a known trip count are left out: partial sums on the host come back in such loops.
+    Other loops of unknown length are left out: partial sums on the host come back in such loops.
 
     Args:
         module: The module.
         over_nodes: Total trip count of the loops over a device's nodes (`OVER_NODES`), where the text lacks it.
     """
-    nodes, total = loops_over_nodes(module), 0
+    total = 0
     for visit in module.walk():
-        if visit.instruction.opcode != "dynamic-slice-start":
-            continue
-        (_, _, layout), *others = _LAID_OUT.findall(visit.instruction.type)
-        if HOST in layout:
-            sizes = [_width(kind) * _product(dims) // 8 for kind, dims, where in others if HOST not in where]
-            runs, open_ = visit_runs(visit, nodes, over_nodes)
-            total += 0 if open_ else max(sizes, default=0) * runs
+        if visit.instruction.opcode == "dynamic-slice-start":
+            (_, _, layout), *others = _LAID_OUT.findall(visit.instruction.type)
+            if HOST in layout:
+                sizes = [_bytes(kind, dims) for kind, dims, where in others if HOST not in where]
+                total += max(sizes, default=0) * visit.runs(over_nodes, unknown=0)
     return total
 
 
@@ -355,51 +379,7 @@ HOST = "S(5)"
 """The mark of a layout in the host's memory."""
 
 
-def _sliced_sums(module: Module) -> dict[str, int]:
-    """All-reduces in fusions that use only a slice of the sum: the summed bytes, without padding, by name."""
-    found = {}
-    fusions = (each for instructions in module.computations.values() for each in instructions)
-    called = (name for each in fusions if each.opcode == "fusion" for name in each.called().get("calls", ()))
-    for name in dict.fromkeys(called):
-        named = {each.name: each for each in module.computations[name]}
-        for each in named.values():
-            if each.opcode != "all-reduce":
-                continue
-            users = [other.opcode for other in named.values() if each.name in other.operands]
-            if users == ["dynamic-slice"] and len(each.operands) == 1:
-                summed = named[each.operands[0]]
-                found[each.name] = named[summed.operands[0]].bytes if summed.opcode == "pad" else each.bytes
-    return found
-
-
-def _border_permutes(module: Module, scattered: Mapping[str, int]) -> set[str]:
-    """The permutes of slices of the results of such fusions (`_sliced_sums`)."""
-    found = set()
-    for instructions in module.computations.values():
-        named = {each.name: each for each in instructions}
-        for each in instructions:
-            if each.opcode not in ("collective-permute", "collective-permute-start"):
-                continue
-            source = named.get(each.operands[0])
-            while source is not None and source.opcode in ("slice", "bitcast", "copy"):
-                source = named.get(source.operands[0])
-            if source is not None and source.opcode == "fusion":
-                inner = [other for name in source.called().get("calls", ()) for other in module.computations[name]]
-                if any(other.name in scattered for other in inner):
-                    found.add(each.name)
-    return found
-
-
-def _width(kind: str) -> int:
-    if kind == "pred":
-        return 8
-    if kind.startswith("f8"):
-        return 8
-    return int(re.sub(r"\D", "", kind))
-
-
-def _product(dims: str) -> int:
-    product = 1
-    for d in filter(None, dims.split(",")):
-        product *= int(d)
-    return product
+def _bytes(kind: str, dims: str) -> int:
+    """Bytes of an array of a type and dimensions, as they are written: ``"f32"``, ``"8,128"``."""
+    bits = 8 if kind == "pred" or kind.startswith("f8") else int(re.sub(r"\D", "", kind))
+    return bits * math.prod(int(d) for d in dims.split(",") if d) // 8

@@ -52,15 +52,13 @@ def compile_folder(folder: Path) -> dict[str, Any]:
       folder: with ``module.mlir``, ``options.pb`` and ``request.json``.
 
     Returns:
-      ``{"stats": ...}``; or ``{"refused": True, "needed": bytes or None}`` where it does not fit; or ``{"failed":
-      message}``.
+      As `vnode.partition.compiler.pool.compile_answer`.
     """
     import jax
 
     from vnode.compat import compile_requested
-    from vnode.partition.compiler.stats import compiled_stats
+    from vnode.partition.compiler.pool import compile_answer
     from vnode.partition.compiler.target import Topology
-    from vnode.plan.nodes.device_memory import memory_refusal
 
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     topology = request["topology"]
@@ -68,15 +66,11 @@ def compile_folder(folder: Path) -> dict[str, Any]:
     by_id = {device.id: device for device in known}
     devices = [by_id[n] for n in request["devices"]]
     module, options = (folder / "module.mlir").read_bytes(), (folder / "options.pb").read_bytes()
-    try:
-        executable = compile_requested(module, options, devices, request["draft"])
-    except jax.errors.JaxRuntimeError as error:
-        refused, needed = memory_refusal(error)
-        if refused:
-            return {"refused": True, "needed": needed}
-        return {"failed": str(error).splitlines()[0][:500]}
-    program = LoadedProgram(executable, topology is not None)
-    return {"stats": compiled_stats(program, request["over_nodes"]).to_json()}
+
+    def make() -> LoadedProgram:
+        return LoadedProgram(compile_requested(module, options, devices, request["draft"]), topology is not None)
+
+    return compile_answer(make, request["over_nodes"])
 
 
 def main() -> None:

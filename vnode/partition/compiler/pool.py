@@ -20,10 +20,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +55,12 @@ class CompileJob:
       refused: whether the program does not fit in the devices' memory.
       needed: bytes that a refused program needs, if the compiler reports them.
       failure: the compiler's message, if it failed for another reason.
-      cached: whether the result was on disk.
-      seconds: seconds of compilation.
     """
 
     stats: CompiledStats | None = None
     refused: bool = False
     needed: int | None = None
     failure: str = ""
-    cached: bool = False
-    seconds: float = 0.0
 
     @property
     def done(self) -> bool:
@@ -82,7 +77,7 @@ class CompileJob:
         return f"failed: {self.failure}" if self.failure else "not compiled: time was over"
 
     def answer(self, content: Any) -> None:
-        """Takes in what `vnode.partition.compiler.compile_worker` wrote.
+        """Takes in the answer of `compile_answer`.
 
         Raises:
           ValueError, KeyError or TypeError: it is nothing of the kind.
@@ -95,21 +90,36 @@ class CompileJob:
             self.failure = str(content["failed"])
 
 
+def compile_answer(make: Callable[[], Any], over_nodes: int | None) -> dict[str, Any]:
+    """Compiles a program.
+
+    Args:
+      make: compiles it; returns what `compiled_stats` takes.
+      over_nodes: total trip count of loops over a device's nodes, where the compiled text lacks it.
+
+    Returns:
+      ``{"stats": ...}``; or ``{"refused": True, "needed": bytes or None}`` where it does not fit; or ``{"failed":
+      message}``.
+    """
+    try:
+        return {"stats": compiled_stats(make(), over_nodes).to_json()}
+    except jax.errors.JaxRuntimeError as error:
+        refused, needed = memory_refusal(error)
+        return {"refused": True, "needed": needed} if refused else {"failed": str(error).splitlines()[0][:500]}
+
+
 @dataclasses.dataclass(eq=False)
 class _Queued:
     """A job with what its compilation needs."""
 
     job: CompileJob
     lowered: jax.stages.Lowered
-    request: CompileRequest | None
+    request: CompileRequest
     key: dict[str, str]
     over_nodes: int | None
     draft: bool
     process: subprocess.Popen[bytes] | None = None
-    thread: threading.Thread | None = None
     folder: Path | None = None
-    began: float = 0.0
-    errors: Path | None = None
 
 
 class CompilePool:
@@ -125,6 +135,7 @@ class CompilePool:
 
     def __init__(self, target: CompileTarget, cache: Cache | None = None) -> None:
         self.target, self.cache = target, Cache() if cache is None else cache
+        self.separate = target.separate and bool(sys.executable)
         self.queue: list[_Queued] = []
 
     def __enter__(self) -> CompilePool:
@@ -133,7 +144,7 @@ class CompilePool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
-        self.close()
+        self._end(self.queue)
 
     def submit(self, lowered: jax.stages.Lowered, over_nodes: int | None = None, *, draft: bool = False) -> CompileJob:
         """Begins to compile a program, unless the answer is on disk or others are compiled.
@@ -156,10 +167,8 @@ class CompilePool:
         if known is not None:
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 job.answer(known)
-                job.cached = job.done
         if not job.done:
-            wanted = request if self.target.separate else None
-            self.queue.append(_Queued(job, lowered, wanted, key, over_nodes, draft))
+            self.queue.append(_Queued(job, lowered, request, key, over_nodes, draft))
             self._advance()
         return job
 
@@ -170,48 +179,38 @@ class CompilePool:
           jobs: of this pool.
           until: by `time.monotonic`.
         """
-        while not all(job.done for job in jobs):
-            self._advance()
-            if time.monotonic() >= until:
-                break
-            time.sleep(POLL)
-        for each in [each for each in self.queue if each.job in jobs and not each.job.done]:
-            self._end(each)
-            self.queue.remove(each)
-
-    def close(self) -> None:
-        """Ends what is compiled."""
-        for each in self.queue:
-            self._end(each)
-        self.queue.clear()
+        self._advance()
+        while not all(job.done for job in jobs) and time.monotonic() < until:
+            if self.separate:
+                time.sleep(POLL)
+                self._advance()
+            else:
+                self._compile_here(next(each for each in self.queue if each.job in jobs))
+        self._end([each for each in self.queue if each.job in jobs])
 
     def _advance(self) -> None:
-        """Takes in answers, and begins what is next."""
-        for each in [*self.queue]:
-            if each.process is not None and each.process.poll() is not None:
-                self._collect(each)
-            if each.job.done:
-                self.queue.remove(each)
-                each.job.seconds = time.monotonic() - each.began
-                if not each.job.failure:
-                    with contextlib.suppress(ProfileError):  # the folder cannot be written to: asked again next time
-                        self.cache.put(each.key, job_content(each.job))
-        busy = sum(each.process is not None or each.thread is not None for each in self.queue)
+        """Takes in the answers of processes, and starts the next ones."""
+        if not self.separate:
+            return
+        for each in [each for each in self.queue if each.process is not None and each.process.poll() is not None]:
+            self._take(each, self._answer_of_process(each))
         cores = os.cpu_count() or 1
         for each in self.queue:
-            most = min(AT_ONCE, cores if each.draft else cores // CORES) if self.target.separate else 1
-            if busy >= max(most, 1):
+            most = max(min(AT_ONCE, cores if each.draft else cores // CORES), 1)
+            if sum(other.process is not None for other in self.queue) >= most:
                 break
-            if each.process is None and each.thread is None:
+            if each.process is None:
                 self._begin(each)
-                busy += 1
+
+    def _take(self, each: _Queued, content: dict[str, Any]) -> None:
+        """Takes an answer; failures are not cached."""
+        each.job.answer(content)
+        self._end([each])
+        if not each.job.failure:
+            with contextlib.suppress(ProfileError):  # the folder cannot be written to: asked again next time
+                self.cache.put(each.key, content)
 
     def _begin(self, each: _Queued) -> None:
-        each.began = time.monotonic()
-        if each.request is None or not sys.executable:
-            each.thread = threading.Thread(target=self._compile_here, args=(each,), daemon=True)
-            each.thread.start()
-            return
         each.folder = Path(tempfile.mkdtemp(prefix="vnode-compile-"))
         (each.folder / "module.mlir").write_bytes(each.request.module)
         (each.folder / "options.pb").write_bytes(each.request.options)
@@ -225,8 +224,7 @@ class CompilePool:
         (each.folder / "request.json").write_text(json.dumps(content), encoding="utf-8")
         package = str(Path(__file__).parents[3])
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-        each.errors = each.folder / "stderr"
-        with each.errors.open("wb") as errors:
+        with (each.folder / "stderr").open("wb") as errors:
             each.process = subprocess.Popen(
                 [sys.executable, "-m", "vnode.partition.compiler.compile_worker", str(each.folder)],
                 stdin=subprocess.PIPE,
@@ -236,41 +234,32 @@ class CompilePool:
                 start_new_session=True,  # Ctrl-C is for whoever searches
             )
 
-    def _compile_here(self, each: _Queued) -> None:
+    def _answer_of_process(self, each: _Queued) -> dict[str, Any]:
+        """The answer of a process that has ended."""
+        assert each.process is not None and each.folder is not None
         try:
-            compiled = each.lowered.compile(compiler_options=DRAFT_OPTIONS if each.draft else None)
-            each.job.stats = compiled_stats(compiled, each.over_nodes)
-        except jax.errors.JaxRuntimeError as error:
-            refused, each.job.needed = memory_refusal(error)
-            each.job.failure = "" if refused else str(error).splitlines()[0]
-            each.job.refused = refused
-
-    def _collect(self, each: _Queued) -> None:
-        """Reads the answer of a process that has ended."""
-        assert each.process is not None and each.folder is not None and each.errors is not None
-        try:
-            each.job.answer(json.loads((each.folder / "result.json").read_text(encoding="utf-8")))
+            content = json.loads((each.folder / "result.json").read_text(encoding="utf-8"))
+            CompileJob().answer(content)
         except (OSError, ValueError, KeyError, TypeError):
-            said = each.errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            said = (each.folder / "stderr").read_text(encoding="utf-8", errors="replace").strip().splitlines()
             code = each.process.returncode
-            each.job.failure = f"the compiler's process ended with {code}: {(said or [''])[-1][:300]}"
-        self._clear(each)
+            return {"failed": f"the compiler's process ended with {code}: {(said or [''])[-1][:300]}"}
+        return content
 
-    def _end(self, each: _Queued) -> None:
-        if each.process is not None and each.process.poll() is None:
-            each.process.kill()
-            each.process.wait()
-        self._clear(each)
+    def _compile_here(self, each: _Queued) -> None:
+        options = DRAFT_OPTIONS if each.draft else None
+        answer = compile_answer(lambda: each.lowered.compile(compiler_options=options), each.over_nodes)
+        self._take(each, answer)
 
-    def _clear(self, each: _Queued) -> None:
-        if each.process is not None and each.process.stdin is not None:
-            each.process.stdin.close()
-        if each.folder is not None:
-            shutil.rmtree(each.folder, ignore_errors=True)
-
-
-def job_content(job: CompileJob) -> dict[str, Any]:
-    """The result of a job, as it is cached."""
-    if job.stats is not None:
-        return {"stats": job.stats.to_json()}
-    return {"refused": True, "needed": job.needed}
+    def _end(self, several: Sequence[_Queued]) -> None:
+        """Takes jobs out of the queue, and ends their processes."""
+        for each in [*several]:
+            self.queue.remove(each)
+            if each.process is not None:
+                if each.process.poll() is None:
+                    each.process.kill()
+                    each.process.wait()
+                if each.process.stdin is not None:
+                    each.process.stdin.close()
+            if each.folder is not None:
+                shutil.rmtree(each.folder, ignore_errors=True)

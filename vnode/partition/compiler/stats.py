@@ -12,29 +12,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from vnode.partition.hlo import Module, find_collectives, find_fetches, loops_over_nodes, parse, visit_runs
+from vnode.errors import ProfileError, layout_message
+from vnode.partition.hlo import Collective, estimated_cycles, find_collectives, find_fetches, merge, parse
 from vnode.placement.temporary import temporary_of
-
-
-@dataclasses.dataclass(frozen=True)
-class CompiledCollective:
-    """Equal collectives of a compiled program.
-
-    Attributes:
-      kind: the opcode: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"``,
-        ``"collective-permute"``, or another.
-      bytes: size of one device's array: the result of an all-gather, the operand of other kinds.
-      devices: number of devices in a group; 0 for a permute.
-      runs: how often they run in a step.
-      groups: numbers of the devices that exchange with each other; of a permute, (sender, receiver) pairs; empty where
-        the compiled text does not list them.
-    """
-
-    kind: str
-    bytes: int
-    devices: int
-    runs: int
-    groups: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +41,7 @@ class CompiledStats:
     host: int = 0
     fetched: int = 0
     cycles: int = 0
-    collectives: tuple[CompiledCollective, ...] = ()
+    collectives: tuple[Collective, ...] = ()
 
     @property
     def memory(self) -> int:
@@ -79,14 +59,10 @@ class CompiledStats:
         Raises:
           ValueError, KeyError or TypeError: it is not what that gives.
         """
-        several = tuple(
-            CompiledCollective(**{**each, "groups": tuple(tuple(map(int, group)) for group in each["groups"])})
-            for each in content["collectives"]
-        )
         numbers = {name: int(n) for name, n in content.items() if name != "collectives"}
         if any(n < 0 for n in numbers.values()):
             raise ValueError(f"negative: {numbers}")
-        return CompiledStats(**numbers, collectives=several)
+        return CompiledStats(**numbers, collectives=tuple(map(Collective.from_json, content["collectives"])))
 
 
 def compiled_stats(compiled: Any, over_nodes: int | None = None) -> CompiledStats:
@@ -99,6 +75,9 @@ def compiled_stats(compiled: Any, over_nodes: int | None = None) -> CompiledStat
     Returns:
       The figures.
 
+    Raises:
+      ProfileError: the compiler reports no memory for the program, or no text.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
@@ -106,11 +85,16 @@ def compiled_stats(compiled: Any, over_nodes: int | None = None) -> CompiledStat
       >>> stats.arguments, stats.outputs, stats.memory
       (16384, 16384, 49152)
     """
-    said, module, temporary = compiled.memory_analysis(), parse(compiled.as_text()), temporary_of(compiled)
-    counted: dict[tuple[str, int, int, tuple[tuple[int, ...], ...]], int] = {}
-    for each in find_collectives(module, over_nodes):
-        key = each.kind, each.bytes, each.devices, each.groups
-        counted[key] = counted.get(key, 0) + (0 if each.added else each.runs)
+    said, text = compiled.memory_analysis(), compiled.as_text()
+    if said is None or not text:
+        raise ProfileError(
+            layout_message(
+                "the compiler reports no memory, or no text, for the program.",
+                facts=[f"memory analysis: {said}", f"text: {len(text or '')} characters"],
+                remedies=["compile for a platform that reports both: CPU, GPU or TPU"],
+            )
+        )
+    module, temporary = parse(text), temporary_of(compiled)
     return CompiledStats(
         arguments=said.argument_size_in_bytes,
         outputs=said.output_size_in_bytes,
@@ -120,16 +104,5 @@ def compiled_stats(compiled: Any, over_nodes: int | None = None) -> CompiledStat
         host=getattr(said, "host_temp_size_in_bytes", 0),
         fetched=find_fetches(module, over_nodes),
         cycles=estimated_cycles(module, over_nodes),
-        collectives=tuple(
-            CompiledCollective(kind, size, devices, runs, groups)
-            for (kind, size, devices, groups), runs in sorted(counted.items())
-            if runs
-        ),
+        collectives=merge(find_collectives(module, over_nodes)),
     )
-
-
-def estimated_cycles(module: Module, over_nodes: int | None = None) -> int:
-    """The compiler's cycles of a step; other loops without a known trip count count once."""
-    nodes = loops_over_nodes(module)
-    visits = (visit for visit in module.walk() if not visit.fused and visit.instruction.cycles)
-    return sum(visit.instruction.cycles * visit_runs(visit, nodes, over_nodes)[0] for visit in visits)

@@ -15,9 +15,10 @@ import dataclasses
 
 import numpy as np
 
-from vnode.partition.compiler.stats import CompiledCollective, CompiledStats
+from vnode.partition.compiler.stats import CompiledStats
 from vnode.partition.cost.collective_cost import NAMES
 from vnode.partition.cost.compiler import CLOCKS
+from vnode.partition.hlo import Collective, bytes_by_kind
 from vnode.partition.machine import Machine
 from vnode.partition.plan.predict import Figures
 
@@ -49,19 +50,16 @@ def figures_as_compiled(
     compute = stats.cycles / clock if timed else figures.compute
     exchange = sum(exchange_seconds(each, machine, order) for each in stats.collectives)
     seconds = compute + exchange * exposed_share(figures) + figures.transfer if timed else figures.seconds
-    moved: dict[str, int] = {}
-    for each in stats.collectives:
-        kind = each.kind.removeprefix("collective-")
-        moved[kind] = moved.get(kind, 0) + each.bytes * each.runs
     return dataclasses.replace(
         figures,
         seconds=seconds,
         compute=compute,
         exchange=exchange if timed else figures.exchange,
+        sent=sum(each.sent for each in stats.collectives),
         arguments=stats.arguments,
         results=stats.outputs - stats.aliased,
         temporary=stats.temporary,
-        collectives=moved,
+        collectives=bytes_by_kind(stats.collectives),
         source=source,
         timed=timed,
     )
@@ -75,7 +73,7 @@ def exposed_share(figures: Figures) -> float:
     return min(max(alone / figures.exchange, 0.0), 1.0)
 
 
-def exchange_seconds(each: CompiledCollective, machine: Machine, order: np.ndarray) -> float:
+def exchange_seconds(each: Collective, machine: Machine, order: np.ndarray) -> float:
     """Seconds that compiled collectives take on the links of a machine; groups that are not listed are neighbours."""
     numbers = order.ravel()
     if each.kind == "collective-permute":

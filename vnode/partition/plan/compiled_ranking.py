@@ -210,30 +210,30 @@ class CompiledRanking:
         Args:
           waiting: the entries that were not compiled.
         """
-        near = [each for each in waiting if self.memory(each) <= self.slack(each) * self.limit]
+        near = [each for each in waiting if self.memory(each) <= (CLOSE if self.known(each) else NEAR) * self.limit]
         near.sort(key=lambda each: (self.seconds(each), self.memory(each)))
         if len(self.tried) >= self.most or not near:
             return []
-        best, drafts = self.fastest(FULL), [each for each in near if each.draft is not None]
+        best = self.fastest(FULL)
+        drafts = [each for each in near if each.draft is not None]
         if drafts:
             least = min(self.seconds(drafts[0]), best.figures.seconds if best and best.figures else math.inf)
             return [each for each in drafts if self.seconds(each) < ALIKE * least][:TOGETHER]
-        if not self.tried:
+        if best is None or best.figures is None:
             # the fastest that fits by the model, and one that would be faster if it fitted, or an expert's: the model
             # may be wrong about what it ranks first
             fits = [each for each in near if self.memory(each) <= self.limit]
             others = [each for each in near if fits and each.kind != fits[0].kind and each.kind in EXPERTS]
-            return list(dict.fromkeys([*fits[:1], *near[:1], *others[:1], *near[1:2]]))[:TOGETHER]
-        if best is None or best.figures is None:
-            return near[:TOGETHER]
-        enough = HOPELESS * best.candidate.figures.seconds
-        known = {each.kind for each in self.tried}
-        untried = (each for each in near if each.kind in EXPERTS and each.kind not in known)
-        experts = first_of_each_kind(each for each in untried if each.candidate.figures.seconds <= enough)
-        better = [each for each in near if self.seconds(each) < best.figures.seconds]
-        if not best.figures.timed:  # times are the model's: only candidates that it has as faster can be better
-            return better[:TOGETHER]
-        wanted = [*experts, *better, *near[: max(LEAST - len(self.tried), 0)]]
+            wanted = [*fits[:1], *near[:1], *others[:1], *near[1:2]]
+        elif best.figures.timed:
+            enough = HOPELESS * best.candidate.figures.seconds
+            known = {each.kind for each in self.tried}
+            untried = (each for each in near if each.kind in EXPERTS and each.kind not in known)
+            experts = first_of_each_kind(each for each in untried if each.candidate.figures.seconds <= enough)
+            better = [each for each in near if self.seconds(each) < best.figures.seconds]
+            wanted = [*experts, *better, *near[: max(LEAST - len(self.tried), 0)]]
+        else:  # times are the model's: only candidates that it has as faster can be better
+            wanted = [each for each in near if self.seconds(each) < best.figures.seconds]
         return list(dict.fromkeys(wanted))[:TOGETHER]
 
     def compile(self, batch: Collection[Entry], source: str) -> bool:
@@ -273,10 +273,6 @@ class CompiledRanking:
             self.said.append(f"{each.candidate.title}: {str(error).splitlines()[0]}")
             return
         each.jobs[source] = self.pool.submit(program, each.candidate.prediction.iterations, draft=source == DRAFT)
-
-    def slack(self, each: Entry) -> float:
-        """The factor on the limit up to which a candidate's expected memory lets it be compiled."""
-        return CLOSE if self.known(each) else NEAR
 
     def known(self, each: Entry) -> list[tuple[Figures, Figures]]:
         """Compiled figures with those expected before, of candidates of one name, else of all.

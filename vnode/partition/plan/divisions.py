@@ -25,9 +25,8 @@ class DividedOperation:
       operation: its name.
       count: number of equations of all passes that are equal in this.
       cut: layouts of its operands and results.
-      axes: the part that each mesh axis divides, of the axes that divide it: one of `PARTS`; or the branch that
-      contains
-        it, by its index along the axis: ``"branch 0"``.
+      axes: the part that each mesh axis divides, one of `PARTS`; or the branch that contains the operation, by its
+        index along the axis (``"branch 0"``). Other axes are left out.
     """
 
     where: str
@@ -38,16 +37,16 @@ class DividedOperation:
 
 
 PARTS = {
-    "batch": "a dimension that all operands and the result have",
-    "left": "a dimension of the result that the first operand has alone",
-    "right": "a dimension of the result that the second operand has alone",
-    "sum": "what is summed: the result is in pieces",
-    "space": "a dimension that windows slide along",
-    "blocks": "nothing: each device computes its own blocks, one after another, and the sizes are those of one block",
-    "branch": "nothing: the operation is in a branch that is evaluated at one index only",
-    "other": "indices that are looked up, shifted, or run along",
+    "batch": (270, "a dimension that all operands and the result have"),
+    "left": (150, "a dimension of the result that the first operand has alone"),
+    "right": (90, "a dimension of the result that the second operand has alone"),
+    "sum": (30, "what is summed: the result is in pieces"),
+    "space": (330, "a dimension that windows slide along"),
+    "blocks": (180, "nothing: each device computes its own blocks in turn, and the sizes are those of one block"),
+    "branch": (60, "nothing: the operation is in a branch that is evaluated at one index only"),
+    "other": (0, "indices that are looked up, shifted, or run along"),
 }
-"""The parts of an operation that a mesh axis can divide."""
+"""The parts of an operation that a mesh axis can divide: a hue in degrees, and an explanation."""
 
 
 def divisions_of(flows: Iterable[NodeFlow]) -> tuple[DividedOperation, ...]:

@@ -1,7 +1,7 @@
 """The live bytes of one device, one fused op after another -> an SVG picture of memory over time.
 
-Knows SVG, and bytes held while fused ops run. Must not know how these were found. Text and lines have the colour of the
-page, and areas are translucent, so that the picture suits light and dark pages. It loads no other file.
+Knows SVG, and bytes held while fused ops run. Must not know how these were found. Areas are translucent, so that the
+picture suits light and dark pages.
 """
 
 from __future__ import annotations
@@ -10,16 +10,12 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from vnode.partition.cost.program_memory import Level
-from vnode.partition.simulator.drawing import LEAST, WIDTH
+from vnode.partition.simulator.drawing import MOST_NAMED, WIDTH, picture
 from vnode.show.units import several, size
 
 LEFT, RIGHT, TOP, HEIGHT, BELOW = 76, 46, 26, 160, 44
 """Pixels: the margin beside, the margin above, the height, and the margin below the area in which bytes are drawn."""
-MOST_NAMED = 3000
-"""The most fused ops that each have a tooltip."""
 STYLE = (
-    "svg.levels{font:12px system-ui,-apple-system,'Segoe UI',sans-serif;fill:currentColor;max-width:100%;height:auto}"
-    "svg.levels .quiet{opacity:.65}svg.levels .grid{stroke:currentColor;stroke-opacity:.16}"
     "svg.levels .always{fill:currentColor;fill-opacity:.14}svg.levels .held{fill:hsla(210,70%,55%,.55)}"
     "svg.levels .loop{fill:currentColor;fill-opacity:.28}svg.levels .over{fill:transparent}"
     "svg.levels .limit{stroke:hsl(0,70%,55%);stroke-width:1.5;stroke-dasharray:5 4;fill:none}"
@@ -38,8 +34,8 @@ def draw(levels: Sequence[Level], always: int, limit: int) -> str:
       An SVG picture that loads no other file.
 
     Example:
-      >>> picture = draw([Level(300, "dot_general"), Level(500, "tanh", 1)], 200, 600)
-      >>> picture.startswith("<svg") and "500 B at most" in picture and "600 B" in picture
+      >>> drawn = draw([Level(300, "dot_general"), Level(500, "tanh", 1)], 200, 600)
+      >>> drawn.startswith("<svg") and "500 B at most" in drawn and "600 B" in drawn
       True
     """
     most = max(level.bytes for level in levels)
@@ -75,13 +71,7 @@ def draw(levels: Sequence[Level], always: int, limit: int) -> str:
     parts.append(f'<text x="{LEFT}" y="{TOP - 10}">{escape(said)}</text>')
     place = f'cx="{x(at + 0.5):.1f}" cy="{y(most):.1f}"'
     parts.append(f'<circle {place} r="3"><title>{escape(levels[at].label)}</title></circle>')
-    height = bottom + BELOW
-    return (
-        f'<svg class="levels" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-        f'height="{height}" style="min-width:{LEAST}px" role="img">'
-        f"<title>Memory over time: {escape(said)}</title><style>{STYLE}</style>"
-        f"{''.join(parts)}</svg>"
-    )
+    return picture("levels", f"Memory over time: {said}", bottom + BELOW, STYLE, "".join(parts))
 
 
 def rules(ceiling: float, y: Callable[[float], float], inner: int) -> list[str]:

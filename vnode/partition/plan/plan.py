@@ -21,7 +21,8 @@ from jax.sharding import Mesh, PartitionSpec
 from vnode.analysis.passes import Schedule
 from vnode.analysis.program import ResultIndex
 from vnode.errors import Bound, MemoryLimitError, PartitionError, PlacementError, layout_message
-from vnode.partition.accept import TOLERANCE, Acceptance, compare_collectives, count_exchanges
+from vnode.partition.accept import TOLERANCE, Acceptance
+from vnode.partition.compiler.stats import compiled_stats
 from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.program_memory import Memory
 from vnode.partition.machine import Machine
@@ -51,18 +52,8 @@ from vnode.step.explain import reports
 from vnode.step.uneven_state import share_of
 from vnode.step.virtual import VirtualStep
 
-HUES = {
-    "nodes": 210,
-    "batch": 270,
-    "left": 150,
-    "right": 90,
-    "sum": 30,
-    "space": 330,
-    "branch": 60,
-    "blocks": 180,
-    "other": 0,
-}
-"""The hue, in degrees, of each kind of divided dimension."""
+NODES_HUE = 210
+"""The hue, in degrees, of the nodes' axis; those of other axes are in `PARTS`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -78,8 +69,7 @@ class Plan(Drawn, Bound):
       counts: the number of nodes of each replica, in order; uneven where kinds of devices differ.
       specs: the specs of the state's leaves, by name; by name and shape where leaves of several shapes share a name.
       records: the division of a node's computation, for each pass.
-      prediction: the model's prediction; None if an earlier version of vnode, with another model, wrote the plan's
-        file.
+      prediction: the model's prediction.
       beside: figures of other plans, by name, including plans that do not fit.
       gap: the share by which the predicted cost may be above the best on this mesh; None if nothing was searched.
       divisions: the divisions of the most expensive operations.
@@ -97,7 +87,7 @@ class Plan(Drawn, Bound):
     counts: tuple[int, ...]
     specs: Mapping[str, PartitionSpec | UnevenSpec]
     records: Mapping[str, RecordedFlow]
-    prediction: Prediction | None
+    prediction: Prediction
     beside: Mapping[str, Figures]
     gap: float | None = None
     divisions: tuple[DividedOperation, ...] = ()
@@ -124,30 +114,18 @@ class Plan(Drawn, Bound):
 
     @property
     def figures(self) -> Figures:
-        """The compiler's figures, or else the model's.
-
-        Raises:
-          PartitionError: there are none, since an earlier version wrote the plan's file.
-        """
-        return self.compiled or self._predicted().figures
+        """The compiler's figures, or else the model's."""
+        return self.compiled or self.prediction.figures
 
     @property
     def memory(self) -> Figure:
-        """Bytes of one device, with their source.
-
-        Raises:
-          PartitionError: see `figures`.
-        """
+        """Bytes of one device, with their source."""
         source = "estimated" if self.figures.source == "model" else self.figures.source
         return Figure(self.figures.memory, source, size, self._spreads(source)[0])
 
     @property
     def time(self) -> Figure:
-        """Seconds of a step, with their source: the compiler's cycles, or the model.
-
-        Raises:
-          PartitionError: see `figures`.
-        """
+        """Seconds of a step, with their source: the compiler's cycles, or the model."""
         source = self.figures.source if self.figures.timed else "estimated"
         return Figure(self.figures.seconds, source, seconds, self._spreads(source)[1])
 
@@ -163,7 +141,7 @@ class Plan(Drawn, Bound):
         Raises:
           PartitionError: the plan is from a file, which has no timeline.
         """
-        found = self._predicted().timeline
+        found = self.prediction.timeline
         if found is None:
             raise PartitionError(
                 layout_message(
@@ -250,14 +228,13 @@ class Plan(Drawn, Bound):
     def accept(self, devices: Sequence[Any] | None = None, *, tolerance: float = TOLERANCE) -> Acceptance:
         """Compiles the planned step, without running it, and compares the compiled program with the plan.
 
-        A plan is accepted if memory is as predicted up to a tolerance, and all collectives are as planned, by kind,
-        bytes and number of runs. A collective that combines several planned ones is as planned. So is an equivalent
-        one. Both are listed.
+        A plan is accepted if it fits in the limit, and if memory and the bytes that a device sends are as predicted, up
+        to a tolerance.
 
         Args:
           devices: as for `step`. Devices of a TPU topology that is not attached will do
             (``jax.experimental.topologies``). A call of `step` on the same devices finds the compiled program.
-          tolerance: the share by which memory may differ from the prediction.
+          tolerance: the share by which memory and sent bytes may differ from the prediction.
 
         Returns:
           The differences and their remedies; print it.
@@ -265,12 +242,12 @@ class Plan(Drawn, Bound):
         Raises:
           PlacementError: the machine has another number of devices.
           MemoryLimitError: the compiler refuses the program, because it does not fit.
-          PartitionError: there is no prediction, since an earlier version wrote the plan's file.
+          PartitionError: the tolerance is not a share.
           ProfileError: the compiler reports no memory for the program.
         """
         if isinstance(tolerance, str) or not isinstance(tolerance, SupportsFloat) or not tolerance >= 0:
             raise PartitionError(f"tolerance: expected a share such as {TOLERANCE}, not {tolerance!r}")
-        step, figures, prediction = self.step(devices), self.figures, self._predicted()
+        step, figures, prediction = self.step(devices), self.figures, self.prediction
         try:
             compiled = step.executor.compile_for(self.args, {})
         except jax.errors.JaxRuntimeError as error:
@@ -280,32 +257,19 @@ class Plan(Drawn, Bound):
             raise MemoryLimitError(self._refused(needed)) from error
         wanted, given = prediction.platform, step.placement.devices[0].platform
         predicted = Memory(figures.arguments, figures.results, 0, figures.temporary, host=figures.aside + figures.far)
-        return compare_collectives(
-            compiled,
-            count_exchanges(prediction.exchanges),
+        return Acceptance(
             predicted,
-            tolerance=tolerance,
-            limit=self.limit,
-            over_nodes=prediction.iterations,
+            prediction.exchanges,
+            compiled_stats(compiled, prediction.iterations),
             fetched=figures.back,
+            tolerance=float(tolerance),
+            limit=self.limit,
             platforms=None if wanted == given else (wanted, given),
         )
 
     def pickle_remedy(self) -> str:
         """The remedy for an attempt to pickle it."""
         return "save it, plan.save(path), and read it where it is needed: vnode.partition.Plan.load(path, step, args)"
-
-    def _predicted(self) -> Prediction:
-        """The prediction."""
-        if self.prediction is None:
-            raise PartitionError(
-                layout_message(
-                    "this plan has no prediction: an earlier version of vnode, with another model, wrote its file.",
-                    facts=["the plan itself is as it was, and can run"],
-                    remedies=["run it: plan.step()", "or search again for a prediction: vnode.partition.search(...)"],
-                )
-            )
-        return self.prediction
 
     def _refused(self, needed: int | None) -> str:
         """The message for a program that the compiler refuses."""
@@ -362,8 +326,7 @@ class Plan(Drawn, Bound):
         planned = VirtualStep(dataclasses.replace(self.pattern.spec, plan=choices), None)
         with planned.resolved(self.args, {}) as here:
             (report,) = reports(here, [Grouped(self.counts, together)], self._parts_of_sums)
-        sent = None if self.prediction is None else self.figures.sent
-        return Explanation(self, dataclasses.replace(report, planned=sent))
+        return Explanation(self, dataclasses.replace(report, planned=self.figures.sent))
 
     def _parts_of_sums(self, schedule: Schedule) -> dict[Var, tuple[int, ...]]:
         """The shapes of one device's parts of the sums of passes."""
@@ -382,21 +345,19 @@ class Plan(Drawn, Bound):
         """The program of a replica."""
         axes = dividing_axes(self.mesh)
         exact = self.pattern.options.reduction == "invariant"
-        platform = platform_of(self.machine) if self.prediction is None else self.prediction.platform
-        share = share_of(patterns(self.specs))
-        rooms = None
+        share, rooms = share_of(patterns(self.specs)), None
         if share is not None:
             rooms = rooms_of_state(self.subject, dims_of(self.subject, self.specs), share)
-        return replica_program(schedule, Spread.from_counts(self.counts), axes, platform, exact, rooms=rooms)
+        spread = Spread.from_counts(self.counts)
+        return replica_program(schedule, spread, axes, self.prediction.platform, exact, rooms=rooms)
 
     def pictures(self) -> str:
         """Memory over time and the timeline, as HTML; empty for a plan from a file."""
         found = []
-        if self.prediction is not None and self.prediction.levels:
-            figures, levels = self.figures, self.prediction.levels
-            always = figures.arguments + figures.results
-            found.append(("memory over time", draw_levels(levels, always, self.limit)))
-        if self.prediction is not None and self.prediction.timeline is not None:
+        if self.prediction.levels:
+            always = self.figures.arguments + self.figures.results
+            found.append(("memory over time", draw_levels(self.prediction.levels, always, self.limit)))
+        if self.prediction.timeline is not None:
             found.append(("timeline of one device", self.prediction.timeline.svg()))
         drawn = "".join(
             f'<h4>{title} <span class="note">as predicted</span></h4><div class="scroll">{picture}</div>'
@@ -411,74 +372,62 @@ class Plan(Drawn, Bound):
         """The report."""
         way = "nodes are spread over the first axis; the others divide what a node computes"
         found = "" if self.gap is None else f", at most {self.gap:.1%} above the best on this mesh"
-        facts = (
+        facts = [
             Fact("machine", self.machine.name),
             Fact("mesh", mesh_text(self.mesh), way),
             Fact("virtual nodes", f"{self.virtual_nodes}{uneven_counts_text(self.counts)}"),
             Fact("found", f"{self.name}{found}"),
-            *self._kinds(),
-            *self._shares(),
-            Fact("memory", self._memory()),
+            *self._uneven(),
+            Fact("memory", f"{size(self.figures.memory)} of {size(self.limit)} on each device"),
             *self._branches(),
-            *self._host(),
-            *[Fact("recomputed", f"{several(len(self.recomputed), 'value')} where they are read late")][
-                : len(self.recomputed)
-            ],
-            *[Fact("" if i else "notes", note) for i, note in enumerate(shortened(self.notes))],
-        )
-        said = "not predicted: an earlier version of vnode wrote its file"
-        if self.prediction is not None:
-            said = f"{self.time} a step, {self.memory} a device"
-        beside = [] if self.prediction is None else [self._beside()]
-        blocks = (Facts(facts), *beside, *self._state(), *self._divisions())
+        ]
+        if on_host := self._on_host():
+            way = f"transfers to the device and back: {seconds(self.figures.transfer)} a step"
+            facts.append(Fact("on the host", on_host, way))
+        if self.recomputed:
+            facts.append(Fact("recomputed", f"{several(len(self.recomputed), 'value')} where they are read late"))
+        facts += [Fact("" if i else "notes", note) for i, note in enumerate(self.notes[:SHOWN])]
+        if len(self.notes) > SHOWN:
+            facts.append(Fact("", f"and {len(self.notes) - SHOWN} more: plan.notes"))
+        said = f"{self.time} a step, {self.memory} a device"
+        blocks = (Facts(tuple(facts)), self._beside(), *self._state(), *self._divisions())
         return Page(f"plan for {self.pattern.spec.name}", said, blocks)
 
-    def _memory(self) -> str:
-        limit = f"{size(self.limit)} on each device"
-        return f"searched for {limit}" if self.prediction is None else f"{size(self.figures.memory)} of {limit}"
-
-    def _kinds(self) -> list[Fact]:
-        kinds = collections.Counter(device.kind.name for device in self.machine.devices)
-        if len(kinds) == 1:
-            return []
-        way = "in one program: they may differ in speed, and not in what is compiled for them"
-        return [Fact("devices", ", ".join(f"{n} of {name}" for name, n in kinds.items()), way)]
-
-    def _shares(self) -> list[Fact]:
-        found = dict.fromkeys((s.axis, s.blocks) for s in self.specs.values() if isinstance(s, UnevenSpec))
-        return [
-            Fact(
-                "shares",
-                f"{', '.join(map(str, blocks))} of {sum(blocks)} blocks along {axis}",
-                f"each device computes its own blocks; the state has room for {max(blocks)} on each",
-            )
-            for axis, blocks in found
-        ]
-
-    def _branches(self) -> list[Fact]:
-        groups = [group for record in self.records.values() for group in record.groups]
-        found = []
-        for axis in dict.fromkeys(group.axis for group in groups):
-            along = [group for group in groups if group.axis == axis]
-            most = max(len(group.branches) for group in along)
-            said = f"{most} along {axis}, in {several(len(along), 'stage')} of a node's computation"
-            way = "devices at one index compute one branch, and none of the others"
-            found.append(Fact("branches side by side", said, way))
+    def _uneven(self) -> list[Fact]:
+        """The kinds of devices and their shares of the state, where they differ."""
+        found, kinds = [], collections.Counter(device.kind.name for device in self.machine.devices)
+        if len(kinds) > 1:
+            way = "in one program: they may differ in speed, and not in what is compiled for them"
+            found.append(Fact("devices", ", ".join(f"{n} of {name}" for name, n in kinds.items()), way))
+        shares = dict.fromkeys((s.axis, s.blocks) for s in self.specs.values() if isinstance(s, UnevenSpec))
+        for axis, blocks in shares:
+            way = f"each device computes its own blocks; the state has room for {max(blocks)} on each"
+            found.append(Fact("shares", f"{', '.join(map(str, blocks))} of {sum(blocks)} blocks along {axis}", way))
         return found
 
-    def _host(self) -> list[Fact]:
+    def _branches(self) -> list[Fact]:
+        along: dict[str, list[int]] = collections.defaultdict(list)
+        for group in (group for record in self.records.values() for group in record.groups):
+            along[group.axis].append(len(group.branches))
+        way = "devices at one index compute one branch, and none of the others"
+        return [
+            Fact(
+                "branches side by side",
+                f"{max(n)} along {axis}, in {several(len(n), 'stage')} of a node's computation",
+                way,
+            )
+            for axis, n in along.items()
+        ]
+
+    def _on_host(self) -> str:
         parts = []
         if self.host:
-            parts.append(("of the state", several(len(self.host), "array"), "host"))
+            parts.append(f"{size(self.figures.host)} of the state, in {several(len(self.host), 'array')}")
         if self.offloaded:
-            parts.append(("of residuals", several(len(self.offloaded), "value"), "aside"))
+            parts.append(f"{size(self.figures.aside)} of residuals, in {several(len(self.offloaded), 'value')}")
         if self.far:
-            parts.append(("of pending sums", f"at most {self.far} of each", "far"))
-        if self.prediction is None:
-            return [Fact("on the host", ", ".join(f"{arrays} {what}" for what, arrays, _ in parts))][: len(parts)]
-        sizes = [f"{size(getattr(self.figures, name))} {what}, in {arrays}" for what, arrays, name in parts]
-        way = f"transfers to the device and back: {seconds(self.figures.transfer)} a step"
-        return [Fact("on the host", "; ".join(sizes), way)][: len(parts)]
+            parts.append(f"{size(self.figures.far)} of pending sums, in at most {self.far} of each")
+        return "; ".join(parts)
 
     def _beside(self) -> Table:
         def row(name: str, figures: Figures, strong: bool = False) -> tuple[Cell, ...]:
@@ -498,13 +447,13 @@ class Plan(Drawn, Bound):
         columns = (Column("plan"), *(Column(name, right=True) for name in names), Column("fits"), Column("by"))
         others = [row(name, figures) for name, figures in self.beside.items()]
         note = "for each device; exchange may run beside computation"
-        is_draft = self.figures.source == "draft"
-        spreads = self._spreads("draft" if is_draft else "estimated")
-        what = ("memory", "time" if is_draft else "computation")
-        said = [f"{name} {each[0]:g} to {each[-1]:g}" for name, each in zip(what, spreads, strict=True) if each]
-        if said:
-            times = "the draft's, compiled with few optimizations" if is_draft else "the estimate"
-            note += f"; as compiled, {' and '.join(said)} times {times}, of eight in ten programs"
+        source, what, times = "estimated", ("memory", "computation"), "the estimate"
+        if self.figures.source == "draft":
+            source, what = "draft", ("memory", "time")
+            times = "the draft's, compiled with few optimizations"
+        spreads = zip(what, self._spreads(source), strict=True)
+        if said := " and ".join(f"{name} {each[0]:g} to {each[-1]:g}" for name, each in spreads if each):
+            note += f"; as compiled, {said} times {times}, of eight in ten programs"
         return Table("beside others", columns, (row(f"this: {self.name}", self.figures, True), *others), note)
 
     def _state(self) -> list[Table]:
@@ -526,21 +475,18 @@ class Plan(Drawn, Bound):
     def _divisions(self) -> list[Table]:
         if not self.divisions:
             return []
-        inner = [name for name in self.mesh if name != NODES]
 
-        def part_name(part: str) -> str:
-            """One of `PARTS`: the name without the number of a branch."""
-            return part.split()[0]
+        def part_cell(part: str | None) -> Cell:
+            if part is None:
+                return Cell("whole", quiet=True)
+            hue, meaning = PARTS[part.split()[0]]  # without the number of a branch
+            return Cell(part, meaning, hue=hue)
 
         def row(each: DividedOperation) -> tuple[Cell, ...]:
-            parts = [each.axes.get(name) for name in inner]
             return (
                 Cell(each.operation, each.where),
-                Cell("nodes", "each computes its own nodes", hue=HUES["nodes"]),
-                *(
-                    Cell("whole", quiet=True) if p is None else Cell(p, PARTS[part_name(p)], hue=HUES[part_name(p)])
-                    for p in parts
-                ),
+                Cell("nodes", "each computes its own nodes", hue=NODES_HUE),
+                *(part_cell(each.axes.get(name)) for name in self.mesh if name != NODES),
                 Cell(each.cut),
                 Cell(str(each.count)),
                 Cell(short_source(each.where), each.where),
@@ -554,8 +500,8 @@ class Plan(Drawn, Bound):
             Column("times", right=True),
             Column("line", code=True),
         )
-        used = dict.fromkeys(part_name(part) for each in self.divisions for part in each.axes.values())
-        key = "; ".join(f"{part}: {PARTS[part]}" for part in PARTS if part in used)
+        used = dict.fromkeys(part.split()[0] for each in self.divisions for part in each.axes.values())
+        key = "; ".join(f"{part}: {meaning}" for part, (_, meaning) in PARTS.items() if part in used)
         note = f"products and convolutions of a node, and the dimension that each mesh axis divides; {key}"
         return [Table("operations by axes", columns, rows[:40], note.rstrip("; "), rest_of(rows, 40))]
 
@@ -610,15 +556,6 @@ DRAFT_MEMORY, DRAFT_TIME = (0.73, 0.92, 1.0), (0.41, 0.55, 0.85)
 
 SHOWN = 8
 """The most notes that are printed; the others are counted."""
-
-
-def shortened(notes: Sequence[str]) -> list[str]:
-    """The first few notes, and the number of the others.
-
-    >>> shortened(["a"] * 10)[-1]
-    'and 2 more: plan.notes'
-    """
-    return [*notes[:SHOWN], *[f"and {len(notes) - SHOWN} more: plan.notes"][: max(len(notes) - SHOWN, 0)]]
 
 
 def figures_source(figures: Figures) -> str:

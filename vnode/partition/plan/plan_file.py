@@ -3,18 +3,17 @@
 Knows JSON, plans, and which entries describe one. Must not know how a plan is found or carried out.
 
 A file holds the machine (as `Machine.save` writes it), the step's fingerprint, specs by name, the division of each
-pass, and the prediction. Reading a file analyses the step again, and refuses the file if the step is another. An
-earlier version's prediction is not read: today's model may predict other figures for the same layouts.
+pass, and the prediction. Reading a file analyses the step again, and refuses the file if the step is another. Files of
+other versions are refused: today's model may predict other figures for the same layouts.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -23,21 +22,18 @@ from jax.sharding import PartitionSpec
 from vnode import files
 from vnode.analysis.fingerprint import Fingerprint
 from vnode.errors import MachineError, PartitionError, layout_message
-from vnode.partition.accept import Exchange
+from vnode.partition.hlo import Collective
 from vnode.partition.machine import Machine
 from vnode.partition.machine.machine_file import machine_from_json as read_machine
 from vnode.partition.machine.machine_file import machine_to_json
 from vnode.partition.plan.divisions import DividedOperation
-from vnode.partition.plan.meshes import NODES
 from vnode.partition.plan.predict import Figures, Prediction
-from vnode.partition.plan.search_subject import Subject, check_args, on_nodes, subject_of, with_recomputation
-from vnode.partition.plan.step_layouts import patterns
+from vnode.partition.plan.search_subject import check_args, on_nodes, subject_of, with_recomputation
 from vnode.placement.trace_context import with_jit
 from vnode.placement.uneven_dimension import UnevenSpec
 from vnode.show.units import several
 from vnode.spmd.flow_record import RecordedFlow
 from vnode.step.pipeline import Options
-from vnode.step.uneven_state import share_of
 from vnode.step.virtual import VirtualStep
 from vnode.transform import lane_count
 
@@ -45,15 +41,7 @@ T = TypeVar("T")
 
 FORMAT = "vnode plan"
 VERSION = 6
-"""The file's version. 2 had no offloaded residuals, 3 neither options nor a checksum, 4 no uneven shares, 5 no compiled
-figures."""
-
-CHECKED = 4
-"""The first version whose files have the step's options, and a checksum."""
-
-PREDICTED = 2
-"""The first version whose predictions hold: 1 was for sums over nodes in a tree of two branches everywhere."""
-
+"""The file's version, the only one that is read."""
 
 WRITTEN = "plans are written by plan.save(path)"
 
@@ -68,7 +56,6 @@ def write_plan(plan: Any, path: str | os.PathLike[str]) -> None:
     Raises:
       PartitionError: it cannot be written.
     """
-    prediction = plan.prediction
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -84,7 +71,12 @@ def write_plan(plan: Any, path: str | os.PathLike[str]) -> None:
         "counts": list(plan.counts),
         "specs": {name: spec_to_json(spec) for name, spec in plan.specs.items()},
         "passes": [record.to_json() for record in plan.records.values()],
-        "prediction": None if prediction is None else prediction_to_json(prediction),
+        "prediction": {
+            "figures": dataclasses.asdict(plan.prediction.figures),
+            "exchanges": [dataclasses.asdict(each) for each in plan.prediction.exchanges],
+            "platform": plan.prediction.platform,
+            "turns": plan.prediction.iterations,
+        },
         "compiled": None if plan.compiled is None else dataclasses.asdict(plan.compiled),
         "notes": list(plan.notes),
         "beside": {name: dataclasses.asdict(figures) for name, figures in plan.beside.items()},
@@ -144,47 +136,11 @@ def spec_to_json(spec: PartitionSpec | UnevenSpec) -> Any:
     return [list(e) if isinstance(e, tuple) else e for e in spec]
 
 
-def spec_from_json(content: Any, mesh: Mapping[str, int]) -> PartitionSpec | UnevenSpec:
-    """The spec from the data of `spec_to_json`.
-
-    Raises:
-      ValueError, KeyError or TypeError: the data are not such, or have more or fewer counts than the mesh has indices.
-    """
-    if not isinstance(content, dict):
-        return PartitionSpec(*[tuple(map(str, e)) if isinstance(e, list) else e for e in content])
-    spec = UnevenSpec(content["dim"], content["axis"], tuple(content["counts"]))
-    if spec.axis == NODES or mesh.get(spec.axis) != len(spec.counts):
-        raise ValueError(f"{len(spec.counts)} counts along {spec.axis!r}, of the mesh {dict(mesh)}")
-    return spec
-
-
-def check_shares(subject: Subject, specs: Mapping[str, PartitionSpec | UnevenSpec]) -> None:
-    """Checks that uneven specs fit the lengths of their dimensions, all in the same proportions.
-
-    Raises:
-      ValueError: a spec does not fit.
-    """
-    share_of(patterns(specs))
-    for name, var in zip(subject.names, subject.inputs, strict=False):
-        spec, shape = None if name is None else specs.get(name), tuple(var.aval.shape)
-        if isinstance(spec, UnevenSpec) and (spec.dim >= len(shape) or shape[spec.dim] != spec.size):
-            raise ValueError(f"{name} of shape {shape} has no dimension {spec.dim} of {spec.counts}")
-
-
-def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
-    """The saved part of a prediction."""
-    return {
-        "figures": dataclasses.asdict(prediction.figures),
-        "exchanges": [dataclasses.asdict(each) for each in prediction.exchanges],
-        "platform": prediction.platform,
-        "turns": prediction.iterations,
-    }
-
-
-def prediction_from_json(content: Mapping[str, Any]) -> Prediction:
-    """The prediction from the data of `prediction_to_json`."""
-    exchanges = tuple(Exchange(**each) for each in content["exchanges"])
-    return Prediction(Figures(**content["figures"]), exchanges, str(content["platform"]), int(content["turns"]))
+def spec_from_json(content: Any) -> PartitionSpec | UnevenSpec:
+    """The spec from the data of `spec_to_json`."""
+    if isinstance(content, dict):
+        return UnevenSpec(content["dim"], content["axis"], tuple(content["counts"]))
+    return PartitionSpec(*[tuple(e) if isinstance(e, list) else e for e in content])
 
 
 @with_jit
@@ -194,49 +150,47 @@ def read_plan(
     """Reads a plan; `make` is `Plan`, and the other arguments are those of `Plan.load`."""
     check_args(args)
     text = files.read_text(path, PartitionError, [WRITTEN])
-    with damaged_plan_error(path):
+    try:
         content = json.loads(text)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"it is not a {FORMAT}")
-        if content.get("version") not in range(1, VERSION + 1):
-            raise ValueError(f"it is of version {content.get('version')!r}, and this library reads 1 to {VERSION}")
-        if content["version"] >= CHECKED and content.get("checksum") != checksum(content):
+        if content.get("version") != VERSION:
+            raise ValueError(
+                f"it is of version {content.get('version')!r}, and this library reads version {VERSION}: search again, "
+                "vnode.partition.search(...)"
+            )
+        if content["checksum"] != checksum(content):
             raise ValueError("it was changed after it was written: its checksum differs")
         fingerprint = Fingerprint.from_json(content["step"])
-        donated = {int(i) for i in content.get("donate_argnums", ())}
-        arguments = {str(name): str(said) for name, said in content.get("arguments", {}).items()}
-        nodes = int(content["virtual_nodes"])
-        before = content["options"] if content["version"] >= CHECKED else None
-        lanes = None if before is None else lane_count(before["lanes"], nodes)
-        mesh = {str(name): int(n) for name, n in content["mesh"].items()}
-        if NODES not in mesh or any(n < 1 for n in mesh.values()):
-            raise ValueError(f"mesh: {mesh}")
-        counts = tuple(int(n) for n in content["counts"])
-        if len(counts) != mesh[NODES] or sum(counts) != nodes or min(counts) < 0:
-            raise ValueError(f"counts: {counts} are not {nodes} nodes on {mesh[NODES]} rows")
-        machine = Machine(*read_machine(json.dumps(content["machine"])))
-        machine.mesh(mesh)
-        specs = {str(name): spec_from_json(spec, mesh) for name, spec in content["specs"].items()}
+        nodes, before, model = content["virtual_nodes"], content["options"], content["prediction"]
+        again, away = ([(k, j) for k, j in content[name]] for name in ("again", "away"))
         records = [RecordedFlow.from_json(each) for each in content["passes"]]
-        made = content["prediction"] if content["version"] >= PREDICTED else None
-        prediction = None if made is None else prediction_from_json(made)
-        beside = {} if made is None else {str(name): Figures(**each) for name, each in content["beside"].items()}
-        gap = None if made is None or content["gap"] is None else float(content["gap"])
-        divisions = tuple(DividedOperation(**each) for each in content["divisions"])
-        host = tuple(map(str, content.get("host", ())))
-        if not set(host) <= set(specs):
-            raise ValueError(f"host: {', '.join(sorted(set(host) - set(specs)))} is not a leaf of the state")
-        again, away = ([(int(k), int(j)) for k, j in content.get(name, ())] for name in ("again", "away"))
-        far = int(content.get("far", 0))
-        if not 0 <= far <= nodes:
-            raise ValueError(f"far: {far} is not a possible number of pending sums")
-        limit, name = int(content["limit"] if "limit" in content else content["memory"]), str(content["name"])
-        word = content.get("compiled")
-        compiled = None if made is None or word is None else Figures(**word)
-        notes = tuple(map(str, content.get("notes", ())))
+        exchanges = tuple(map(Collective.from_json, model["exchanges"]))
+        parts: dict[str, Any] = {
+            "machine": Machine(*read_machine(json.dumps(content["machine"]))),
+            "counts": tuple(content["counts"]),
+            "specs": {name: spec_from_json(spec) for name, spec in content["specs"].items()},
+            "records": {record.digest: record for record in records},
+            "prediction": Prediction(Figures(**model["figures"]), exchanges, model["platform"], model["turns"]),
+            "beside": {name: Figures(**each) for name, each in content["beside"].items()},
+            "divisions": tuple(DividedOperation(**each) for each in content["divisions"]),
+            "host": tuple(content["host"]),
+            "compiled": None if content["compiled"] is None else Figures(**content["compiled"]),
+            "notes": tuple(content["notes"]),
+            **{name: content[name] for name in ("limit", "name", "mesh", "gap", "far")},
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MachineError) as error:
+        said = f"no entry {error}" if isinstance(error, KeyError) else str(error)
+        raise PartitionError(
+            layout_message(
+                f"the plan in {os.fspath(path)} cannot be read.",
+                facts=[said or type(error).__name__],
+                remedies=[WRITTEN],
+            )
+        ) from error
     virtualized = isinstance(step, VirtualStep)
     if options.get("lanes") in (None, "auto") and not virtualized:
-        options = {**options, "lanes": lanes}
+        options = {**options, "lanes": lane_count(before["lanes"], nodes)}
     wanted = options.get("virtual_nodes", "auto")
     options = {name: value for name, value in options.items() if name != "virtual_nodes"}
     step = on_nodes(step, nodes if wanted == "auto" else wanted, options)
@@ -246,14 +200,15 @@ def read_plan(
     if step.options.virtual_nodes != nodes:
         facts, others = [f"virtual nodes then: {nodes}, now: {step.options.virtual_nodes}"], {"virtual_nodes": nodes}
     elif facts:  # with other arguments everything else differs, too
-        facts = (other_arguments(arguments, argument_types(subject.args)) if arguments else []) or facts
-    elif before is not None:
+        facts = other_arguments(content["arguments"], argument_types(subject.args)) or facts
+    else:
         now = saved_options(step.options)
         others = {name: before.get(name) for name in now if before.get(name) != now[name]}
         facts = [f"{name} then: {value}, now: {now[name]}" for name, value in others.items()]
-        if donated - {*step.spec.donate_argnums}:
-            facts.append(f"donate_argnums then: {sorted(donated)}, now: {sorted(step.spec.donate_argnums)}")
-            others["donate_argnums"] = tuple(sorted(donated))
+        donated = sorted(content["donate_argnums"])
+        if {*donated} - {*step.spec.donate_argnums}:
+            facts.append(f"donate_argnums then: {donated}, now: {sorted(step.spec.donate_argnums)}")
+            others["donate_argnums"] = tuple(donated)
     if facts:
         remedies = ["search a plan for this step", "or give the step and the shapes that it was made for"]
         if others:
@@ -263,32 +218,9 @@ def read_plan(
         raise PartitionError(
             layout_message(f"the plan in {os.fspath(path)} is for another step.", facts=facts[:12], remedies=remedies)
         )
-    with damaged_plan_error(path):
-        check_shares(subject, specs)
     if again or away:
-        try:
-            subject = subject_of(with_recomputation(step, again, away), args)
-        except PartitionError as error:
-            what = " and ".join(name for name, several in (("again", again), ("away", away)) if several)
-            raise PartitionError(f"the plan in {os.fspath(path)} is damaged: {what}: {error}") from error
-    plan: Any = make(
-        subject,
-        machine,
-        limit,
-        name,
-        mesh,
-        counts,
-        specs,
-        {record.digest: record for record in records},
-        prediction,
-        beside,
-        gap,
-        divisions,
-        host,
-        far,
-        compiled=compiled,
-        notes=notes,
-    )
+        subject = subject_of(with_recomputation(step, again, away), args)
+    plan: Any = make(subject, **parts)
     unknown = plan.unknown()
     if unknown:
         raise PartitionError(
@@ -302,33 +234,3 @@ def read_plan(
             )
         )
     return plan
-
-
-@contextlib.contextmanager
-def damaged_plan_error(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns errors of reading into a `PartitionError` that names the file.
-
-    Raises:
-      PartitionError: reading fails.
-    """
-    try:
-        yield
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-        MachineError,
-    ) as error:
-        said = f"no entry {error}" if isinstance(error, KeyError) else str(error)
-        raise PartitionError(
-            layout_message(
-                f"the plan in {os.fspath(path)} cannot be read.",
-                facts=[said or type(error).__name__],
-                remedies=[WRITTEN],
-            )
-        ) from error

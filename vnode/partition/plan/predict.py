@@ -19,13 +19,14 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from vnode.errors import Bound
-from vnode.partition.accept import Exchange, count_planned, sorted_exchanges
+from vnode.partition.accept import planned_collectives
 from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.collective_cost import Transfer
 from vnode.partition.cost.lower_to_device import DeviceProgram, device_program
 from vnode.partition.cost.program_memory import Level, levels_over_time
 from vnode.partition.cost.split_cost import program_cost
 from vnode.partition.cost.time_sources import Times
+from vnode.partition.hlo import Collective
 from vnode.partition.machine import Machine, MachineMesh
 from vnode.partition.plan.carry_sharding import shard_replicated_region
 from vnode.partition.plan.meshes import NODES
@@ -127,7 +128,7 @@ class Prediction(Bound):
     """
 
     figures: Figures
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[Collective, ...]
     platform: str
     iterations: int
     timeline: Timeline | None = None
@@ -220,7 +221,7 @@ def predict(
     )
     return Prediction(
         figures,
-        sorted_exchanges(count_planned((*cost.collectives, *cost.others))),
+        planned_collectives(cost),
         platform,
         iterations,
         cost.timeline,

@@ -30,8 +30,6 @@ MOST_NAMED = 3000
 MOST_COLORS = 12
 """The number of labels that have colours of their own: those that take the most time."""
 STYLE = (
-    "svg.timeline{font:12px system-ui,-apple-system,'Segoe UI',sans-serif;fill:currentColor;max-width:100%;height:auto}"
-    "svg.timeline .quiet{opacity:.65}svg.timeline .grid{stroke:currentColor;stroke-opacity:.16}"
     "svg.timeline .row{fill:currentColor;fill-opacity:.05}"
     "svg.timeline .critical{stroke:currentColor;stroke-width:2;stroke-opacity:.85;fill:none}"
 )
@@ -70,15 +68,30 @@ def draw(timeline: Timeline) -> str:
     legend, height = key(ranks, left, bottom + 22, inner)
     note = f'<text class="quiet" x="{left}" y="{height + 16}">{escape(rest)}</text>' if rest else ""
     height += 24 if rest else 4
-    facts = (
-        f"{duration(timeline.makespan)}: {several(len(graph), 'task')} on {several(len(graph.resources), 'resource')}"
+    count = f"{several(len(graph), 'task')} on {several(len(graph.resources), 'resource')}"
+    body = f"{axis(timeline.makespan, left, bottom, scale)}{''.join(rows)}{''.join(bars)}"
+    body += f'<path class="critical" d="{"".join(lines)}"/>{legend}{note}'
+    return picture("timeline", f"Timeline of {duration(timeline.makespan)}: {count}", height, STYLE, body)
+
+
+def picture(kind: str, title: str, height: int, style: str, body: str) -> str:
+    """A picture that is drawn in the text's colour and loads no other file.
+
+    Args:
+      kind: its class.
+      title: its title, as text.
+      height: pixels.
+      style: the styles of its own classes, beside ``quiet`` and ``grid``.
+      body: the elements in it.
+    """
+    usual = (
+        f"svg.{kind}{{font:12px system-ui,-apple-system,'Segoe UI',sans-serif;fill:currentColor;max-width:100%;"
+        f"height:auto}}svg.{kind} .quiet{{opacity:.65}}svg.{kind} .grid{{stroke:currentColor;stroke-opacity:.16}}"
     )
     return (
-        f'<svg class="timeline" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+        f'<svg class="{kind}" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
         f'height="{height}" style="min-width:{LEAST}px" role="img">'
-        f"<title>Timeline of {escape(facts)}</title><style>{STYLE}</style>"
-        f"{axis(timeline.makespan, left, bottom, scale)}{''.join(rows)}{''.join(bars)}"
-        f'<path class="critical" d="{"".join(lines)}"/>{legend}{note}</svg>'
+        f"<title>{escape(title)}</title><style>{usual}{style}</style>{body}</svg>"
     )
 
 
