@@ -11,12 +11,9 @@ from vnode.partition.searches.search_costs import CostModel, Estimate, of_machin
 from vnode.partition.searches.simulated_cost import Simulated
 from vnode.partition.searches.solution import Solution
 from vnode.partition.searches.tofu_bisection import bisection
-from vnode.partition.uneven_shares.accpar import Cut, SharedEdge, shared
-from vnode.partition.uneven_shares.carried_shares import CarriedOut, carried_out
-from vnode.partition.uneven_shares.unequal_groups import Group, between
+from vnode.partition.uneven_shares.accpar import Cut, Group, SharedEdge, between, shared
 
 __all__ = [
-    "CarriedOut",
     "CostModel",
     "Cut",
     "Edge",
@@ -30,7 +27,6 @@ __all__ = [
     "as_problem",
     "between",
     "bisection",
-    "carried_out",
     "exact",
     "exhaustive",
     "experts",
