@@ -33,6 +33,7 @@ from jax.extend.core import JaxprEqn
 from rich.console import Console
 
 from benchmarks.partition_models import MODELS
+from benchmarks.program_seconds import seconds_of
 from benchmarks.report import Sheet
 from vnode.analysis.program import Program, inline
 from vnode.errors import MemoryLimitError
@@ -54,7 +55,6 @@ from vnode.partition.searches import (
     exhaustive,
     experts,
     metropolis,
-    seconds_of,
     shared,
 )
 from vnode.partition.searches.search_costs import fetched

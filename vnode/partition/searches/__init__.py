@@ -4,10 +4,9 @@ from vnode.partition.searches.exact import exact
 from vnode.partition.searches.exhaustive import exhaustive
 from vnode.partition.searches.experts import experts
 from vnode.partition.searches.flexflow_walk import metropolis
-from vnode.partition.searches.flows import seconds_of
 from vnode.partition.searches.ilp_formulation import Search, as_problem
 from vnode.partition.searches.problem import Edge, Problem
-from vnode.partition.searches.search_costs import CostModel, Estimate, of_machine
+from vnode.partition.searches.search_costs import CostModel, Estimate
 from vnode.partition.searches.simulated_cost import Simulated
 from vnode.partition.searches.solution import Solution
 from vnode.partition.searches.tofu_bisection import bisection
@@ -31,7 +30,5 @@ __all__ = [
     "exhaustive",
     "experts",
     "metropolis",
-    "of_machine",
-    "seconds_of",
     "shared",
 ]
