@@ -92,6 +92,11 @@ class FullCost:
         self.chosen = self.last
 
 
+def walk_of(cost: Cost) -> Walk:
+    """A cost that is asked for one change after another."""
+    return cost if isinstance(cost, Walk) else FullCost(cost)
+
+
 def metropolis(
     problem: Problem,
     *,
@@ -135,7 +140,7 @@ def metropolis(
         raise SearchError("proposals, random_starts and beta must be 0 or more")
     rng = random.Random(seed)
     given = [problem.checked(each) for each in starts]
-    of: Walk = LocalCost(problem) if cost is None else cost if isinstance(cost, Walk) else FullCost(cost)
+    of = LocalCost(problem) if cost is None else walk_of(cost)
     cold = COLD * max(problem.operators, 1) if beta is None else beta
 
     def body(watch: Watch) -> str:

@@ -181,7 +181,10 @@ class _Counted:
     """A cost model with a given time of equations, and a given price of each part of the received bytes."""
 
     def __init__(self, compute: Timer, parts: Sequence[float]) -> None:
-        self.compute_time, self.parts = compute, parts
+        self.compute, self.parts = compute, parts
+
+    def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
+        return self.compute(eqn, choice)
 
     def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
         kinds = [RECEIVED[move.kind] for move in plan_resharding(start, end, shape, AXES, dtype) if move.kind != "cut"]
