@@ -194,7 +194,7 @@ class _Walk:
         self.without: frozenset[str] = frozenset()
 
     def all(self, flow: Flow, at: Path, times: float) -> None:
-        self.free |= flow.program.constants.keys()
+        self.free.update(flow.program.constants)
         self.flat.unsplit_axes.update(dict.fromkeys(flow.program.inputs, self.without))
         made = branch_locations(flow.program)
         for number, step in enumerate(flow.steps):
