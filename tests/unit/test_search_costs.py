@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from jax.extend.core import JaxprEqn
 
+from benchmarks.program_seconds import seconds_of
 from vnode.analysis.program import Program, inline
 from vnode.errors import PartitionError
 from vnode.operators import Monoid
 from vnode.partition.cost import Calibration, Roofline, Time, TimedOp, Times, program_cost
 from vnode.partition.cost.roofline import TRANSCENDENTAL
 from vnode.partition.machine import Kind, Machine
-from vnode.partition.searches.flows import seconds_of
-from vnode.partition.searches.search_costs import Estimate, fetched, of_machine
+from vnode.partition.searches.search_costs import Estimate, fetched
 from vnode.spmd.layout import Cut, Layout, replicated
 from vnode.spmd.op_sharding import FactorSharding, OpSharding
 from vnode.spmd.sharding_flow import RequestedSharding, follow
@@ -34,7 +34,7 @@ def traced(function: Callable[..., Any], *arguments: Any) -> Program:
 
 
 def test_a_product_takes_its_operations_or_its_bytes() -> None:
-    model = of_machine(MACHINE, MACHINE.mesh(AXES), Times((Roofline(launch=0, calibrated=False),)))
+    model = Estimate(MACHINE, MACHINE.mesh(AXES), Times((Roofline(launch=0, calibrated=False),)))
     for m, n in ((4096, 4096), (8, 8192)):
         program = traced(jnp.dot, jnp.zeros((m, n), jnp.bfloat16), jnp.zeros((n, n), jnp.bfloat16))
         rows = Layout((Cut(("y",), 1, m), None))
@@ -63,7 +63,7 @@ def test_times_of_kernels_are_asked_for_at_local_sizes() -> None:
             asked.append(piece)
             return Time(0.25, "measured")
 
-    model = of_machine(MACHINE, MACHINE.mesh(AXES), Times((Told(),)))
+    model = Estimate(MACHINE, MACHINE.mesh(AXES), Times((Told(),)))
     program = traced(lambda a, b: jnp.tanh(a @ b), jnp.zeros((64, 32)), jnp.zeros((32, 16)))
     flow = follow(program, [Layout((Cut(("y",), 1, 64), None)), replicated(2)], AXES)
     times = [model.compute_time(step.eqn, step.choice) for step in flow.steps * 2 if step.choice is not None]

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from tests.partition.search.problems import by_hand, problems
 from vnode.errors import MemoryLimitError, SearchError
 from vnode.partition.searches import Edge, Problem, Solution, bisection, exact, exhaustive, metropolis
-from vnode.partition.searches.diffusion import diffuse, least_more
 from vnode.partition.searches.elimination import Elimination
 from vnode.partition.searches.flexflow_walk import LocalCost
 
@@ -242,18 +241,3 @@ def test_a_spent_budget_leaves_a_bound() -> None:
 def test_nonsense_is_refused(make: Callable[[], object], says: str) -> None:
     with pytest.raises(SearchError, match=says):
         make()
-
-
-@settings(max_examples=60, deadline=None)
-@given(problem=problems(), seed=st.integers(0, 1000))
-def test_moving_times_changes_no_cost_and_gives_a_lower_bound(problem: Problem, seed: int) -> None:
-    bound, rest = diffuse(problem)
-    generator = np.random.default_rng(seed)
-    drawn = np.stack([generator.integers(0, n, 20) for n in problem.sizes], axis=1)
-    np.testing.assert_allclose(bound + rest.costs(drawn), problem.costs(drawn), rtol=1e-9, atol=1e-9)
-    every = np.stack(np.unravel_index(np.arange(math.prod(problem.sizes)), problem.sizes), axis=1)
-    costs = problem.costs(every)
-    assert bound <= costs.min() + 1e-9
-    for i, more in enumerate(least_more(rest)):
-        for s, each in enumerate(more):
-            assert bound + each <= costs[every[:, i] == s].min() + 1e-9

@@ -8,9 +8,10 @@ import jax
 import pytest
 
 from benchmarks.partition_models import MODELS
+from benchmarks.program_seconds import seconds_of
 from vnode.analysis.program import inline
 from vnode.partition.machine import Machine
-from vnode.partition.searches import as_problem, exact, experts, of_machine, seconds_of
+from vnode.partition.searches import Estimate, as_problem, exact, experts
 
 QUICK = ["alexnet", "lstm-4k", "transformer-scan"]
 """Looked at in every run; the others with VNODE_TEST_ALL."""
@@ -23,7 +24,7 @@ AXES = {"x": 2, "y": 2}
 def test_plans_of_models(name: str) -> None:
     model = MODELS[name]("small")
     jaxpr = jax.make_jaxpr(model.step)(model.state, model.batch)
-    cost = of_machine(Machine.tpu("v5e:2x2"), AXES)
+    cost = Estimate(Machine.tpu("v5e:2x2"), AXES)
     leaves = len(jax.tree.leaves(model.state))
     program = inline(jaxpr.jaxpr, jaxpr.consts)
     search = as_problem(program, AXES, cost, carried={i: i for i in range(leaves)})

@@ -15,8 +15,7 @@ from tests.partition.search.test_steps import STEPS
 from vnode.analysis.program import inline
 from vnode.partition.machine import Kind
 from vnode.partition.machine.known_kinds import kind_named
-from vnode.partition.uneven_shares.accpar import Cut, SharedEdge, balanced, shared
-from vnode.partition.uneven_shares.unequal_groups import Group, between
+from vnode.partition.uneven_shares.accpar import Cut, Group, SharedEdge, balanced, between, shared
 
 GRID = np.linspace(0, 1, 401)
 

@@ -10,7 +10,7 @@ import pytest
 from tests.partition.search.test_steps import once, possible
 from vnode.analysis.program import inline
 from vnode.partition.machine import Machine
-from vnode.partition.searches import as_problem, exact, exhaustive, metropolis, of_machine
+from vnode.partition.searches import Estimate, as_problem, exact, exhaustive, metropolis
 from vnode.partition.searches.simulated_cost import DEVICE, Simulated
 
 
@@ -68,7 +68,7 @@ def test_a_walk_on_the_simulated_cost_finds_the_best_of_all_and_polishes_the_exa
 
     jaxpr = jax.make_jaxpr(step)(jnp.zeros((512, 1024)), jnp.zeros((256, 512)))
     axes = {"x": 4}
-    model = of_machine(Machine.tpu("v5e:2x2"), axes)
+    model = Estimate(Machine.tpu("v5e:2x2"), axes)
     search = as_problem(inline(jaxpr.jaxpr, jaxpr.consts), axes, model, carried={0: 0})
     problem = search.problem
     assert 100 < np.prod(problem.sizes) < 5_000

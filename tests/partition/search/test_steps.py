@@ -20,13 +20,13 @@ from jax.sharding import Mesh
 
 from benchmarks.partition import DRAWN, plans, possible
 from benchmarks.partition_models.lstm import lstm
+from benchmarks.program_seconds import seconds_of
 from vnode.analysis.program import inline
 from vnode.errors import SearchError
 from vnode.operators import Algebra
 from vnode.partition.cost import device_program
 from vnode.partition.searches import exact
 from vnode.partition.searches.experts import experts
-from vnode.partition.searches.flows import seconds_of
 from vnode.partition.searches.ilp_formulation import Search, as_problem
 from vnode.spmd.layout import Axes, Layout
 from vnode.spmd.op_sharding import FactorSharding, OpSharding
@@ -463,21 +463,6 @@ def test_ties_shrink_the_problem_and_keep_its_costs() -> None:
     chosen = exact(tied.problem).strategies
     assert free.problem.cost(chosen[list(tied.groups)]) == pytest.approx(tied.problem.cost(chosen))
     assert exact(free.problem).cost <= exact(tied.problem).cost * (1 + 1e-9)
-
-
-def test_products_of_the_backward_pass_may_follow_the_forward_pass() -> None:
-    search, arguments, plain = searched("mlp", backward=True)
-    free, _, _ = searched("mlp")
-    assert search.problem.operators < free.problem.operators
-    products = {}
-    for place, cluster in enumerate(search.clusters):
-        node = search.flat.nodes[cluster.nodes[0]]
-        if node.eqn.primitive.name == "dot_general":
-            products.setdefault(search.groups[place], []).append(node.path)
-    assert sorted(map(len, products.values())) == [2, 3, 3]  # of the first layer nobody asks for the inputs' gradient
-    best = exact(search.problem)
-    assert best.cost >= exact(free.problem).cost * (1 - 1e-9)
-    assert_carried_out(search, best.strategies, arguments, plain)
 
 
 def test_a_loops_body_counts_as_often_as_it_turns() -> None:

@@ -30,7 +30,7 @@ from vnode.partition.plan.meshes import NODES, mesh_text, meshes
 from vnode.partition.plan.search_subject import Subject
 from vnode.partition.searches.methods import METHODS, Method
 
-GAP = 0.01
+GAP = 0.03
 """The search on one mesh may end with a solution that is above the best by this share."""
 
 TRIES = 4

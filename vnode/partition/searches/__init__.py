@@ -4,19 +4,15 @@ from vnode.partition.searches.exact import exact
 from vnode.partition.searches.exhaustive import exhaustive
 from vnode.partition.searches.experts import experts
 from vnode.partition.searches.flexflow_walk import metropolis
-from vnode.partition.searches.flows import seconds_of
 from vnode.partition.searches.ilp_formulation import Search, as_problem
 from vnode.partition.searches.problem import Edge, Problem
-from vnode.partition.searches.search_costs import CostModel, Estimate, of_machine
+from vnode.partition.searches.search_costs import CostModel, Estimate
 from vnode.partition.searches.simulated_cost import Simulated
 from vnode.partition.searches.solution import Solution
 from vnode.partition.searches.tofu_bisection import bisection
-from vnode.partition.uneven_shares.accpar import Cut, SharedEdge, shared
-from vnode.partition.uneven_shares.carried_shares import CarriedOut, carried_out
-from vnode.partition.uneven_shares.unequal_groups import Group, between
+from vnode.partition.uneven_shares.accpar import Cut, Group, SharedEdge, between, shared
 
 __all__ = [
-    "CarriedOut",
     "CostModel",
     "Cut",
     "Edge",
@@ -30,12 +26,9 @@ __all__ = [
     "as_problem",
     "between",
     "bisection",
-    "carried_out",
     "exact",
     "exhaustive",
     "experts",
     "metropolis",
-    "of_machine",
-    "seconds_of",
     "shared",
 ]

@@ -10,7 +10,7 @@ the values on both sides (a mean, a learning rate) joins nothing.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 
 from jax.extend.core import Var
 
@@ -71,8 +71,3 @@ def _siblings(program: FlatProgram, alone: list[bool]) -> list[tuple[int, int, i
         for other in numbers[1:]
         if program.nodes[numbers[0]].path[:-1] == program.nodes[other].path[:-1]
     ]
-
-
-def members(found: list[list[int]]) -> Mapping[int, int]:
-    """The number of each node's cluster."""
-    return {number: k for k, cluster in enumerate(found) for number in cluster}

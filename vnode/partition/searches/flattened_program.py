@@ -110,7 +110,7 @@ class UnionFind:
         self._parent[self.find(a)] = self.find(b)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class FlatProgram:
     """A program, its loops and branches included, as one list of equations.
 
@@ -131,18 +131,18 @@ class FlatProgram:
     """
 
     program: Program
-    nodes: tuple[Node, ...]
-    links: tuple[Link, ...]
-    names: UnionFind
-    free: frozenset[Var]
-    sums: frozenset[Var]
-    unified: Mapping[Var, Var]
-    read_whole: tuple[tuple[Var, float], ...]
-    ends: Mapping[Var, Atom]
-    uncut: Mapping[Var, int]
-    unsplit_axes: Mapping[Var, frozenset[str]]
-    branch_axis: Mapping[Var, str]
-    parts: tuple[LoopOrBranches, ...]
+    nodes: list[Node] = dataclasses.field(default_factory=list)
+    links: list[Link] = dataclasses.field(default_factory=list)
+    names: UnionFind = dataclasses.field(default_factory=UnionFind)
+    free: set[Var] = dataclasses.field(default_factory=set)
+    sums: set[Var] = dataclasses.field(default_factory=set)
+    unified: dict[Var, Var] = dataclasses.field(default_factory=dict)
+    read_whole: list[tuple[Var, float]] = dataclasses.field(default_factory=list)
+    ends: dict[Var, Atom] = dataclasses.field(default_factory=dict)
+    uncut: dict[Var, int] = dataclasses.field(default_factory=dict)
+    unsplit_axes: dict[Var, frozenset[str]] = dataclasses.field(default_factory=dict)
+    branch_axis: dict[Var, str] = dataclasses.field(default_factory=dict)
+    parts: list[LoopOrBranches] = dataclasses.field(default_factory=list)
 
     @functools.cached_property
     def constants_only(self) -> frozenset[Var]:
@@ -171,56 +171,31 @@ def flatten(program: Program, axes: Axes) -> FlatProgram:
       axes: the mesh's axes that are longer than one.
     """
     flow = follow(program, [replicated(len(getattr(var.aval, "shape", ()))) for var in program.inputs], axes)
-    walk = _Walk()
-    walk.all(flow, (), 1.0)
-    names = UnionFind()
-    for number, node in enumerate(walk.nodes):
-        _name(names, number, node)
-    for link in walk.links:
+    flat = FlatProgram(program)
+    _Walk(flat).all(flow, (), 1.0)
+    for number, node in enumerate(flat.nodes):
+        _name(flat.names, number, node)
+    for link in flat.links:
         skipped = max(link.dropped, 0)
         for d in range(skipped, len(link.source.aval.shape)):
-            names.join((link.source, d), (link.target, d - link.dropped))
-    for one, other in walk.same.items():
+            flat.names.join((link.source, d), (link.target, d - link.dropped))
+    for one, other in flat.unified.items():
         for d in range(len(getattr(one.aval, "shape", ()))):
-            names.join((one, d), (other, d))
-    return FlatProgram(
-        program,
-        tuple(walk.nodes),
-        tuple(walk.links),
-        names,
-        frozenset(walk.free),
-        frozenset(walk.sums),
-        walk.same,
-        tuple(walk.whole),
-        walk.ends,
-        walk.uncut,
-        walk.apart,
-        walk.beside,
-        tuple(walk.parts),
-    )
+            flat.names.join((one, d), (other, d))
+    return flat
 
 
 class _Walk:
-    """Goes through a program and its bodies; gathers what `FlatProgram` holds."""
+    """Goes through a program and its bodies, and fills a `FlatProgram`."""
 
-    def __init__(self) -> None:
-        self.nodes: list[Node] = []
-        self.links: list[Link] = []
-        self.free: set[Var] = set()
+    def __init__(self, flat: FlatProgram) -> None:
+        self.flat, self.free = flat, flat.free
         self.zero: set[Var] = set()
-        self.sums: set[Var] = set()
-        self.same: dict[Var, Var] = {}
-        self.whole: list[tuple[Var, float]] = []
-        self.ends: dict[Var, Atom] = {}
-        self.uncut: dict[Var, int] = {}
-        self.apart: dict[Var, frozenset[str]] = {}
-        self.beside: dict[Var, str] = {}
-        self.parts: list[LoopOrBranches] = []
         self.without: frozenset[str] = frozenset()
 
     def all(self, flow: Flow, at: Path, times: float) -> None:
-        self.free |= flow.program.constants.keys()
-        self.apart.update(dict.fromkeys(flow.program.inputs, self.without))
+        self.free.update(flow.program.constants)
+        self.flat.unsplit_axes.update(dict.fromkeys(flow.program.inputs, self.without))
         made = branch_locations(flow.program)
         for number, step in enumerate(flow.steps):
             path, eqn = (*at, number), step.eqn
@@ -235,8 +210,8 @@ class _Walk:
                 if moves and eqn.invars and all(self.is_zero(atom) for atom in eqn.invars):
                     self.zero.update(eqn.outvars)
             else:
-                self.nodes.append(Node(path, eqn, flow.program.describe(eqn), times, self.without))
-            self.apart.update(dict.fromkeys(eqn.outvars, self.without))
+                self.flat.nodes.append(Node(path, eqn, flow.program.describe(eqn), times, self.without))
+            self.flat.unsplit_axes.update(dict.fromkeys(eqn.outvars, self.without))
 
     def side_by_side(
         self, step: Step, branches: Branches, path: Path, times: float, made: Mapping[Var, tuple[str, int]]
@@ -248,14 +223,14 @@ class _Walk:
             for i, var in zip(reads, body.program.inputs, strict=True):
                 atom = eqn.invars[i]
                 if i in first:
-                    self.same[var] = first[i]
+                    self.flat.unified[var] = first[i]
                 elif self.is_free(atom):
                     self.free.add(var)
                 else:
                     first[i] = var
                     assert isinstance(atom, Var)
                     stays = axis if branches.reads_at(i, made.get(atom)) else None
-                    self.links.append(Link(atom, var, times, stays=stays))
+                    self.flat.links.append(Link(atom, var, times, stays=stays))
             self.all(body, (*path, k), times)
         self.without = before
         for body, makes in zip(step.bodies, branches.results, strict=True):
@@ -263,9 +238,9 @@ class _Walk:
                 assert isinstance(atom, Var)
                 if atom in self.free:
                     continue
-                self.links.append(Link(atom, eqn.outvars[j], times, leaves=axis))
+                self.flat.links.append(Link(atom, eqn.outvars[j], times, leaves=axis))
                 if monoid_of_one(atom.aval.dtype) is Monoid.SUM:
-                    self.beside[eqn.outvars[j]] = axis
+                    self.flat.branch_axis[eqn.outvars[j]] = axis
 
     def is_free(self, atom: Atom) -> bool:
         return isinstance(atom, Literal) or atom in self.free
@@ -278,50 +253,50 @@ class _Walk:
     def link(self, source: Atom, target: Var, times: float, dropped: int = 0, back: bool = False) -> None:
         if not self.is_free(source):
             assert isinstance(source, Var)
-            self.links.append(Link(source, target, times, dropped, back))
+            self.flat.links.append(Link(source, target, times, dropped, back))
 
     def region(self, step: Step, region: Region, path: Path, times: float) -> None:
-        eqn, turns, first, begins = step.eqn, times * region.run_count, dict[int, Var](), len(self.nodes)
+        eqn, turns, first, begins = step.eqn, times * region.run_count, dict[int, Var](), len(self.flat.nodes)
         choosers = [] if region.chooser is None else [eqn.invars[region.chooser]]
-        self.whole += [(a, times) for a in choosers if not isinstance(a, Literal) and a not in self.free]
+        self.flat.read_whole += [(a, times) for a in choosers if not isinstance(a, Literal) and a not in self.free]
         tested = [atom for body in step.bodies[: region.tests] for atom in body.program.outputs]
         stopping = max((len(atom.aval.shape) for atom in tested), default=0)
         for k, (body, inputs) in enumerate(zip(step.bodies, region.inputs, strict=True)):
             for i, var in zip(inputs, body.program.inputs, strict=False):
                 if i in first:
-                    self.same[var] = first[i]
+                    self.flat.unified[var] = first[i]
                     continue
                 first[i] = var
                 self.link(eqn.invars[i], var, times, int(i in region.scanned))
                 if i in region.carried:
-                    self.uncut[var] = stopping
+                    self.flat.uncut[var] = stopping
                     if region.stacks and self.is_zero(eqn.invars[i]) and only_added_to(body.program, var):
-                        self.sums.add(var)
+                        self.flat.sums.add(var)
             self.all(body, (*path, k), turns)
-        self.whole += [(a, turns) for a in tested if not isinstance(a, Literal) and a not in self.free]
+        self.flat.read_whole += [(a, turns) for a in tested if not isinstance(a, Literal) and a not in self.free]
         for body in step.bodies[region.tests :]:
             for j, (atom, result) in enumerate(zip(body.program.outputs, eqn.outvars, strict=True)):
                 if j < len(region.carried):
                     held = first[region.carried[j]]
                     self.link(atom, held, turns, back=True)
                     self.link(held, result, times)
-                    self.ends[result] = atom
+                    self.flat.ends[result] = atom
                 elif region.stacks:
-                    self.uncut[result] = 1
+                    self.flat.uncut[result] = 1
                     self.link(atom, result, turns, -1)
                 else:
                     self.link(atom, result, times)
         given = {i: atom for i, atom in enumerate(eqn.invars) if isinstance(atom, Var) and not self.is_free(atom)}
         part = LoopOrBranches(
             begins,
-            len(self.nodes) - 1,
+            len(self.flat.nodes) - 1,
             {var: given.get(i) for i, var in first.items()},
             frozenset(var for i, var in first.items() if i in region.scanned),
             frozenset(var for i, var in first.items() if i in region.carried),
             tuple(eqn.outvars),
             frozenset(eqn.outvars[len(region.carried) :] if region.stacks else ()),
         )
-        self.parts.append(part)
+        self.flat.parts.append(part)
 
 
 def only_added_to(program: Program, var: Var) -> bool:

@@ -11,14 +11,14 @@ found nothing better. Here `beta` counts shares of the start's cost, so it needs
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from vnode.errors import SearchError
-from vnode.partition.searches.descent import descend_to_limit, excess
-from vnode.partition.searches.problem import SLACK, Array, Cost, Problem
+from vnode.partition.searches.problem import SLACK, Array, Cost, Edge, Problem
 from vnode.partition.searches.solution import Solution, Watch, run_search
 
 COLD = 20.0
@@ -46,29 +46,26 @@ class LocalCost:
     """The problem's own cost: a change updates the terms of one operator and its edges."""
 
     def __init__(self, problem: Problem) -> None:
-        finite = [each[np.isfinite(each)].sum() for each in problem.seconds]
-        finite += [edge.seconds[np.isfinite(edge.seconds)].max(initial=0) for edge in problem.edges]
-        never = 1e3 * (sum(finite) + 1.0)  # costs more than any assignment, but finite
-        self.seconds = [np.where(np.isfinite(s), s, never) for s in problem.seconds]
-        self.near = [[(j, np.where(np.isfinite(m), m, never)) for j, m in each] for each in problem.neighbours]
+        tables = [*problem.seconds, *(edge.seconds for edge in problem.edges)]
+        never = 1e3 * (sum(each[np.isfinite(each)].sum() for each in tables) + 1.0)  # more than any assignment costs
+        finite = [np.where(np.isfinite(each), each, never) for each in tables]
+        moves = zip(problem.edges, finite[problem.operators :], strict=True)
+        edges = tuple(Edge(edge.start, edge.end, seconds) for edge, seconds in moves)
+        self.problem = Problem(tuple(finite[: problem.operators]), edges)
 
     def start(self, strategies: Array) -> float:
-        self.chosen = strategies.tolist()
-        self.total = sum(float(s[c]) for s, c in zip(self.seconds, self.chosen, strict=True))
-        pairs = ((m, i, j) for i, each in enumerate(self.near) for j, m in each if i < j)
-        self.total += sum(float(m[self.chosen[i], self.chosen[j]]) for m, i, j in pairs)
+        """See `Walk`."""
+        self.chosen, self.total = strategies.copy(), self.problem.cost(strategies)
         return self.total
 
     def changed(self, operator: int, strategy: int) -> float:
-        chosen, before = self.chosen, self.chosen[operator]
-        own = self.seconds[operator]
-        total = self.total + float(own[strategy]) - float(own[before])
-        for other, moved in self.near[operator]:
-            total += float(moved[strategy, chosen[other]]) - float(moved[before, chosen[other]])
-        self.last = operator, strategy, total
-        return total
+        """See `Walk`."""
+        times = self.problem.marginal(operator, self.chosen)
+        self.last = operator, strategy, self.total + float(times[strategy] - times[self.chosen[operator]])
+        return self.last[2]
 
     def take(self) -> None:
+        """See `Walk`."""
         operator, strategy, self.total = self.last
         self.chosen[operator] = strategy
 
@@ -80,15 +77,18 @@ class FullCost:
         self.cost = cost
 
     def start(self, strategies: Array) -> float:
+        """See `Walk`."""
         self.chosen = strategies.copy()
         return self.cost(self.chosen)
 
     def changed(self, operator: int, strategy: int) -> float:
+        """See `Walk`."""
         self.last = self.chosen.copy()
         self.last[operator] = strategy
         return self.cost(self.last)
 
     def take(self) -> None:
+        """See `Walk`."""
         self.chosen = self.last
 
 
@@ -138,17 +138,16 @@ def metropolis(
     """
     if proposals < 0 or random_starts < 0 or (beta is not None and not beta >= 0):
         raise SearchError("proposals, random_starts and beta must be 0 or more")
-    generator = np.random.default_rng(seed)
+    rng = random.Random(seed)
     given = [problem.checked(each) for each in starts]
-    of: Walk = LocalCost(problem) if cost is None else walk_of(cost)
+    of = LocalCost(problem) if cost is None else walk_of(cost)
     cold = COLD * max(problem.operators, 1) if beta is None else beta
 
     def body(watch: Watch) -> str:
-        drawn = [generator.integers(0, problem.sizes) for _ in range(random_starts)]
+        drawn = [np.array([rng.randrange(n) for n in problem.sizes], np.int64) for _ in range(random_starts)]
         for start in [*given, *drawn]:
-            if problem.bounded and not problem.fits(start):
-                start = descend_to_limit(problem, start)
-            if not walk_from(problem, of, start, cold, proposals, generator, watch):
+            walk_from(problem, of, start, cold, proposals, rng, watch)
+            if watch.left < 0:
                 return f"budget of {budget:g} s spent"
         return ""
 
@@ -157,46 +156,35 @@ def metropolis(
 
 
 def walk_from(
-    problem: Problem, of: Walk, start: Array, beta: float, proposals: int, generator: np.random.Generator, watch: Watch
-) -> bool:
-    """Runs one walk; returns whether it ended before the budget was spent."""
-    movable = np.flatnonzero(np.asarray(problem.sizes) > 1)
-    chosen, now = start.copy(), of.start(start)
-    unit = now if now > 0 else 1.0
-    used = problem.footprints(start[None])[0]
+    problem: Problem, of: Walk, start: Array, beta: float, proposals: int, rng: random.Random, watch: Watch
+) -> None:
+    """Walks from one start, and offers each assignment that is the best so far and fits."""
     limit = problem.limit * (1 + SLACK)
-    above = float(excess(used, limit)) if problem.bounded else 0.0
-    best, since = (now if not above else math.inf), 0
-    kept = chosen.copy()
-    if not above and problem.cost(chosen) < math.inf:
-        watch.offer(chosen, now)
-    for number in range(proposals if len(movable) else 0):
-        if number % 1024 == 0:
-            operators = movable[generator.integers(0, len(movable), 1024)].tolist()
-            draws, chances = generator.random(1024).tolist(), np.log1p(-generator.random(1024)).tolist()
-            watch.show()
-            if watch.left < 0:
-                break
-        i = operators[number % 1024]
-        before, n = int(chosen[i]), problem.sizes[i]
-        s = int(draws[number % 1024] * (n - 1))
-        s += s >= before  # skips the present strategy
-        watch.evaluations += 1
+
+    def excess(used: Array) -> float:
+        return float(np.maximum(used - limit, 0).sum())
+
+    movable = [i for i, n in enumerate(problem.sizes) if n > 1]
+    chosen, now = start.copy(), of.start(start)
+    unit = now if 0 < now < math.inf else 1.0
+    used = problem.footprints(start[None])[0]
+    above, best, since = excess(used), math.inf, 0
+    for _ in range(proposals + 1):
+        if not above and now < best:
+            best, since = now, 0
+            watch.offer(chosen)
         since += 1
-        after, more = used, 0.0
-        if problem.bounded:
-            after = used + problem.memory[i][:, s] - problem.memory[i][:, before]
-            more = float(excess(after, limit))
-            if more > above:
-                continue
+        if not movable or since > max(proposals // 2, 1) or watch.left < 0:
+            break
+        watch.show()
+        i = rng.choice(movable)
+        s = (chosen[i] + rng.randrange(1, problem.sizes[i])) % problem.sizes[i]  # never the present strategy
+        after = used + problem.memory[i][:, s] - problem.memory[i][:, chosen[i]]
+        more = excess(after)
+        if more > above:
+            continue
+        watch.evaluations += 1
         new = of.changed(i, s)
-        if more < above or new <= now or chances[number % 1024] < beta * (now - new) / unit:
+        if more < above or new <= now or rng.random() < math.exp(beta * (now - new) / unit):
             of.take()
             chosen[i], now, used, above = s, new, after, more
-            if not above and now < best:
-                best, since, kept = now, 0, chosen.copy()
-        if since > proposals // 2:
-            break
-    if best < math.inf and problem.cost(kept) < math.inf:
-        watch.offer(kept, of.start(kept))
-    return watch.left >= 0

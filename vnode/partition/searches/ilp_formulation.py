@@ -9,17 +9,19 @@ layouts, so that bringing the value into a layout is counted once for all its re
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jax.extend.core import Literal, Var
 
 from vnode.analysis.program import Program
 from vnode.errors import SearchError, layout_message
-from vnode.operators import Algebra, Monoid
-from vnode.partition.searches.coarsen import clusters, members
+from vnode.operators import Monoid
+from vnode.partition.searches.coarsen import clusters
 from vnode.partition.searches.flattened_program import FlatProgram, Link, flatten, readers
 from vnode.partition.searches.problem import Array, Edge, Problem
 from vnode.partition.searches.problem_memory import DecidedBy, points_of, spans_of
@@ -54,16 +56,19 @@ class Handover:
       start: the number of the cluster or value that it comes from; values are numbered after clusters.
       end: the number of the one that reads it; None for a result of the step.
       seconds: the time in a step, float64 ``[strategies of start, strategies of end]``.
-      after: the position of the node that computes it; None if `start` is a value.
-      before: the positions of the nodes that read it.
+      after: the position of the node that computes it, and the number of the result; None if `start` is a value.
+      before: the positions of the nodes that read it, each with the number of the operand.
+      why: equal for handovers of one kind: to a value, to readers, to the next step, or over a link that drops as many
+        dimensions.
       back: whether the next iteration, or the next step, reads it.
     """
 
     start: int
     end: int | None
     seconds: Array
-    after: int | None
-    before: tuple[int, ...] = ()
+    after: tuple[int, int] | None
+    before: tuple[tuple[int, int], ...] = ()
+    why: Hashable = "result"
     back: bool = False
 
 
@@ -148,7 +153,6 @@ def as_problem(
     carried: Mapping[int, int] | None = None,
     memory: float = math.inf,
     tied: bool = True,
-    backward: bool = False,
     fixed: Mapping[int, Layout] | None = None,
     together: Sequence[Sequence[int]] = (),
     donated: Collection[int] = (),
@@ -163,8 +167,6 @@ def as_problem(
         layout.
       memory: the bytes of each device.
       tied: whether equal clusters with equal neighbours share one strategy.
-      backward: whether products over the same named dimensions also share one: a forward product and its two backward
-        products. Element-wise equations share one in any case.
       fixed: fixed layouts of single inputs, by number.
       together: groups of inputs of one shape, by number, that get one layout.
       donated: the donated inputs, by number; their new values take their memory.
@@ -172,27 +174,38 @@ def as_problem(
     Returns:
       The problem, with the meaning of its strategies.
     """
-    return _Builder(program, axes, model, carried or {}, memory, tied, backward, fixed or {}, together, donated).build()
+    made = _Builder(program, axes, model, carried or {}, fixed or {}, together, donated)
+    made.hand_over()
+    edges = [Edge(each.start, each.end, each.seconds) for each in made.handed if each.end is not None]
+    problem = Problem(tuple(made.seconds), tuple(edges), tuple(made.live_bytes()), memory, tuple(made.names()))
+    groups = made.groups(tied)
+    return Search(
+        program,
+        axes,
+        made.flat,
+        made.clusters,
+        tuple(made.values),
+        problem.tied(groups),
+        tuple(groups),
+        made.carried,
+        tuple(made.handed),
+    )
 
 
 class _Builder:
+    """The operators of a problem, and what they hand to each other; arguments as for `as_problem`."""
+
     def __init__(
         self,
         program: Program,
         axes: Axes,
         model: CostModel,
         carried: Mapping[int, int],
-        memory: float,
-        tied: bool,
-        backward: bool,
         fixed: Mapping[int, Layout],
         together: Sequence[Sequence[int]],
         donated: Collection[int],
     ) -> None:
-        self.donated = donated
-        self.fixed = {program.inputs[i]: layout for i, layout in fixed.items()}
-        self.program, self.axes, self.model, self.carried = program, axes, model, carried
-        self.memory, self.tied, self.backward = memory, tied, backward
+        self.program, self.axes, self.model, self.carried, self.donated = program, axes, model, carried, donated
         self.flat = flatten(program, axes)
         self.same = dict(self.flat.unified)  # variables that have the layout of another
         for several in ([program.inputs[i] for i in each] for each in together):
@@ -200,7 +213,6 @@ class _Builder:
             self.same.update((var, first) for var in several if var is not first)
         self.strategies = Strategies(self.flat, axes, model)
         found = clusters(self.flat)
-        self.of = members(found)
         self.clusters = tuple(self.strategies.cluster(each) for each in found)
         self.place = {n: (k, p) for k, each in enumerate(found) for p, n in enumerate(each)}
         self.makers = {
@@ -216,113 +228,79 @@ class _Builder:
                 if var not in self.flat.free and self.makers.get(var, (-1,))[0] != k:
                     self.reads.setdefault(var, {}).setdefault(k, []).append((p, i))
         self.into: dict[Var, list[Link]] = {}  # by target
-        self.tables: dict[Hashable, Array] = {}  # of moves
-        self.out: dict[Var, int] = {}  # the number of links and outputs that hand a value on
         for link in self.flat.links:
             self.into.setdefault(link.target, []).append(link)
-            self.out[link.source] = self.out.get(link.source, 0) + 1
-        self.handed: dict[Var, list[int]] = {}  # the inputs that a value becomes in the next step
-        for var, _ in self.flat.read_whole:
-            self.out[var] = self.out.get(var, 0) + 1
-        for j, atom in enumerate(program.outputs):
-            if not isinstance(atom, Literal):
-                self.out[atom] = self.out.get(atom, 0) + 1
-                if j in self.carried:
-                    self.handed.setdefault(atom, []).append(self.carried[j])
+        outputs = [atom for atom in program.outputs if isinstance(atom, Var)]
+        leaves = [*(link.source for link in self.flat.links), *(var for var, _ in self.flat.read_whole), *outputs]
+        self.out = collections.Counter(leaves)  # how often a value is handed on, other than to an equation
+        self.tables: dict[Hashable, Array] = {}  # of moves
+        self.values = self.own_layouts({program.inputs[i]: layout for i, layout in fixed.items()})
+        self.number = {value.var: len(self.clusters) + k for k, value in enumerate(self.values)}
+        self.seconds = [np.array([s.seconds for s in c.strategies]) for c in self.clusters]
+        self.seconds += [np.zeros(len(value.layouts)) for value in self.values]
+        self.handed: list[Handover] = []
 
-    def build(self) -> Search:
-        values = self.values()
-        number = {value.var: len(self.clusters) + k for k, value in enumerate(values)}
-        seconds = [np.array([s.seconds for s in c.strategies]) for c in self.clusters]
-        seconds += [np.zeros(len(value.layouts)) for value in values]
+    def hand_over(self) -> None:
+        """Adds all handovers, and what the step's results and values that are read whole take."""
         for k, several in self.nowhere.items():
             asked = [any(layout.partial for layout in want) for want in self.operand_layouts(k, several)]
-            seconds[k] = np.where(asked, math.inf, seconds[k])
-        edges: list[Edge] = []
-        alike: list[list[tuple[int, Hashable]]] = [[] for _ in seconds]  # for each operator, the keys of its edges
-
-        handed: list[Handover] = []
-
-        def edge(a: int, b: int, moved: Array, out: Hashable, into: Hashable, back: bool = False) -> None:
-            edges.append(Edge(a, b, moved))
-            after = out[0] if isinstance(out, tuple) else None
-            before = tuple(dict.fromkeys(p for p, _ in into)) if isinstance(into, tuple) else ()
-            handed.append(Handover(a, b, moved, after, before, back))
-            alike[a].append((b, out))
-            alike[b].append((a, into))
-
-        for value in values:
-            at = number[value.var]
+            self.seconds[k] = np.where(asked, math.inf, self.seconds[k])
+        for value in self.values:
+            at = self.number[value.var]
             if value.var in self.makers:
                 k, p, j = self.makers[value.var]
                 moved = self.table(self.result_layouts(k, p, j), value.layouts, value.var, self.times(k, p))
-                edge(k, at, moved, (p, j), "made")
-            for each in self.into.get(value.var, ()):
-                self.link(edge, number, at, value, each)
+                self.handed.append(Handover(k, at, moved, (p, j), (), "made"))
+            for link in self.into.get(value.var, ()):
+                if (origin := self.origin(link.source)) is not None:
+                    start, starts, after = origin
+                    moved = self.table(self.by_branches(starts, link), ends_of(link, value), link.source, link.times)
+                    self.handed.append(Handover(start, at, moved, after, (), link.dropped, link.back))
         for var, by in self.reads.items():
+            if (origin := self.origin(var)) is None:
+                continue
+            start, starts, after = origin
             for k, several in by.items():
-                wants = self.operand_layouts(k, several)
                 times = max(self.times(k, p) for p, _ in several)
-                if var in number:
-                    layouts = values[number[var] - len(self.clusters)].layouts
-                    edge(number[var], k, self.table(layouts, wants, var, times), "read", tuple(several))
-                elif var in self.makers:
-                    m, p, j = self.makers[var]
-                    edge(m, k, self.table(self.result_layouts(m, p, j), wants, var, times), (p, j), tuple(several))
-        for var, inputs in self.handed.items():
-            for i in inputs:
-                target = number.get(self.program.inputs[i])
-                if target is None or var is self.program.inputs[i]:
-                    continue
-                layouts = values[target - len(self.clusters)].layouts
-                if var in self.makers:
-                    m, p, j = self.makers[var]
-                    edge(
-                        m,
-                        target,
-                        self.table(self.result_layouts(m, p, j), layouts, var, 1.0),
-                        (p, j, "next"),
-                        "next",
-                        True,
-                    )
-                elif var in number:
-                    own = values[number[var] - len(self.clusters)].layouts
-                    edge(number[var], target, self.table(own, layouts, var, 1.0), "becomes", "next", True)
+                moved = self.table(starts, self.operand_layouts(k, several), var, times)
+                self.handed.append(Handover(start, k, moved, after, tuple(several), "read"))
         for j, atom in enumerate(self.program.outputs):
-            if not isinstance(atom, Literal) and j not in self.carried and atom in self.makers:
-                m, p, r = self.makers[atom]
-                made = self.result_layouts(m, p, r)
-                leave = np.array([self.strategies.move(x, x.without_partial, atom) for x in made])
-                seconds[m] = seconds[m] + leave
-                handed.append(Handover(m, None, leave[:, None], p))
+            if isinstance(atom, Literal) or (origin := self.origin(atom)) is None:
+                continue
+            start, starts, after = origin
+            if j in self.carried:
+                target = self.program.inputs[self.carried[j]]
+                if target is not atom:
+                    at = self.number[target]
+                    moved = self.table(starts, self.values[at - len(self.clusters)].layouts, atom, 1.0)
+                    self.handed.append(Handover(start, at, moved, after, (), "next", True))
+            elif atom in self.makers:
+                k, p, r = self.makers[atom]
+                made = self.result_layouts(k, p, r)
+                self.leave(k, [[self.strategies.move(x, x.without_partial, atom)] for x in made], (p, r))
         for var, times in self.flat.read_whole:
-            whole = [replicated(len(var.aval.shape))]
-            if var in number:
-                at = number[var]
-                layouts = values[at - len(self.clusters)].layouts
-                moved = self.table(layouts, whole, var, times)
-                seconds[at] = seconds[at] + moved[:, 0]
-                handed.append(Handover(at, None, moved, None))
-            elif var in self.makers:
-                m, p, r = self.makers[var]
-                moved = self.table(self.result_layouts(m, p, r), whole, var, times)
-                seconds[m] = seconds[m] + moved[:, 0]
-                handed.append(Handover(m, None, moved, p))
-        problem = Problem(
-            tuple(seconds), tuple(edges), tuple(self.live_bytes(values)), self.memory, tuple(self.names(values))
-        )
-        groups = self.groups(values, alike)
-        return Search(
-            self.program,
-            self.axes,
-            self.flat,
-            self.clusters,
-            tuple(values),
-            problem.tied(groups),
-            tuple(groups),
-            self.carried,
-            tuple(handed),
-        )
+            if (origin := self.origin(var)) is not None:
+                start, starts, after = origin
+                self.leave(start, self.table(starts, [replicated(len(var.aval.shape))], var, times), after)
+
+    def origin(self, var: Var) -> tuple[int, Sequence[Layout], tuple[int, int] | None] | None:
+        """Where readers get a value: the number, the layouts by strategy, and the node's position and result.
+
+        None if the value is computed from constants.
+        """
+        if var in self.number:
+            at = self.number[var]
+            return at, self.values[at - len(self.clusters)].layouts, None
+        if var in self.makers:
+            k, p, j = self.makers[var]
+            return k, self.result_layouts(k, p, j), (p, j)
+        return None
+
+    def leave(self, start: int, seconds: Any, after: tuple[int, int] | None) -> None:
+        """Adds the seconds of a move that no other operator decides about."""
+        moved = np.array(seconds)
+        self.seconds[start] = self.seconds[start] + moved[:, 0]
+        self.handed.append(Handover(start, None, moved, after))
 
     def times(self, cluster: int, position: int) -> float:
         return self.flat.nodes[self.clusters[cluster].nodes[position]].times
@@ -355,31 +333,6 @@ class _Builder:
             self.tables[key] = small[np.ix_([row[x] for x in starts], [column[x] for x in ends])]
         return times * self.tables[key]
 
-    def link(
-        self,
-        edge: Callable[[int, int, Array, Hashable, Hashable, bool], None],
-        number: Mapping[Var, int],
-        at: int,
-        value: Value,
-        link: Link,
-    ) -> None:
-        """Adds the edge of a link. A scanned or stacked value is whole along the dimension of iterations."""
-        source, times, dropped, back = link.source, link.times, link.dropped, link.back
-        ends = value.layouts
-        if dropped > 0:
-            ends = tuple(Layout((None, *layout.dims)) for layout in ends)
-        if dropped < 0:  # every iteration moves a slice of the stack
-            ends = tuple(Layout(layout.dims[1:]) for layout in ends)
-        if source in number:
-            starts = self._values[number[source] - len(self.clusters)].layouts
-            maker, out = number[source], "handed"
-        elif source in self.makers:
-            maker, p, j = self.makers[source]
-            starts, out = self.result_layouts(maker, p, j), (p, j, dropped)
-        else:
-            return
-        edge(maker, at, self.table(self.by_branches(starts, link), ends, source, times), out, dropped, back)
-
     def by_branches(self, starts: Sequence[Layout], link: Link) -> Sequence[Layout]:
         """The layouts of a value that leaves a branch, or that a branch reads where it is."""
         if link.stays is not None:
@@ -390,30 +343,25 @@ class _Builder:
         several = [(x, sorted((*x.partial, one), key=lambda piece: order.index(piece[0]))) for x in starts]
         return [Layout(layout.dims, tuple(pieces)) for layout, pieces in several]
 
-    def values(self) -> list[Value]:
-        """The values that have a layout of their own."""
+    def own_layouts(self, fixed: Mapping[Var, Layout]) -> list[Value]:
+        """The values that have a layout of their own; those of `fixed` have one choice."""
         found: list[Value] = []
-        inputs = set(self.program.inputs)
-        same = self.same
-        everything = dict.fromkeys([*self.program.inputs, *self.into, *same.values(), *same, *self.reads])
+        handed = {*self.program.inputs, *self.into, *self.same.values(), *self.same}
+        everything = dict.fromkeys([*self.program.inputs, *self.into, *self.same.values(), *self.same, *self.reads])
         for var in everything:
-            stands = len(self.reads.get(var, ())) + self.out.get(var, 0)
-            handed = var in inputs or var in self.into or var in same or var in same.values()
-            if not (handed or stands > 1):
-                continue
-            layouts: dict[Layout, None] = {}
-            if var in self.fixed:
-                layouts[self.fixed[var]] = None
-            elif handed:
-                layouts.update(dict.fromkeys(self.possible_layouts(same.get(var, var))))
-            else:
-                layouts[replicated(len(var.aval.shape))] = None
+            if var in fixed:
+                layouts = [fixed[var]]
+            elif var in handed:
+                layouts = self.possible_layouts(self.same.get(var, var))
+            elif len(self.reads[var]) + self.out[var] > 1:
+                layouts = [replicated(len(var.aval.shape))]
                 if var in self.makers:
-                    layouts.update(dict.fromkeys(x.without_partial for x in self.result_layouts(*self.makers[var])))
-                for k, several in self.reads.get(var, {}).items():
-                    layouts.update(dict.fromkeys(x for want in self.operand_layouts(k, several) for x in want))
-            found.append(Value(var, tuple(layouts)))
-        self._values = found
+                    layouts += [x.without_partial for x in self.result_layouts(*self.makers[var])]
+                for k, several in self.reads[var].items():
+                    layouts += [x for want in self.operand_layouts(k, several) for x in want]
+            else:
+                continue
+            found.append(Value(var, tuple(dict.fromkeys(layouts))))
         return found
 
     def possible_layouts(self, var: Var) -> list[Layout]:
@@ -437,17 +385,16 @@ class _Builder:
             found += [Layout(x.dims, ((beside, Monoid.SUM),)) for x in found if beside not in x.cut_axes]
         return found
 
-    def live_bytes(self, values: Sequence[Value]) -> list[Array]:
+    def live_bytes(self) -> list[Array]:
         """Bytes at each point for each strategy: arguments, values between clusters, and operands of loops."""
         makers = {var: self.clusters[k].nodes[p] for var, (k, p, _) in self.makers.items()}
         crossing = {var: n for var, n in makers.items() if var in self.reads or var in self.out}
-        number = {value.var: len(self.clusters) + k for k, value in enumerate(values)}
-        outputs = self.program.outputs
+        number, outputs = self.number, self.program.outputs
         replaced = {atom for j, i in self.carried.items() if i in self.donated and isinstance(atom := outputs[j], Var)}
         spans = [span for span in spans_of(self.flat, crossing, replaced) if span.var in crossing or span.var in number]
         points = points_of(spans, max(len(self.flat.nodes), 1))
         held = [np.zeros((len(points), len(c.strategies))) for c in self.clusters]
-        held += [np.zeros((len(points), len(value.layouts))) for value in values]
+        held += [np.zeros((len(points), len(value.layouts))) for value in self.values]
         memo: dict[Hashable, float] = {}
 
         def bytes_in(layout: Layout, var: Var) -> float:
@@ -458,7 +405,7 @@ class _Builder:
 
         def bytes_of(var: Var) -> Array:
             """Bytes of a value for each strategy of the cluster or value that decides about it."""
-            own = () if var in crossing else values[number[var] - len(self.clusters)].layouts
+            own = () if var in crossing else self.values[number[var] - len(self.clusters)].layouts
             return np.array([bytes_in(layout, var) for layout in own or self.result_layouts(*self.makers[var])])
 
         copies: dict[tuple[DecidedBy, Var | None], int] = {}
@@ -486,57 +433,48 @@ class _Builder:
                 held[number[var]] += bytes_of(var)
         return held
 
-    def names(self, values: Sequence[Value]) -> list[str]:
-        main = [max(c.nodes, key=lambda n: self.work(n)) for c in self.clusters]
-        return [self.flat.nodes[n].eqn.primitive.name for n in main] + [
-            value.var.aval.str_short(short_dtypes=True) for value in values
-        ]
+    def names(self) -> list[str]:
+        """Names for people: the primitive with most operations of each cluster, and the type of each value."""
 
-    def work(self, node: int) -> float:
-        d = self.flat.nodes[node].description
-        return 0.0 if d is None else d.flops
+        def work(n: int) -> float:
+            d = self.flat.nodes[n].description
+            return 0.0 if d is None else d.flops
 
-    def groups(self, values: Sequence[Value], alike: Sequence[Sequence[tuple[int, Hashable]]]) -> list[int]:
-        """The operator of each cluster and value; equal ones with equal neighbours share an operator.
+        main = [self.flat.nodes[max(c.nodes, key=work)].eqn.primitive.name for c in self.clusters]
+        return main + [value.var.aval.str_short(short_dtypes=True) for value in self.values]
+
+    def groups(self, tied: bool) -> list[int]:
+        """The operator of each cluster and value; equal ones with equal neighbours share an operator if `tied`.
 
         Source: Weisfeiler and Leman's refinement (1968).
         """
-        same = [self.same.get(value.var, value.var) for value in values]
-        joined = numbered([*(self.product(k) for k in range(len(self.clusters))), *same])
-        if not self.tied:
+        joined = numbered([*[None] * len(self.clusters), *(self.same.get(v.var, v.var) for v in self.values)])
+        if not tied:
             return joined
         inputs = set(self.program.inputs)
         own: list[list[Hashable]] = [[] for _ in range(max(joined, default=-1) + 1)]
         near: list[list[tuple[int, Hashable]]] = [[] for _ in own]
-        for place, operator in enumerate(joined):
-            what: Hashable
-            if place < len(self.clusters):
-                what = "cluster", self.clusters[place].shape
-            else:
-                value = values[place - len(self.clusters)]
-                what = value.var.aval.shape, str(value.var.aval.dtype), value.layouts, value.var in inputs
-            own[operator].append(what)
-            near[operator] += [(joined[b], edge) for b, edge in alike[place]]
-        labels = numbered([frozenset((each, several.count(each)) for each in several) for several in own])
+        for operator, cluster in zip(joined, self.clusters, strict=False):
+            own[operator].append(cluster.shape)
+        for operator, value in zip(joined[len(self.clusters) :], self.values, strict=True):
+            aval = value.var.aval
+            own[operator].append((aval.shape, str(aval.dtype), value.layouts, value.var in inputs))
+        for each in self.handed:
+            if each.end is not None:
+                near[joined[each.start]].append((joined[each.end], (each.after, each.why)))
+                near[joined[each.end]].append((joined[each.start], (each.before, each.why)))
+        labels = numbered([frozenset(collections.Counter(several).items()) for several in own])
         for _ in range(ROUNDS):
-            labels = numbered(
-                [
-                    (label, frozenset((labels[b], edge) for b, edge in each))
-                    for label, each in zip(labels, near, strict=True)
-                ]
-            )
+            around = [frozenset((labels[b], edge) for b, edge in each) for each in near]
+            labels = numbered([*zip(labels, around, strict=True)])
         return [labels[operator] for operator in joined]
 
-    def product(self, cluster: int) -> Hashable:
-        """The key of products that share a strategy; None for single ones."""
-        c = self.clusters[cluster]
-        node = self.flat.nodes[c.nodes[0]]
-        if not self.backward or len(c.nodes) > 1 or node.description is None:
-            return None
-        names = {name for each in c.dimensions for name in each} - {None}
-        distinct = len(c.dimensions) == (len(names) + 1) ** len(self.axes)
-        contracts = node.description.has(Algebra.CONTRACTS)
-        return (frozenset(names), node.times) if distinct and contracts else None
+
+def ends_of(link: Link, value: Value) -> Sequence[Layout]:
+    """The layouts of a link's source for each layout of its target; iterations' slices are whole along the stack."""
+    if link.dropped > 0:
+        return [Layout((None, *layout.dims)) for layout in value.layouts]
+    return [Layout(layout.dims[1:]) for layout in value.layouts] if link.dropped < 0 else value.layouts
 
 
 def numbered(labels: Sequence[Hashable]) -> list[int]:

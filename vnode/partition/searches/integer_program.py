@@ -13,14 +13,14 @@ import concurrent.futures
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import scipy.optimize
 import scipy.sparse
 
-from vnode.partition.searches.problem import Array, Problem
+from vnode.partition.searches.problem import Array, Edge, Problem
 from vnode.threads import background
 
 SCALE = 1e4
@@ -58,83 +58,63 @@ def least_time(problem: Problem, scale: float, gap: float, seconds: float, pause
       seconds: the time after which the solver ends.
       pause: called now and then while the solver runs; may raise.
     """
-    first = np.cumsum([0, *problem.sizes])
-    times = [np.concatenate(problem.seconds)]
-    rows, columns, signs, width, height = [], [], [], int(first[-1]), 0
-    for edge in problem.edges:
-        a, b = np.nonzero(np.isfinite(edge.seconds))
-        number = width + np.arange(len(a))
-        for own, operator in ((a, edge.start), (b, edge.end)):
-            n = problem.sizes[operator]
-            rows += [height + own, height + np.arange(n)]
-            columns += [number, first[operator] + np.arange(n)]
-            signs += [np.ones(len(a)), -np.ones(n)]
-            height += n
-        times.append(edge.seconds[a, b])
-        width += len(a)
-    constraints = []
-    if height:
-        ties = scipy.sparse.csr_array(
-            (np.concatenate(signs), (np.concatenate(rows), np.concatenate(columns))), (height, width)
-        )
-        constraints.append(scipy.optimize.LinearConstraint(ties, 0, 0))
-    constraints.append(scipy.optimize.LinearConstraint(one_strategy_rows(problem, width), 1, 1))
-    over = problem.most > problem.limit
-    if over.any():
-        unit = SCALE / problem.limit if problem.limit else 1.0
-        held = scipy.sparse.csr_array(np.concatenate(problem.memory, axis=1)[over] * unit)
-        held = scipy.sparse.hstack([held, scipy.sparse.csr_array((int(over.sum()), width - sum(problem.sizes)))])
-        constraints.append(scipy.optimize.LinearConstraint(held, -np.inf, problem.limit * unit))
-    cost = np.concatenate(times)
-    unit = SCALE / scale if scale > 0 else 1.0
-    upper = np.isfinite(cost).astype(float)
-    whole = np.zeros(width)
-    whole[: first[-1]] = 1
-    return solve(problem, np.where(upper > 0, cost, 0) * unit, whole, upper, constraints, gap, seconds, pause, 1 / unit)
+    return least(problem, problem.edges, problem.limit, SCALE / scale if scale > 0 else 1.0, gap, seconds, pause)
 
 
 def least_memory(problem: Problem, seconds: float, pause: Callable[[], None]) -> Solved:
     """The assignment of smallest footprint among those of finite cost; arguments as for `least_time`."""
-    total = sum(problem.sizes)
-    first = np.cumsum([0, *problem.sizes])
-    unit = SCALE / problem.limit if problem.limit else 1.0
-    held = np.concatenate(problem.memory, axis=1) * unit
-    most = scipy.sparse.hstack([scipy.sparse.csr_array(held), -np.ones((len(held), 1))])
-    constraints = [
-        scipy.optimize.LinearConstraint(one_strategy_rows(problem, total + 1), 1, 1),
-        scipy.optimize.LinearConstraint(most, -np.inf, 0),
-    ]
-    for edge in problem.edges:
-        never = ~np.isfinite(edge.seconds)
-        for s in np.flatnonzero(never.any(axis=1)):  # a strategy that is impossible, alone or with another
-            row = np.zeros(total + 1)
-            row[first[edge.start] + s] = 1
-            row[first[edge.end] + np.flatnonzero(never[s])] = 1
-            constraints.append(scipy.optimize.LinearConstraint(row, -np.inf, 1))
-    upper = np.append(np.isfinite(np.concatenate(problem.seconds)).astype(float), np.inf)
-    cost, whole = np.append(np.zeros(total), 1.0), np.append(np.ones(total), 0.0)
-    return solve(problem, cost, whole, upper, constraints, 1e-6, seconds, pause, 1 / unit)
+    binding = [edge for edge in problem.edges if not np.isfinite(edge.seconds).all()]
+    return least(problem, binding, math.inf, 0.0, 1e-6, seconds, pause)
 
 
-def one_strategy_rows(problem: Problem, width: int) -> Any:
-    """The rows that say that each operator has one strategy."""
-    total = sum(problem.sizes)
-    owner = np.repeat(np.arange(problem.operators), problem.sizes)
-    return scipy.sparse.csr_array((np.ones(total), (owner, np.arange(total))), (problem.operators, width))
-
-
-def solve(
+def least(
     problem: Problem,
-    cost: Array,
-    whole: Array,
-    upper: Array,
-    constraints: list[Any],
+    edges: Sequence[Edge],
+    limit: float,
+    unit: float,
     gap: float,
     seconds: float,
     pause: Callable[[], None],
-    unit: float,
 ) -> Solved:
-    """Solves a program."""
+    """The assignment of least cost.
+
+    Args:
+      problem: the problem.
+      edges: the edges that count.
+      limit: the most bytes that there may be at any point.
+      unit: the factor that scales costs; with 0 the footprint is the cost.
+      gap: the relative gap at which the solver ends.
+      seconds: the time after which the solver ends.
+      pause: called now and then while the solver runs; may raise.
+    """
+    first = np.cumsum([0, *problem.sizes])
+    total = width = int(first[-1])
+    owner = np.repeat(np.arange(problem.operators), problem.sizes)
+    times, rows, columns, signs, height = [np.concatenate(problem.seconds)], [], [], [], 0
+    for edge in edges:  # the pairs of a strategy sum to its own variable
+        a, b = np.nonzero(np.isfinite(edge.seconds))
+        for own, operator in ((a, edge.start), (b, edge.end)):
+            n = problem.sizes[operator]
+            rows += [height + own, height + np.arange(n)]
+            columns += [width + np.arange(len(a)), first[operator] + np.arange(n)]
+            signs += [np.ones(len(a)), -np.ones(n)]
+            height += n
+        times.append(edge.seconds[a, b])
+        width += len(a)
+    byte = SCALE / problem.limit if 0 < problem.limit < math.inf else 1.0
+    held = np.concatenate(problem.memory, axis=1)[problem.most > (limit if unit else -1)] * byte
+    once = scipy.sparse.csr_array((np.ones(total), (owner, np.arange(total))), (problem.operators, width + 1))
+    beside = scipy.sparse.csr_array((len(held), width - total))  # the last variable is the footprint
+    held = scipy.sparse.hstack([scipy.sparse.csr_array(held), beside, -np.ones((len(held), 1))])
+    constraints = [scipy.optimize.LinearConstraint(once, 1, 1), scipy.optimize.LinearConstraint(held, -np.inf, 0)]
+    if height:
+        entries = np.concatenate(signs), (np.concatenate(rows), np.concatenate(columns))
+        ties = scipy.sparse.csr_array(entries, (height, width + 1))
+        constraints.append(scipy.optimize.LinearConstraint(ties, 0, 0))
+    cost = np.concatenate(times)
+    upper = np.append(np.isfinite(cost).astype(float), limit * byte)
+    cost = np.append(np.where(np.isfinite(cost), cost, 0) * unit, 0.0 if unit else 1.0)
+    whole = np.append(np.ones(total), np.zeros(width + 1 - total))
     options: dict[str, Any] = {"mip_rel_gap": gap}
     if math.isfinite(seconds):
         options["time_limit"] = max(seconds, POLL)
@@ -143,10 +123,9 @@ def solve(
     if result.status == 2:
         return Solved(None, math.inf)
     bound = getattr(result, "mip_dual_bound", None)
-    bound = bound * unit if bound is not None and math.isfinite(bound) else 0.0
+    bound = bound / (unit or byte) if bound is not None and math.isfinite(bound) else 0.0
     if result.x is None:
         return Solved(None, bound)
-    first = np.cumsum([0, *problem.sizes])
     chosen = np.array([result.x[a:b].argmax() for a, b in itertools.pairwise(first)], np.int64)
     return Solved(chosen, bound)
 

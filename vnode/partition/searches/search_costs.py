@@ -121,19 +121,6 @@ class Estimate:
         return float(math.prod(layout.local_shape(shape, self.axes)) * _size(dtype))
 
 
-def of_machine(
-    machine: Machine, mesh: MachineMesh | Mapping[str, int], times: Times | None = None, platform: str = ""
-) -> Estimate:
-    """The cost model of a machine's mesh; arguments as for `Estimate`.
-
-    Example:
-      >>> machine = Machine.tpu("v5e:4x4")
-      >>> of_machine(machine, machine.mesh({"data": 16})).axes
-      {'data': 16}
-    """
-    return Estimate(machine, mesh, times, platform)
-
-
 def copy_cost(eqn: JaxprEqn, choice: OpSharding) -> Cost:
     """The cost of one device's copy of an equation: its share of the operations, padding included, and its bytes.
 

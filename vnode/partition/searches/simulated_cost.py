@@ -40,9 +40,9 @@ class Simulated:
       >>> import jax, jax.numpy as jnp
       >>> from vnode.analysis.program import inline
       >>> from vnode.partition.machine import Machine
-      >>> from vnode.partition.searches import as_problem, exhaustive, of_machine
+      >>> from vnode.partition.searches import as_problem, exhaustive, Estimate
       >>> traced = jax.make_jaxpr(lambda x, w: jnp.tanh(x @ w))(jnp.ones((512, 256)), jnp.ones((256, 256)))
-      >>> model = of_machine(Machine.tpu("v5e:2x2"), {"x": 4})
+      >>> model = Estimate(Machine.tpu("v5e:2x2"), {"x": 4})
       >>> search = as_problem(inline(traced.jaxpr, traced.consts), {"x": 4}, model)
       >>> found = exhaustive(search.problem, cost=Simulated(search))
       >>> found.cost <= search.problem.cost(found.strategies) * 1.001
@@ -95,12 +95,13 @@ class Simulated:
                         task = self._add(LINKS, np.reshape(times, (-1, 1)), (k, k), [task])
                     self._waits[nodes[k, p]].append(task)
         for each in search.handed:
-            start = there[each.start] if each.after is None else nodes[each.start, each.after]
+            start = there[each.start] if each.after is None else nodes[each.start, each.after[0]]
             end = each.start if each.end is None else each.end
             task = self._add(LINKS, each.seconds, (each.start, end), [start])
             if each.end is None or each.back:
                 continue
-            for follower in [there[end]] if end in there else [nodes[end, p] for p in each.before]:
+            reading = [nodes[end, p] for p in dict.fromkeys(p for p, _ in each.before)]
+            for follower in [there[end]] if end in there else reading:
                 self._waits[follower].append(task)
         for i, value in enumerate(search.values):  # a loop's carry arrives when the last iteration has ended
             last = search.flat.ends.get(value.var)

@@ -84,17 +84,13 @@ class EqnChoice:
       operands: the layout that each operand needs.
       results: the layout that each result gets.
       seconds: the time on one device.
-      asked: the sharding.
-      operand_numbers: the numbers of `operands`.
-      result_numbers: the numbers of `results`.
+      asked: the sharding; None if every device evaluates it whole.
     """
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     seconds: float
     asked: RequestedSharding | None
-    operand_numbers: tuple[int, ...]
-    result_numbers: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,7 +101,6 @@ class PreparedNode:
       node: the node.
       kind: the number of its equation's kind.
       leads: for each thing that an axis may divide, how the equation is cut then; None if it is not affected.
-      numbers: numbers of `leads`, for fast comparison; -1 for None.
       operands: for each operand its place among the cluster's values; `OUTSIDE`, `LITERAL` or `ZERO` for others.
       results: the places of the results.
     """
@@ -113,7 +108,6 @@ class PreparedNode:
     node: Node
     kind: int
     leads: tuple[tuple[Lead, Split] | None, ...]
-    numbers: tuple[int, ...]
     operands: tuple[int, ...]
     results: tuple[int, ...]
 
@@ -134,10 +128,6 @@ class Strategies:
         self.program, self.axes, self.model = program, axes, model
         self._strategies: dict[Hashable, tuple[Strategy, ...]] = {}
         self._choices: dict[Hashable, EqnChoice | None] = {}
-        self._leads: dict[Hashable, int] = {}
-        self._grouped: dict[Hashable, tuple[int, tuple[FactorSharding, ...]]] = {}
-        self._layouts: dict[Layout, int] = {}
-        self._numbered: list[Layout] = []
         self._kinds: dict[Hashable, int] = {}
         self._known: dict[int, tuple[int, list[tuple[Hashable, Lead, Split]]]] = {}  # by the number of the node
         self._moves: dict[Hashable, float] = {}
@@ -239,7 +229,6 @@ class Strategies:
             else:  # prefers free dimensions
                 by_name = {name: (lead, split) for name, lead, split in reversed(several)}
                 leads = [by_name.get(name) for name in named]
-            numbered = tuple(-1 if x is None else self._leads.setdefault((of, x), len(self._leads)) for x in leads)
             operands = []
             for atom in node.eqn.invars:
                 if isinstance(atom, Literal):
@@ -249,18 +238,18 @@ class Strategies:
             for var in node.eqn.outvars:
                 places[var] = len(places)
             results = tuple(places[var] for var in node.eqn.outvars)
-            found.append(PreparedNode(node, of, tuple(leads), numbered, tuple(operands), results))
+            found.append(PreparedNode(node, of, tuple(leads), tuple(operands), results))
         return found
 
     def strategy(self, nodes: Sequence[PreparedNode], named: Sequence[Hashable], picks: tuple[Pick, ...]) -> Strategy:
         """The strategy of a cluster for given divisions by the axes."""
-        states: list[int] = []
+        states: list[Layout] = []
         times: list[float] = []
         inner: dict[tuple[int, int], float] = {}
         made: dict[tuple[int, int], Layout] = {}
         wanted: dict[tuple[int, int], Layout] = {}
         taken: list[RequestedSharding | None] = []
-        held: set[tuple[int, int]] = set()
+        held: set[tuple[int, Layout]] = set()
         several = list(zip(self.axes, picks, strict=True))
         if any(p is not None and axis in nodes[0].node.unsplit_axes for axis, p in several):
             return Strategy(picks, math.inf)
@@ -269,11 +258,12 @@ class Strategies:
         for position, each in enumerate(nodes):
             node, found = each.node, None
             if node.description is not None:
-                found = self.choice(each, self.ways(each, divided), states, pieces)
+                leads = [(axis, lead) for axis, p in divided if (lead := each.leads[p]) is not None]
+                found = self.choice(each, group_ways(leads), states, pieces)
                 if found is None and len(nodes) == 1:
                     return Strategy(picks, math.inf)
                 if found is None:
-                    found = self.choice(each, self.ways(each, []), states, pieces)
+                    found = self.choice(each, (), states, pieces)
             found = found or self.undivided(node)
             if pieces and (found.asked is None or found.asked.passed != pieces):
                 return Strategy(picks, math.inf)
@@ -282,14 +272,13 @@ class Strategies:
                 if place == OUTSIDE:
                     wanted[position, i] = found.operands[i]
                 elif place >= 0:
-                    end = found.operand_numbers[i]
+                    end = found.operands[i]
                     if end != states[place] and (place, end) not in held:
                         held.add((place, end))
                         var = node.eqn.invars[i]
                         assert isinstance(var, Var)
-                        start = self._numbered[states[place]]
-                        inner[position, i] = node.times * self.move(start, found.operands[i], var)
-            states.extend(found.result_numbers)
+                        inner[position, i] = node.times * self.move(states[place], end, var)
+            states.extend(found.results)
             made.update(((position, j), layout) for j, layout in enumerate(found.results))
             taken.append(found.asked)
         seconds = sum(times) + sum(inner.values())
@@ -299,30 +288,7 @@ class Strategies:
         """The cost of an equation that every device evaluates whole: none, as it is the same for all strategies."""
         operands = [replicated(len(getattr(atom.aval, "shape", ()))) for atom in node.eqn.invars]
         results = [replicated(len(getattr(var.aval, "shape", ()))) for var in node.eqn.outvars]
-        return self.numbered(operands, results, 0.0, None)
-
-    def numbered(
-        self, operands: Sequence[Layout], results: Sequence[Layout], seconds: float, asked: RequestedSharding | None
-    ) -> EqnChoice:
-        """A choice with the numbers of its layouts."""
-        numbers = tuple(map(self.number, operands)), tuple(map(self.number, results))
-        return EqnChoice(tuple(operands), tuple(results), seconds, asked, *numbers)
-
-    def number(self, layout: Layout) -> int:
-        """A layout's number; equal layouts have the same."""
-        if layout not in self._layouts:
-            self._layouts[layout] = len(self._numbered)
-            self._numbered.append(layout)
-        return self._layouts[layout]
-
-    def ways(self, node: PreparedNode, divided: Sequence[tuple[str, int]]) -> tuple[int, tuple[FactorSharding, ...]]:
-        """The ways to cut an equation along the given divisions, where it has them; with a number for the ways."""
-        key = node.kind, tuple([(axis, node.numbers[p]) for axis, p in divided])
-        if key not in self._grouped:
-            leads = [(axis, node.leads[p]) for axis, p in divided]
-            ways = group_ways([(axis, lead) for axis, lead in leads if lead is not None])
-            self._grouped[key] = len(self._grouped), ways
-        return self._grouped[key]
+        return EqnChoice(tuple(operands), tuple(results), 0.0, None)
 
     def known(self, number: int, node: Node) -> tuple[int, list[tuple[Hashable, Lead, Split]]]:
         """The number of an equation's kind, and the named dimensions that it can be cut along."""
@@ -342,13 +308,12 @@ class Strategies:
     def choice(
         self,
         prepared: PreparedNode,
-        numbered: tuple[int, tuple[FactorSharding, ...]],
-        states: Sequence[int],
+        ways: tuple[FactorSharding, ...],
+        states: Sequence[Layout],
         pieces: tuple[tuple[str, Monoid], ...],
     ) -> EqnChoice | None:
         """The cost of an equation in given shardings, with partial operands; None if it cannot be sharded so."""
-        number, ways = numbered
-        key = prepared.kind, number, tuple([p if p < 0 else states[p] for p in prepared.operands]), pieces
+        key = prepared.kind, ways, tuple([p if p < 0 else states[p] for p in prepared.operands]), pieces
         if key not in self._choices:
             node, given = prepared.node, []
             d = node.description
@@ -358,7 +323,7 @@ class Strategies:
                     ndim = len(getattr(atom.aval, "shape", ()))
                     given.append(OperandSharding(replicated(ndim), materializable=True, zero=place == ZERO))
                 elif place >= 0:
-                    given.append(OperandSharding(self._numbered[states[place]]))
+                    given.append(OperandSharding(states[place]))
                 else:
                     given.append(OperandSharding(dataclasses.replace(self.expected(node, i, ways), partial=pieces)))
             choice = apply_shardings(node.eqn, d, given, self.axes, ways)
@@ -367,7 +332,8 @@ class Strategies:
             else:
                 seconds = self.model.compute_time(node.eqn, choice) + self.rounding(node, choice)
                 asked = RequestedSharding(ways, tuple(each.layout for each in given), choice.passed)
-                self._choices[key] = self.numbered(choice.operands, reached_layouts(node.eqn, choice), seconds, asked)
+                results = tuple(reached_layouts(node.eqn, choice))
+                self._choices[key] = EqnChoice(tuple(choice.operands), results, seconds, asked)
         return self._choices[key]
 
     def expected(self, node: Node, operand: int, ways: tuple[FactorSharding, ...]) -> Layout:
