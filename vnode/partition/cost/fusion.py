@@ -18,15 +18,12 @@ producer-consumer rules of any compiler:
 
 from __future__ import annotations
 
-import collections
 import functools
-import heapq
 from collections.abc import Mapping, Sequence, Set
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program
-from vnode.operators import Role, describe
 from vnode.operators.cost import nbytes
 from vnode.partition.cost.collective_cost import KINDS
 from vnode.partition.cost.op_kinds import FusedOp, FusedProgram, OpKind, op_kind_of
@@ -54,8 +51,6 @@ def fuse_program(program: Program, recomputes: bool) -> FusedProgram:
       The fused operations, in an order in which they can run.
     """
     shapes = {id(eqn): op_kind_of(eqn, program.describe(eqn)) for eqn in program.equations}
-    if recomputes:
-        shapes |= {id(eqn): OpKind.ELEMENTWISE for eqn in program.equations if is_one_hot_update(eqn, shapes)}
     ends = {atom for atom in program.outputs if isinstance(atom, Var)}
     inside = inlined_equations(program, shapes, ends, recomputes)
     names: dict[Var, Var] = {}
@@ -98,19 +93,6 @@ def inlined_equations(program: Program, shapes: Mapping[int, OpKind], ends: Set[
                 roots[id(eqn)] = into
                 takes[id(eqn)] = least
     return {*roots}
-
-
-def is_one_hot_update(eqn: JaxprEqn, shapes: Mapping[int, OpKind]) -> bool:
-    """Whether an update replaces at most one element per row, so that a comparison of positions computes it too.
-
-    The gradient of looking up the logits of labels is such an update.
-    """
-    of = describe(eqn)
-    if shapes[id(eqn)] is not OpKind.UPDATED or of is None:
-        return False
-    whose = {f for dim in of.results[0] for f in dim}
-    values = [dims for i, dims in enumerate(of.operands) if i and of.roles.get(i) is not Role.INDEX]
-    return all({f for dim in dims for f in dim if of.sizes[f] > 1} <= whose for dims in values)
 
 
 def recomputed_equations(program: Program, shapes: Mapping[int, OpKind], recomputes: bool) -> set[Var]:
@@ -182,10 +164,9 @@ def merged_op(ops: Sequence[FusedOp], number: Mapping[int, int]) -> FusedOp:
     """Merges operations into one that writes all of their results."""
     if len(ops) == 1:
         return ops[0]
-    equations = {id(eqn): eqn for op in ops for eqn in op.timed_op.equations}
+    equations = {number[id(eqn)]: eqn for op in ops for eqn in op.timed_op.equations}
     writes = [var for op in ops for var in op.timed_op.writes]
-    piece = timed_op_of([equations[key] for key in sorted(equations, key=number.__getitem__)], writes)
-    return FusedOp(piece, ops[0].kind, ops[0].root)
+    return FusedOp(timed_op_of([equations[n] for n in sorted(equations)], writes), ops[0].kind, ops[0].root)
 
 
 def combine_collectives(fused: FusedProgram) -> FusedProgram:
@@ -193,53 +174,24 @@ def combine_collectives(fused: FusedProgram) -> FusedProgram:
 
     The level of a reduction is the longest chain of reductions before it. Equal reductions of one level are combined.
     """
-    needs = [{fused.writers[var] for var in reads if var in fused.writers} for reads in fused.reads]
-    needs = [several - {k} for k, several in enumerate(needs)]
-    levels = [0] * len(needs)
-    groups: dict[object, list[int]] = collections.defaultdict(list)
-    for k in topological_order(needs, range(len(needs))):  # merged operations may stand before their operands
-        op = fused.fused_ops[k]
+    needs = [{fused.writers[var] for var in reads if var in fused.writers} - {k} for k, reads in enumerate(fused.reads)]
+    levels: list[int] = []
+    groups: dict[object, list[int]] = {}
+    for k, op in enumerate(fused.fused_ops):
         reduces = op.kind is OpKind.COLLECTIVE and KINDS[op.root.primitive.name] == "all-reduce"
         level = max((levels[n] for n in needs[k]), default=0)
-        levels[k] = level + reduces
+        levels.append(level + reduces)
         aval = op.root.invars[0].aval if reduces else None
         key = (op.root.primitive, repr(op.root.params), getattr(aval, "dtype", None), level) if reduces else k
-        groups[key].append(k)
-    if len(groups) == len(needs):
+        groups.setdefault(key, []).append(k)
+    if len(groups) == len(levels):
         return fused
-    several = list(groups.values())
-    group_of = {k: g for g, ks in enumerate(several) for k in ks}
-    merged = [combined_collective([fused.fused_ops[k] for k in ks]) for ks in several]
-    order = topological_order(
-        [{group_of[n] for k in ks for n in needs[k]} for ks in several], [max(ks) for ks in several]
-    )
-    return FusedProgram(fused.program, tuple(merged[g] for g in order), fused.names)
-
-
-def combined_collective(ops: Sequence[FusedOp]) -> FusedOp:
-    """Combines collectives into one."""
-    if len(ops) == 1:
-        return ops[0]
-    equations = [eqn for op in ops for eqn in op.timed_op.equations]
-    return FusedOp(timed_op_of(equations), ops[0].kind, ops[0].root)
-
-
-def topological_order(needs: Sequence[Set[int]], places: Sequence[int]) -> list[int]:
-    """A topological order that stays as near to the order of `places` as possible."""
-    following: list[list[int]] = [[] for _ in needs]
-    missing = [len(each) for each in needs]
-    for k, each in enumerate(needs):
-        for n in each:
-            following[n].append(k)
-    ready = [(places[k], k) for k, n in enumerate(missing) if not n]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, k = heapq.heappop(ready)
-        order.append(k)
-        for n in following[k]:
-            missing[n] -= 1
-            if not missing[n]:
-                heapq.heappush(ready, (places[n], n))
-    assert len(order) == len(needs), "fused operations wait for each other in a circle"
-    return order
+    number = {id(eqn): n for n, eqn in enumerate(fused.program.equations)}
+    waiting = sorted(groups.values(), key=max)
+    found, ran = list[FusedOp](), set[int]()
+    while waiting:
+        several = next(ks for ks in waiting if all(needs[k] <= ran for k in ks))
+        waiting.remove(several)
+        found.append(merged_op([fused.fused_ops[k] for k in several], number))
+        ran.update(several)
+    return FusedProgram(fused.program, tuple(found), fused.names)
