@@ -297,16 +297,6 @@ def test_what_is_evaluated_inside_of_what() -> None:
     assert kernels(half, ones(8, 16, dtype=jnp.bfloat16), w) == ["convert_element_type + dot_general"]
 
 
-def test_updates_that_read_the_same_are_one_operation_with_several_results() -> None:
-    def update(m: Any, v: Any, p: Any, g: Any) -> Any:
-        m, v = 0.9 * m + 0.1 * g, 0.9 * v + 0.1 * g * g
-        return m, v, p - m / (jnp.sqrt(v) + 1e-8)
-
-    (kernel,) = fuse_program(program_of(update, *[ones(64, 64)] * 4), True).fused_ops
-    n = 64 * 64 * 4
-    assert (kernel.timed_op.cost.read, kernel.timed_op.cost.written) == (4 * n, 3 * n)
-
-
 def test_only_what_is_needed_of_a_reshaped_slice_is_read() -> None:
     cut = lambda x, i: lax.dynamic_slice(x.reshape(64, 8, 8), (i, 0, 0), (4, 8, 8)) * 2  # noqa: E731
     (kernel,) = fuse_program(program_of(cut, ones(64, 64), jnp.int32(3)), True).fused_ops

@@ -10,8 +10,7 @@ producer-consumer rules of any compiler:
 - Reductions fuse their operands, and write their result.
 - Products fuse rearrangements and conversions of their operands, and write their result.
 - Where arithmetic is cheaper than memory (`recomputes`), products fuse all element-wise operands, and one element-wise
-  reader of the same size fuses the product. Every result computed from one array is cheap. Element-wise operations
-  that read the same array become one operation with several results.
+  reader of the same size fuses the product. Every result computed from one array is cheap.
 - Everything else (scatters, sorts, windows, loops, collectives) reads from memory and writes to it.
 - Independent all-reduces are combined into one collective.
 """
@@ -64,8 +63,7 @@ def fuse_program(program: Program, recomputes: bool) -> FusedProgram:
     for eqn in program.equations:
         if id(eqn) not in inside and not (eqn.outvars and eqn.outvars[0] in names):
             found.append(FusedOp(timed_op_of(fused_equations(eqn, program, inside), eqn.outvars), shapes[id(eqn)], eqn))
-    made = FusedProgram(program, tuple(found), names)
-    return combine_collectives(fuse_siblings(made) if recomputes else made)
+    return combine_collectives(FusedProgram(program, tuple(found), names))
 
 
 def inlined_equations(program: Program, shapes: Mapping[int, OpKind], ends: Set[Var], recomputes: bool) -> set[int]:
@@ -134,41 +132,6 @@ def fused_equations(root: JaxprEqn, program: Program, inside: Set[int]) -> list[
     return list(order.values())
 
 
-def fuse_siblings(fused: FusedProgram) -> FusedProgram:
-    """Merges element-wise operations that read or write the same largest array.
-
-    An operation joins the earliest such operation at which all of its operands exist.
-    """
-    places: list[int] = []  # for each operation the position of the operation that it joined
-    groups: dict[int, list[FusedOp]] = {}
-    offered: dict[Var, int] = {}  # the first operation of a group, by the large arrays that it reads and writes
-    for k, (op, reads) in enumerate(zip(fused.fused_ops, fused.reads, strict=True)):
-        large = max((nbytes(var.aval) for var in reads), default=0)
-        joins = op.kind is OpKind.ELEMENTWISE and large and not op.timed_op.cost.matrix
-        several = [var for var in reads if nbytes(var.aval) == large] if joins else []
-        needed = {places[fused.writers[var]] for var in reads if var in fused.writers}
-        first = next((offered[var] for var in several if var in offered), k)
-        if first == k or max(needed, default=-1) > first:
-            first = k
-        places.append(first)
-        groups.setdefault(first, []).append(op)
-        for var in (*several, *op.timed_op.writes) if several else ():
-            offered.setdefault(var, first)
-    if len(groups) == len(places):
-        return fused
-    number = {id(eqn): n for n, eqn in enumerate(fused.program.equations)}
-    return FusedProgram(fused.program, tuple(merged_op(group, number) for group in groups.values()), fused.names)
-
-
-def merged_op(ops: Sequence[FusedOp], number: Mapping[int, int]) -> FusedOp:
-    """Merges operations into one that writes all of their results."""
-    if len(ops) == 1:
-        return ops[0]
-    equations = {number[id(eqn)]: eqn for op in ops for eqn in op.timed_op.equations}
-    writes = [var for op in ops for var in op.timed_op.writes]
-    return FusedOp(timed_op_of([equations[n] for n in sorted(equations)], writes), ops[0].kind, ops[0].root)
-
-
 def combine_collectives(fused: FusedProgram) -> FusedProgram:
     """Combines equal all-reduces that do not depend on each other into one collective.
 
@@ -186,12 +149,17 @@ def combine_collectives(fused: FusedProgram) -> FusedProgram:
         groups.setdefault(key, []).append(k)
     if len(groups) == len(levels):
         return fused
-    number = {id(eqn): n for n, eqn in enumerate(fused.program.equations)}
     waiting = sorted(groups.values(), key=max)
     found, ran = list[FusedOp](), set[int]()
     while waiting:
         several = next(ks for ks in waiting if all(needs[k] <= ran for k in ks))
         waiting.remove(several)
-        found.append(merged_op([fused.fused_ops[k] for k in several], number))
+        found.append(combined_collective([fused.fused_ops[k] for k in several]))
         ran.update(several)
     return FusedProgram(fused.program, tuple(found), fused.names)
+
+
+def combined_collective(ops: Sequence[FusedOp]) -> FusedOp:
+    """Combines collectives into one."""
+    equations = [eqn for op in ops for eqn in op.timed_op.equations]
+    return FusedOp(timed_op_of(equations), ops[0].kind, ops[0].root) if len(ops) > 1 else ops[0]

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vnode.partition.cost.cache import Cache
-from vnode.partition.cost.roofline import Time
+from vnode.partition.cost.time_sources import Time
 from vnode.partition.cost.timed_pieces import TimedOp
 from vnode.partition.machine import Kind
 from vnode.partition.machine.known_kinds import JAX_NAMES

@@ -36,7 +36,7 @@ from vnode.operators.cost import all_bytes
 from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.fusion import fuse_program
 from vnode.partition.cost.op_kinds import FusedOp, FusedProgram
-from vnode.partition.cost.roofline import Roofline
+from vnode.partition.cost.time_sources import Roofline
 from vnode.partition.machine import Kind, Machine
 from vnode.partition.plan.search_subject import Subject
 from vnode.partition.searches.integer_program import milp
