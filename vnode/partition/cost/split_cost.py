@@ -28,7 +28,7 @@ from vnode.operators.control_flow import Region, region_of
 from vnode.operators.cost import all_bytes
 from vnode.operators.memory_spaces import crosses_memories, is_on_host
 from vnode.partition.cost.calibration import Calibration
-from vnode.partition.cost.collective_cost import KINDS, Transfer, transfer_of
+from vnode.partition.cost.collective_cost import Transfer, transfer_of
 from vnode.partition.cost.fusion import fuse_program
 from vnode.partition.cost.lower_to_device import DeviceProgram, body_programs, device_program
 from vnode.partition.cost.op_kinds import LOOP_BUFFERS, FusedOp, OpKind
@@ -290,7 +290,7 @@ class _CostSum:
         region = region_of(eqn) if op.kind is OpKind.REGION else None
         if region is None and (eqn.effects or eqn.primitive is LOOP_BUFFERS):  # `axis_index`; a loop's buffers
             return _Work(0.0)
-        if region is not None and (self.source.is_roofline or communicates(eqn)):
+        if region is not None and (self.source.is_roofline or eqn.effects or has_host_transfer(eqn)):
             return self.add_region(eqn, region, runs)
         found = self.source.slowest(piece, self.machine.kinds)
         if region is not None and found.source == "roofline":
@@ -335,11 +335,10 @@ class _CostSum:
         return _Work(sum(seconds for seconds, _ in chosen), tuple(sorted(links)))
 
 
-def communicates(eqn: JaxprEqn) -> bool:
-    """Whether an equation, or one in its bodies, moves anything to or from another device or the host."""
-    if region_of(eqn) is not None:
-        return any(communicates(each) for body in body_programs(eqn) for each in body.equations)
-    return eqn.primitive.name in KINDS or crosses_memories(eqn)
+def has_host_transfer(eqn: JaxprEqn) -> bool:
+    """Whether the bodies of a loop or branch contain a transfer to or from the host's memory."""
+    inner = [each for body in body_programs(eqn) for each in body.equations]
+    return any(has_host_transfer(each) if region_of(each) is not None else crosses_memories(each) for each in inner)
 
 
 def body_trip_counts(region: Region, bodies: int) -> list[int] | None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program, bind, context_of, inline
 from vnode.operators import Algebra, OperatorDescription, describe, evaluate, kind_to_keep
@@ -33,13 +34,11 @@ class TimedOp:
       equations: the equations, in order.
       reads: the variables that other equations compute.
       writes: the variables that other equations read.
-      constants: values of some of `reads`.
     """
 
     equations: tuple[JaxprEqn, ...]
     reads: tuple[Var, ...]
     writes: tuple[Var, ...]
-    constants: Mapping[Var, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def cost(self) -> Cost:
@@ -79,24 +78,8 @@ class TimedOp:
     @functools.cached_property
     def key(self) -> str:
         """A text that identifies the computation."""
-        names: dict[Var, str] = {}
-
-        def atom_text(atom: Any) -> str:
-            if isinstance(atom, Literal):
-                return f"{atom.val!r}:{atom.aval.str_short()}"
-            return f"{names.setdefault(atom, f'v{len(names)}')}:{atom.aval.str_short()}"
-
-        def parameters(params: Mapping[str, Any]) -> str:
-            return ", ".join(f"{name}={stable_text(params[name])}" for name in sorted(params))
-
-        lines = [f"({', '.join(map(atom_text, self.reads))})"]
-        for eqn in self.equations:
-            operands, results = map(atom_text, eqn.invars), map(atom_text, eqn.outvars)
-            lines.append(
-                f"{', '.join(results)} = {eqn.primitive.name}[{parameters(eqn.params)}]({', '.join(operands)})"
-            )
-        lines.append(f"({', '.join(map(atom_text, self.writes))})")
-        return "\n".join(lines)
+        traced = jax.make_jaxpr(self.function)(*self.shapes)
+        return re.sub(" at 0x[0-9a-f]+", "", str(traced))  # addresses of functions differ from run to run
 
     @property
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -121,20 +104,6 @@ class TimedOp:
 
     def __str__(self) -> str:
         return " + ".join(dict.fromkeys(eqn.primitive.name for eqn in self.equations))
-
-
-def stable_text(value: Any) -> str:
-    """A parameter as text, without addresses of objects and names of variables, which differ from run to run."""
-    if isinstance(value, ClosedJaxpr | Jaxpr):
-        inner = value.jaxpr if isinstance(value, ClosedJaxpr) else value
-        program = inline(inner, value.consts if isinstance(value, ClosedJaxpr) else [None] * len(inner.constvars))
-        outputs = tuple(atom for atom in program.outputs if isinstance(atom, Var))
-        return f"{{{TimedOp(tuple(program.equations), tuple(program.inputs), outputs).key}}}"
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(stable_text, value))})"
-    if callable(value) and not isinstance(value, type):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-    return repr(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,12 +171,8 @@ def traced_op(function: Callable[..., Any], *args: Any) -> TimedOp:
 
 def program_op(program: Program) -> TimedOp:
     """A program as one timed op."""
-    if not program.constants and all(isinstance(atom, Var) for atom in program.outputs):
-        outputs = dict.fromkeys(atom for atom in program.outputs if isinstance(atom, Var))
-        return TimedOp(tuple(program.equations), tuple(program.inputs), tuple(outputs))
-    reads = (*program.inputs, *program.constants)
     outputs = dict.fromkeys(atom for atom in program.outputs if isinstance(atom, Var))
-    return TimedOp(tuple(program.equations), reads, tuple(outputs), program.constants)
+    return TimedOp(tuple(program.equations), (*program.inputs, *program.constants), tuple(outputs))
 
 
 def copy_of(eqn: JaxprEqn, choice: OpSharding, platform: str = "") -> TimedOp:
