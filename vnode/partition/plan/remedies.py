@@ -17,7 +17,8 @@ from typing import Any
 import jax
 
 from vnode.errors import VnodeError
-from vnode.partition.machine.doubled import double_machine
+from vnode.partition.machine import Device, Link, Machine
+from vnode.partition.machine.machine_builders import hosts_of
 from vnode.partition.plan.candidates import Candidate, MeshSearch, pace_of
 from vnode.partition.plan.memory_plan import SOLVING, MemoryPlan, MemoryPlanner
 from vnode.partition.plan.mesh_search import MeshesSearch
@@ -245,3 +246,18 @@ class Remedies:
         several = [{NODES: devices}, replicas, *([longer] if more > 1 else [])]
         found = {tuple(each.items()): each for each in several if each[NODES] <= change.virtual_nodes}
         return list(found.values())
+
+
+def double_machine(machine: Machine) -> Machine:
+    """A machine of twice the devices, joined by one network as slow as the slowest: remedies state memory, not time.
+
+    >>> double_machine(Machine.gpus("h100-sxm", hosts=2))
+    Machine(2 x (2 x 8 H100-SXM): 32 devices in 4 hosts)
+    """
+    hosts = 1 + max(device.host for device in machine.devices)
+    devices = (*machine.devices, *(Device(device.kind, device.host + hosts) for device in machine.devices))
+    kind = machine.devices[0].kind
+    bandwidth = min((each.bandwidth for each in machine.resources), default=kind.host_bandwidth)
+    latency = max((each.latency for each in machine.resources), default=kind.host_latency)
+    network = Link("slowest", bandwidth, latency).network(hosts_of(devices))
+    return Machine(f"2 x ({machine.name})", devices, (network,))
