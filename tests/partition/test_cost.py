@@ -399,17 +399,6 @@ def test_what_does_not_change_is_computed_before_loops() -> None:
             np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_what_is_turned_back_is_the_same() -> None:
-    def turned(x: Any, order: tuple[int, ...]) -> Any:
-        return jnp.transpose(jnp.transpose(x, (1, 2, 0)), order) * 2
-
-    x = jnp.arange(24.0).reshape(2, 3, 4)
-    for order, left in (((2, 0, 1), 0), ((1, 2, 0), 2)):
-        program = simplify(program_of(lambda x, order=order: turned(x, order), x))
-        assert [e.primitive.name for e in program.equations].count("transpose") == left
-        np.testing.assert_array_equal(program_op(program).function(x)[0], turned(x, order))
-
-
 # Exchange
 
 

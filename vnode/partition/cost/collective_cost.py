@@ -89,11 +89,6 @@ class Transfer:
         return self.cost(machine, mesh).seconds(self.bytes)
 
 
-def is_sum(eqn: JaxprEqn) -> bool:
-    """Whether an equation is an all-reduce (sum) of one array."""
-    return eqn.primitive.name == "psum" and len(eqn.outvars) == 1
-
-
 def transfer_of(eqn: JaxprEqn, axes: Mapping[str, int]) -> Transfer | None:
     """An equation as a collective; None if it is no collective.
 

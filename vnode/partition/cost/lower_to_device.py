@@ -95,14 +95,13 @@ def device_program(
 
 
 def simplify(program: Program) -> Program:
-    """Drops repeated equations, pairs of inverse transpositions, and equations that nobody reads.
+    """Drops repeated equations, and equations that nobody reads.
 
     The only effect of equations here is that they name mesh axes: `vnode.spmd` refuses others.
     """
     same: dict[Var, Var] = {}
     known: dict[object, JaxprEqn] = {}
     equations: list[JaxprEqn] = []
-    turned: dict[Var, JaxprEqn] = {}  # the results of transpositions
 
     def first_equal(atom: Any) -> Any:
         return atom if isinstance(atom, Literal) else same.get(atom, atom)
@@ -117,13 +116,6 @@ def simplify(program: Program) -> Program:
             if other is not eqn:
                 same.update(zip(eqn.outvars, other.outvars, strict=True))
                 continue
-        order, (source, *_) = eqn.params.get("permutation"), (*eqn.invars, None)
-        if order is not None and isinstance(source, Var):
-            before = turned.get(source)
-            if before is not None and [before.params["permutation"][i] for i in order] == sorted(order):
-                same[eqn.outvars[0]] = first_equal(before.invars[0])
-                continue
-            turned[eqn.outvars[0]] = eqn
         equations.append(eqn)
     outputs = [first_equal(atom) for atom in program.outputs]
     wanted = {atom for atom in outputs if isinstance(atom, Var)}
