@@ -55,14 +55,7 @@ class Cache:
         return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
     def get(self, key: Mapping[str, str]) -> dict[str, Any] | None:
-        """An entry.
-
-        Args:
-          key: identifies the computation.
-
-        Returns:
-          The stored content; None if there is none, or if the file holds something else.
-        """
+        """The content of an entry; None if there is none, or if the file holds something else."""
         path = self.path(key)
         if path.name not in self._known:
             try:

@@ -40,15 +40,7 @@ LIGHT = {OpKind.ELEMENTWISE, OpKind.BITCAST, OpKind.TRANSPOSED}
 
 @functools.lru_cache(maxsize=8)  # time and memory are asked for one after the other
 def fuse_program(program: Program, recomputes: bool) -> FusedProgram:
-    """Fuses the equations of a program.
-
-    Args:
-      program: one device's program.
-      recomputes: whether arithmetic is cheaper than memory.
-
-    Returns:
-      The fused operations, in an order in which they can run.
-    """
+    """Fuses the equations of one device's program; `recomputes` says whether arithmetic is cheaper than memory."""
     shapes = {id(eqn): op_kind_of(eqn, program.describe(eqn)) for eqn in program.equations}
     ends = {atom for atom in program.outputs if isinstance(atom, Var)}
     inside = inlined_equations(program, shapes, ends, recomputes)

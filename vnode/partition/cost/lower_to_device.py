@@ -50,7 +50,7 @@ class DeviceProgram:
 def device_program(
     flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Collection[int] = (), single_turns: bool = False
 ) -> DeviceProgram:
-    """Traces the program of one device.
+    """Traces the program of one device; its inputs and outputs are those of the flow, in local shapes.
 
     Args:
       flow: layouts through the program.
@@ -58,9 +58,6 @@ def device_program(
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
       donated: the numbers of the donated inputs.
       single_turns: whether loops of one iteration stay loops, because the compiler does not see their trip count.
-
-    Returns:
-      The program; its inputs and outputs are those of the flow, in local shapes.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -79,12 +79,7 @@ class Memory:
 
 
 def memory_of(device: DeviceProgram, calibration: Calibration) -> Memory:
-    """The memory of one device's program at its peak.
-
-    Args:
-      device: the program.
-      calibration: the kind of device's calibration.
-    """
+    """The memory of one device's program at its peak."""
     program = device.program
     _, moments = outer_moments(device, calibration)
     arguments = sum(nbytes(var.aval) for var in program.inputs)
@@ -94,10 +89,6 @@ def memory_of(device: DeviceProgram, calibration: Calibration) -> Memory:
 
 def levels_over_time(device: DeviceProgram, calibration: Calibration) -> list[Level]:
     """The temporary bytes of one device's program, operation by operation.
-
-    Args:
-      device: the program.
-      calibration: the kind of device's calibration.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -126,11 +117,8 @@ def memory_operations(
 ) -> list[Operation]:
     """The memory effects of fused operations.
 
-    Args:
-      fused: a program as fused operations.
-      calibration: the kind of device's calibration.
-      elsewhere: variables whose memory is not counted here.
-      written_over: variables of `elsewhere` that may be overwritten after their last reader.
+    The memory of variables `elsewhere` is not counted; those of them in `written_over` may be overwritten after their
+    last reader.
     """
     beside: dict[int, list[Var]] = collections.defaultdict(list)  # buffers of loops besides their results
     for k, op in enumerate(fused.fused_ops):

@@ -87,14 +87,7 @@ class TimedOp:
         return tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in self.reads)
 
     def function(self, *values: Any) -> list[Any]:
-        """Evaluates the equations.
-
-        Args:
-          values: the values of `reads`, in order.
-
-        Returns:
-          The values of `writes`.
-        """
+        """Evaluates the equations: the values of `reads`, in order, give those of `writes`."""
         held = dict(zip(self.reads, values, strict=True))
         for eqn in self.equations:
             operands = [atom.val if isinstance(atom, Literal) else held[atom] for atom in eqn.invars]
@@ -147,12 +140,7 @@ def described_eqn_cost(eqn: JaxprEqn) -> EqnCost:
 
 
 def timed_op_of(equations: Sequence[JaxprEqn], writes: Iterable[Var] | None = None) -> TimedOp:
-    """Equations as one timed op.
-
-    Args:
-      equations: the equations, in order.
-      writes: the variables that others read; by default all results that none of the equations reads.
-    """
+    """Equations, in order, as one timed op, which by default writes all results that none of them reads."""
     made = dict.fromkeys(var for eqn in equations for var in eqn.outvars)
     read = dict.fromkeys(a for eqn in equations for a in eqn.invars if isinstance(a, Var))
     wanted = [var for var in made if var not in read] if writes is None else list(writes)
@@ -176,15 +164,9 @@ def program_op(program: Program) -> TimedOp:
 
 
 def copy_of(eqn: JaxprEqn, choice: OpSharding, platform: str = "") -> TimedOp:
-    """The local copy of a sharded equation, without the collectives before and after.
+    """The first device's copy of a sharded equation, without the collectives before and after.
 
-    Args:
-      eqn: the equation at global sizes.
-      choice: its sharding.
-      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-
-    Returns:
-      The first device's copy; copies of other devices differ in positions only.
+    Copies of other devices differ in positions only.
 
     Example:
       >>> from jax.sharding import PartitionSpec as P

@@ -48,20 +48,10 @@ def wrong_value(place: str, expected: str, value: Any) -> MachineError:
 
 
 def positive_number(value: Any, place: str, unit: str, most: float = FASTEST, *, zero: bool = False) -> float:
-    """Checks that a value is a finite number above zero, and below a plausible limit.
-
-    Args:
-      value: the value.
-      place: its place in the description.
-      unit: its unit.
-      most: the largest plausible number.
-      zero: whether it may be zero.
-
-    Returns:
-      The number.
+    """Checks that a value is a finite number above zero (or zero), up to the largest plausible one.
 
     Raises:
-      MachineError: it is not such a number.
+      MachineError: it is not such a number; the message says the unit.
     """
     number = float("nan")
     if isinstance(value, numbers.Real) and not isinstance(value, bool):

@@ -14,13 +14,7 @@ from vnode.show.units import several, size
 
 
 def nothing_fits_error(search: MeshesSearch, subject: Subject, least: Candidate) -> MemoryLimitError:
-    """The error for a step that no plan fits, with changes that would fit, as far as the budget for them allows.
-
-    Args:
-      search: the search over the meshes.
-      subject: the step.
-      least: the candidate with the least memory.
-    """
+    """The error for a step that no plan fits, with changes that would fit, as far as the budget for them allows."""
     limit, kept, away = search.limit, least.figures, least.all_on_host
     search.budget.extend()
     search.shown.update(1000, "nothing fits; what would?")
