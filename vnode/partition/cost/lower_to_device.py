@@ -129,13 +129,8 @@ def operand_key(atom: Any) -> object:
     return (np.asarray(atom.val).tobytes(), atom.aval) if isinstance(atom, Literal) else atom
 
 
-def body_programs(eqn: JaxprEqn) -> Sequence[Program]:
-    """The programs of the bodies of a loop or branch; nothing for any other equation."""
-    return [] if region_of(eqn) is None else region_programs(eqn)
-
-
 @functools.lru_cache(maxsize=8)
-def region_programs(eqn: JaxprEqn) -> Sequence[Program]:
+def body_programs(eqn: JaxprEqn) -> Sequence[Program]:
     """The programs of the bodies of a loop or branch, the same for who asks for their time, and for their memory."""
     region = region_of(eqn)
     assert region is not None

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program, bind, context_of, inline
-from vnode.operators import Algebra, OperatorDescription, describe, evaluate, kind_to_keep
+from vnode.operators import OperatorDescription, describe, evaluate, kind_to_keep
 from vnode.operators.control_flow import region_of
 from vnode.operators.cost import Cost, described_cost, nbytes
 from vnode.operators.memo import Memo
@@ -44,16 +44,16 @@ class TimedOp:
     def cost(self) -> Cost:
         """Operations of all equations; bytes at the border only, each variable read once and written once."""
         if len(self.equations) == 1 and region_of(self.equations[0]) is None:
-            return self.eqn_costs[0].cost
+            return self.eqn_costs[0]
         total = Cost()
         for each in self.eqn_costs:
-            total = total + dataclasses.replace(each.cost, read=0, written=0)
+            total = total + dataclasses.replace(each, read=0, written=0)
         read, written = self.border
         return dataclasses.replace(total, read=sum(read.values()), written=sum(written.values()))
 
     @functools.cached_property
-    def eqn_costs(self) -> tuple[EqnCost, ...]:
-        """The facts about each equation."""
+    def eqn_costs(self) -> tuple[Cost, ...]:
+        """The cost of each equation."""
         return tuple(map(eqn_cost, self.equations))
 
     @functools.cached_property
@@ -63,16 +63,16 @@ class TimedOp:
         for eqn, each in zip(reversed(self.equations), reversed(self.eqn_costs), strict=True):
             sizes = {atom: nbytes(atom.aval) for atom in eqn.invars if isinstance(atom, Var)}
             whole = sum(sizes.values())
-            own = shares.get(eqn.outvars[0], 1.0) if each.moves else 1.0
+            own = shares.get(eqn.outvars[0], 1.0)
             for var in sizes:  # a look-up reads only a part of its operand
-                part = own if each.cost.read >= whole else own * each.cost.read / max(whole, 1)
+                part = own if each.read >= whole else own * each.read / max(whole, 1)
                 shares[var] = max(shares.get(var, 0.0), part)
         read = {var: math.ceil(nbytes(var.aval) * shares[var]) for var in self.reads if var in shares}
         written = {var: nbytes(var.aval) for var in self.writes}
         for var in self.writes:  # an update in place writes only its new elements
             last = max(k for k, eqn in enumerate(self.equations) if var in eqn.outvars)
             if len(self.writes) == 1 or len(self.equations[last].outvars) == 1:
-                written[var] = min(written[var], self.eqn_costs[last].cost.written or written[var])
+                written[var] = min(written[var], self.eqn_costs[last].written or written[var])
         return read, written
 
     @functools.cached_property
@@ -99,27 +99,14 @@ class TimedOp:
         return " + ".join(dict.fromkeys(eqn.primitive.name for eqn in self.equations))
 
 
-@dataclasses.dataclass(frozen=True)
-class EqnCost:
-    """The facts about an equation, loops and branches included.
-
-    Attributes:
-      cost: its cost.
-      moves: whether each element of its one result is computed from one element of each operand at most.
-    """
-
-    cost: Cost
-    moves: bool
-
-
-EQN_COSTS = Memo[EqnCost](20_000)
+EQN_COSTS = Memo[Cost](20_000)
 """By kind of equation: layers, and the candidates of a search, have many equal equations."""
 
 
-def eqn_cost(eqn: JaxprEqn) -> EqnCost:
-    """The facts about an equation, memoized unless it is a loop or branch."""
+def eqn_cost(eqn: JaxprEqn) -> Cost:
+    """The cost of an equation, loops and branches included; memoized for other equations."""
     if region_of(eqn) is not None:
-        return EqnCost(equation_cost(eqn), False)
+        return equation_cost(eqn)
     of = kind_to_keep(eqn)
     if of is None:
         return described_eqn_cost(eqn)
@@ -129,14 +116,13 @@ def eqn_cost(eqn: JaxprEqn) -> EqnCost:
     return EQN_COSTS.get_or_make((of, operands, there), lambda: described_eqn_cost(eqn))
 
 
-def described_eqn_cost(eqn: JaxprEqn) -> EqnCost:
-    """The facts about an equation by its description; without a description, its bytes alone."""
+def described_eqn_cost(eqn: JaxprEqn) -> Cost:
+    """The cost of an equation by its description; without a description, its bytes alone."""
     of = describe(eqn)
-    if of is None:
-        read = sum(nbytes(atom.aval) for atom in {*(a for a in eqn.invars if isinstance(a, Var))})
-        return EqnCost(Cost(read=read, written=sum(nbytes(var.aval) for var in eqn.outvars)), False)
-    moves = not of.reduced and not of.has(Algebra.CONTRACTS) and len(eqn.outvars) == 1
-    return EqnCost(described_cost(eqn, of), moves)
+    if of is not None:
+        return described_cost(eqn, of)
+    read = sum(nbytes(atom.aval) for atom in {*(a for a in eqn.invars if isinstance(a, Var))})
+    return Cost(read=read, written=sum(nbytes(var.aval) for var in eqn.outvars))
 
 
 def timed_op_of(equations: Sequence[JaxprEqn], writes: Iterable[Var] | None = None) -> TimedOp:
