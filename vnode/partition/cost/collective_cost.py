@@ -27,10 +27,7 @@ KINDS = {
 }
 """The field's names of jax's collectives, of all that `vnode.spmd.resharding_collectives` emits."""
 
-NAMES = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"} | {
-    "all-to-all": "all_to_all",
-    "permute": "permute",
-}
+NAMES = {kind: kind.replace("-", "_") for kind in KINDS.values()}
 """`Machine.collective`'s names of these kinds."""
 
 

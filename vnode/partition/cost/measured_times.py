@@ -71,7 +71,7 @@ class Measured:
     def time(self, piece: TimedOp, kind: Kind) -> Time | None:
         """See `Source`: None for kinds of device other than this one, and for operands that are random keys."""
         mine = {self.device.device_kind, JAX_NAMES.get(self.device.device_kind)}
-        if kind.name not in mine or not all(map(is_numeric, piece.shapes)):
+        if kind.name not in mine or any(jnp.issubdtype(each.dtype, jax.dtypes.extended) for each in piece.shapes):
             return None
         key = self.key(piece)
         found = self.cache.get(key)
@@ -97,11 +97,6 @@ class Measured:
         low, high = np.percentile(samples, [25, 75], axis=0)
         noise = float((high - low).max() / 2)
         return max(float(middle[0] - middle[1]), time.get_clock_info("perf_counter").resolution), noise
-
-
-def is_numeric(shape: Any) -> bool:
-    """Whether arrays of a dtype hold numbers."""
-    return not jnp.issubdtype(shape.dtype, jax.dtypes.extended)
 
 
 def example_array(shape: Any, seed: int) -> Any:

@@ -132,8 +132,9 @@ def memory_operations(
         writes = {var: nbytes(var.aval) for var in (*own, *beside[k]) if var not in elsewhere}
         reads = frozenset(var for var in fused.reads[k] if var not in elsewhere or var in written_over)
         needs = frozenset(fused.writers[var] for var in fused.reads[k] if fused.writers.get(var, k) != k)
-        loops = op.kind is OpKind.REGION
-        inside = region_peak(op.root, calibration) if loops else -calibration.on_chip
+        inside = -calibration.on_chip
+        if op.kind is OpKind.REGION:
+            inside = max(peak_bytes(moments) for _, moments in inner_moments(op.root, calibration))
         over = [pair for pair in in_place_pairs(op, fused, k) if fused.writers.get(pair[1]) not in constant]
         found.append(Operation(writes, reads, inside, tuple(over), needs))
     return found
@@ -150,11 +151,6 @@ def in_place_pairs(op: FusedOp, fused: FusedProgram, k: int) -> tuple[tuple[Var,
     return tuple(
         (out, var) for out in op.timed_op.writes for var in fused.reads[k] if nbytes(var.aval) == nbytes(out.aval)
     )
-
-
-def region_peak(eqn: JaxprEqn, calibration: Calibration) -> int:
-    """The peak of a loop or branch in bytes, without its operands and results."""
-    return max((peak_bytes(moments) for _, moments in inner_moments(eqn, calibration)), default=0)
 
 
 def inner_moments(eqn: JaxprEqn, calibration: Calibration) -> list[tuple[FusedProgram, list[Moment]]]:

@@ -77,13 +77,6 @@ def one_line(value: Any, place: str, *, empty: bool = False) -> str:
     return value
 
 
-def boolean(value: Any, place: str) -> bool:
-    """Checks that a value is true or false; raises `MachineError`."""
-    if not isinstance(value, bool):
-        raise wrong_value(place, "true or false", value)
-    return value
-
-
 def nonempty_list(value: Any, place: str, what: str) -> Sequence[Any]:
     """Checks that a value is a list that is not empty; raises `MachineError`."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence) or not value:

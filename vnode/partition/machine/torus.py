@@ -20,7 +20,6 @@ from typing import Any
 from vnode.errors import MachineError
 from vnode.partition.machine.description_checks import (
     MOST_DEVICES,
-    boolean,
     device_numbers,
     error_context,
     nonempty_list,
@@ -48,7 +47,8 @@ class Axis:
 
     def __post_init__(self) -> None:
         whole_number(self.size, "size", "devices along an axis", 1, MOST_DEVICES)
-        boolean(self.wrap, "wrap")
+        if not isinstance(self.wrap, bool):
+            raise wrong_value("wrap", "true or false", self.wrap)
 
 
 @dataclasses.dataclass(frozen=True)
