@@ -60,9 +60,6 @@ class Fabric:
 
     Two devices use the first network that joins both. Networks are nested or disjoint. So the devices of a network fall
     into the parts that nearer networks join, and single devices.
-
-    Attributes:
-      networks: the networks, the nearest first.
     """
 
     networks: tuple[Network, ...]
@@ -128,18 +125,13 @@ class Fabric:
         home = self.nearest_common_network(group)
         parts = self.parts(group, home)
         if len({len(part) for part in parts}) > 1:
-            phases[depth, 0].join(ring(group, self.latency_and_resources))
+            phases[depth, 0].join(ring(group, lambda *ends: (self.route(*ends).latency, self.route(*ends).resources)))
             return
         for rail in zip(*parts, strict=True):
             for t, phase in enumerate(self.networks[home].gather(rail)):
                 phases[depth, t].join(phase, self.first_resources[home], 1 / len(parts[0]))
         for part in parts:
             self.gather(part, depth + 1, phases)
-
-    def latency_and_resources(self, source: int, target: int) -> tuple[float, Sequence[int]]:
-        """The latency and the resources of a transfer between two devices."""
-        cost = self.route(source, target)
-        return cost.latency, cost.resources
 
     def permute(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> Phase:
         """All pairs send at once; the most distant pair sets the latency."""
@@ -178,11 +170,7 @@ class Fabric:
 
 
 def checked_groups(groups: Sequence[Sequence[int]], devices: int) -> tuple[Group, ...]:
-    """Checks that groups have equally many devices, and no device twice.
-
-    Raises:
-      MachineError: the groups differ in size, are empty, or repeat a device.
-    """
+    """Checks that groups have equally many devices, and no device twice; raises `MachineError`."""
     try:
         found = tuple(tuple(operator.index(device) for device in group) for group in groups)
     except TypeError:
@@ -196,11 +184,7 @@ def checked_groups(groups: Sequence[Sequence[int]], devices: int) -> tuple[Group
 
 
 def checked_pairs(pairs: Sequence[tuple[int, int]], devices: int) -> tuple[tuple[int, int], ...]:
-    """Checks (sender, receiver) pairs, by position in a group.
-
-    Raises:
-      MachineError: a device sends or receives more than once, or is not in the group.
-    """
+    """Checks that each place of a group sends and receives at most once; raises `MachineError`."""
     try:
         found = tuple((operator.index(source), operator.index(target)) for source, target in pairs)
     except (TypeError, ValueError):
