@@ -182,20 +182,11 @@ def test_a_measured_time_is_measured_once(tmp_path: Any, monkeypatch: pytest.Mon
     other = traced_op(lambda a: a @ a, ones(64, 64, dtype=jnp.bfloat16))
     assert again.cache.get(again.key(other)) is None
     assert again.time(piece, TOY) is None, "another kind of device"
+    again.cache.put(again.key(other), {"seconds": "fast", "noise": 0.0})
+    with pytest.raises(pytest.fail.Exception):
+        again.time(other, kind)
     keys = traced_op(jax.random.key_data, jax.eval_shape(jax.random.key, 0))
     assert again.time(keys, kind) is None
-
-
-def test_a_noisy_measurement_is_made_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    piece = traced_op(lambda a: a @ a, ones(8, 8))
-    for said, least in (
-        ([(2.0, 1.0), (1.0, 0.01), (3.0, 0.0)], (1.0, 0.01)),  # quiet at the second try
-        ([(1.0, 0.5), (2.0, 0.4), (3.0, 0.9), (1.0, 0.0)], (2.0, 0.4)),  # the quietest of three
-    ):
-        left = iter(said)
-        measured = Measured(cache=Cache(tmp_path))
-        monkeypatch.setattr(measured, "measure_once", lambda _, left=left: next(left))
-        assert measured.measure(piece) == least
 
 
 def test_a_loop_is_measured_as_a_whole_unless_it_exchanges() -> None:
@@ -234,22 +225,21 @@ def test_damaged_and_foreign_files_count_as_none(tmp_path: Any) -> None:
         {**good, "version": 99},
         {**good, "key": {"piece": "b"}},
         {**good, "value": {"seconds": -1}},
-        {**good, "value": {"seconds": "x"}},
         {**good, "value": 3},
         {"format": good["format"]},
     ]
     for content in spoiled:
         path.write_text(content if isinstance(content, str) else json.dumps(content))
-        assert Cache(tmp_path).numbers(key) is None, content
+        assert Cache(tmp_path).get(key) is None, content
     path.write_bytes(b"\xff\xfe\x00")
-    assert Cache(tmp_path).numbers(key) is None
+    assert Cache(tmp_path).get(key) is None
     Cache(tmp_path).put(key, {"seconds": 2.0})
     assert Cache(tmp_path).get(key) == {"seconds": 2.0}
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Any) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ProfileError, match="cannot be stored"):
+    with pytest.raises(ProfileError, match="cannot be written"):
         Cache(tmp_path / "file" / "folder").put({"a": "b"}, {"seconds": 1.0})
 
 
@@ -295,16 +285,6 @@ def test_what_is_evaluated_inside_of_what() -> None:
     assert kernels(lambda x, w: x.T @ w, ones(16, 8), w) == ["transpose + dot_general"]
     half = lambda x, w: x @ w.astype(jnp.bfloat16)  # noqa: E731
     assert kernels(half, ones(8, 16, dtype=jnp.bfloat16), w) == ["convert_element_type + dot_general"]
-
-
-def test_updates_that_read_the_same_are_one_operation_with_several_results() -> None:
-    def update(m: Any, v: Any, p: Any, g: Any) -> Any:
-        m, v = 0.9 * m + 0.1 * g, 0.9 * v + 0.1 * g * g
-        return m, v, p - m / (jnp.sqrt(v) + 1e-8)
-
-    (kernel,) = fuse_program(program_of(update, *[ones(64, 64)] * 4), True).fused_ops
-    n = 64 * 64 * 4
-    assert (kernel.timed_op.cost.read, kernel.timed_op.cost.written) == (4 * n, 3 * n)
 
 
 def test_only_what_is_needed_of_a_reshaped_slice_is_read() -> None:
@@ -417,17 +397,6 @@ def test_what_does_not_change_is_computed_before_loops() -> None:
         assert sum(e.primitive.name == "scan" for e in made.equations) == 1
         for found, expected in zip(program_op(made).function(w, x), turns(n)(w, x), strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-6)
-
-
-def test_what_is_turned_back_is_the_same() -> None:
-    def turned(x: Any, order: tuple[int, ...]) -> Any:
-        return jnp.transpose(jnp.transpose(x, (1, 2, 0)), order) * 2
-
-    x = jnp.arange(24.0).reshape(2, 3, 4)
-    for order, left in (((2, 0, 1), 0), ((1, 2, 0), 2)):
-        program = simplify(program_of(lambda x, order=order: turned(x, order), x))
-        assert [e.primitive.name for e in program.equations].count("transpose") == left
-        np.testing.assert_array_equal(program_op(program).function(x)[0], turned(x, order))
 
 
 # Exchange

@@ -17,7 +17,6 @@ import pytest
 
 import vnode
 from vnode.partition import Machine, search
-from vnode.partition.machine.doubled import double_machine
 from vnode.partition.plan import budget
 
 FOUND = re.compile(r"what would fit: (.*) \(([\d.]+ \w+), ")
@@ -141,32 +140,6 @@ def test_without_time_to_try_it_says_about(monkeypatch: pytest.MonkeyPatch) -> N
     assert "what would fit" not in text and "not enough" not in text
     assert "more virtual nodes: there are 8 for 32 examples" in text
     assert re.search(r'reduction="fast": about [\d.]+ \w+ less', text) and re.search(r"about \d devices", text)
-
-
-@pytest.mark.parametrize(
-    ("one", "two"),
-    [
-        (Machine.gpus("h100-sxm", hosts=2), Machine.gpus("h100-sxm", hosts=4)),
-        (Machine.gpus("V100-32GB", hosts=2, per_host=4), Machine.gpus("V100-32GB", hosts=4, per_host=4)),
-        (Machine.tpu("v5e:2x4"), Machine.tpu("v5e:4x4")),
-        (Machine.tpu("v4:4x2x2"), Machine.tpu("v4:4x4x2")),
-        (Machine.tpu("v5e:2x2", slices=2), Machine.tpu("v5e:2x2", slices=4)),
-    ],
-    ids=lambda machine: machine.name,
-)
-def test_twice_a_machine_is_the_machine_that_is_made_so(one: Machine, two: Machine) -> None:
-    """Its devices are numbered otherwise in a torus, but all together they exchange what the others do in that time."""
-    made, everyone = double_machine(one), [range(len(two.devices))]
-    assert len(made.devices) == len(two.devices) and len(made.hosts) == len(two.hosts) and made.kinds == two.kinds
-    for collective in ("all_gather", "all_reduce", "all_to_all"):
-        a, b = (machine.collective(collective, everyone).seconds(1e7) for machine in (made, two))
-        assert a == pytest.approx(b)
-
-
-def test_a_device_alone_is_joined_to_its_double_by_way_of_the_host() -> None:
-    one = machine_of(1)
-    kind = one.devices[0].kind
-    assert double_machine(one).route(0, 1).seconds(1e9) == pytest.approx(kind.host_latency + 1e9 / kind.host_bandwidth)
 
 
 @pytest.mark.sampled(1)

@@ -16,7 +16,7 @@ from vnode.analysis.program import Program, inline
 from vnode.errors import PartitionError
 from vnode.operators import Monoid
 from vnode.partition.cost import Calibration, Roofline, Time, TimedOp, Times, program_cost
-from vnode.partition.cost.roofline import TRANSCENDENTAL
+from vnode.partition.cost.time_sources import TRANSCENDENTAL
 from vnode.partition.machine import Kind, Machine
 from vnode.partition.searches.search_costs import Estimate, fetched
 from vnode.spmd.layout import Cut, Layout, replicated

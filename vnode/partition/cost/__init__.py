@@ -6,9 +6,8 @@ from vnode.partition.cost.collective_cost import Transfer, transfer_of, transfer
 from vnode.partition.cost.lower_to_device import DeviceProgram, device_program
 from vnode.partition.cost.measured_times import Measured
 from vnode.partition.cost.program_memory import Memory, memory_of
-from vnode.partition.cost.roofline import Roofline, Source, Time
 from vnode.partition.cost.split_cost import ProgramCost, program_cost
-from vnode.partition.cost.time_sources import Times
+from vnode.partition.cost.time_sources import Roofline, Source, Time, Times
 from vnode.partition.cost.timed_pieces import TimedOp, copy_of, timed_op_of
 
 __all__ = [

@@ -2,9 +2,9 @@
 
 Knows keys, numbers and files. Must not know what they mean, nor how they are found.
 
-Any number of processes may share a folder. An entry is written to a temporary file, which then replaces the old file
-atomically, so that no reader sees half an entry. The last writer of a key wins. A file that cannot be read, or holds
-another key (another version, or another computation with the same hash), counts as missing and is written again.
+Any number of processes may share a folder: no reader sees half an entry (`vnode.files`). The last writer of a key wins.
+A file that cannot be read, or holds another key (another version, or another computation with the same hash), counts as
+missing and is written again.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vnode.errors import ProfileError, layout_message
+from vnode import files
+from vnode.errors import ProfileError
 
 FORMAT = "vnode cost"
 VERSION = 1
@@ -55,14 +55,7 @@ class Cache:
         return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
     def get(self, key: Mapping[str, str]) -> dict[str, Any] | None:
-        """An entry.
-
-        Args:
-          key: identifies the computation.
-
-        Returns:
-          The stored content; None if there is none, or if the file holds something else.
-        """
+        """The content of an entry; None if there is none, or if the file holds something else."""
         path = self.path(key)
         if path.name not in self._known:
             try:
@@ -77,14 +70,6 @@ class Cache:
             self._known[path.name] = value
         return dict(self._known[path.name])
 
-    def numbers(self, key: Mapping[str, str]) -> dict[str, float] | None:
-        """An entry that consists of numbers; None where it holds anything else."""
-        found = self.get(key)
-        try:
-            return None if found is None else {name: float(value) for name, value in found.items()}
-        except (ValueError, TypeError):
-            return None
-
     def put(self, key: Mapping[str, str], value: Mapping[str, Any]) -> None:
         """Writes an entry.
 
@@ -96,24 +81,8 @@ class Cache:
           ProfileError: the folder cannot be written to.
         """
         content = {"format": FORMAT, "version": VERSION, "key": dict(key), "value": dict(value)}
-        path = self.path(key)
-        try:
+        with contextlib.suppress(OSError):  # the file's own error says why
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=self.folder)
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(content, file)
-                os.replace(name, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(name)
-                raise
-        except OSError as error:
-            raise ProfileError(
-                layout_message(
-                    f"measured times cannot be stored in {self.folder}.",
-                    facts=[f"{type(error).__name__}: {error}"],
-                    remedies=["give another folder: Cache('folder')", "or set XDG_CACHE_HOME"],
-                )
-            ) from None
+        path = self.path(key)
+        files.write_text(path, json.dumps(content), ProfileError)
         self._known[path.name] = dict(value)

@@ -27,10 +27,7 @@ KINDS = {
 }
 """The field's names of jax's collectives, of all that `vnode.spmd.resharding_collectives` emits."""
 
-NAMES = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"} | {
-    "all-to-all": "all_to_all",
-    "permute": "permute",
-}
+NAMES = {kind: kind.replace("-", "_") for kind in KINDS.values()}
 """`Machine.collective`'s names of these kinds."""
 
 
@@ -67,17 +64,8 @@ class Transfer:
     def cost(self, machine: Machine, mesh: MachineMesh) -> Cost:
         """Latency, seconds a byte and links on a machine, all groups of the mesh at once.
 
-        The latency is that of all hops in sequence; a permute has the latency of its most distant pair.
-
-        Args:
-          machine: the machine whose links carry the bytes.
-          mesh: its devices, with the axes of the transfer.
-
-        Returns:
-          The cost; ``cost.seconds(transfer.bytes)`` is the time.
-
-        Raises:
-          MachineError: the mesh lacks an axis.
+        The latency is that of all hops in sequence; a permute has the latency of its most distant pair. The time is
+        ``cost.seconds(transfer.bytes)``. Raises `MachineError` if the mesh lacks an axis.
         """
         groups = mesh.groups(*self.axes)
         if self.among:
@@ -89,18 +77,8 @@ class Transfer:
         return self.cost(machine, mesh).seconds(self.bytes)
 
 
-def is_sum(eqn: JaxprEqn) -> bool:
-    """Whether an equation is an all-reduce (sum) of one array."""
-    return eqn.primitive.name == "psum" and len(eqn.outvars) == 1
-
-
 def transfer_of(eqn: JaxprEqn, axes: Mapping[str, int]) -> Transfer | None:
-    """An equation as a collective; None if it is no collective.
-
-    Args:
-      eqn: an equation of one device's program.
-      axes: sizes of the mesh axes longer than one.
-    """
+    """An equation of one device's program as a collective; None if it is none. `axes` are those longer than one."""
     kind = KINDS.get(eqn.primitive.name)
     if kind is None:
         return None
@@ -116,15 +94,7 @@ def transfer_of(eqn: JaxprEqn, axes: Mapping[str, int]) -> Transfer | None:
 
 
 def transfers_of_route(moves: Sequence[Move], itemsize: int, axes: Axes) -> tuple[Transfer, ...]:
-    """The collectives of a route between two layouts; local cuts move nothing.
-
-    Args:
-      moves: the result of `vnode.spmd.resharding.plan_resharding`.
-      itemsize: bytes of an element.
-      axes: sizes of the mesh axes.
-
-    Returns:
-      One for each move over the network, in order.
+    """The collectives of a route between two layouts (`plan_resharding`), in order; local cuts move nothing.
 
     Example:
       >>> from jax.sharding import PartitionSpec as P

@@ -1,4 +1,4 @@
-"""A kind of TPU -> its clock and the smallest topology that its compiler knows, for hosts without a TPU.
+"""A kind of TPU -> its clock; a topology -> its devices as targets to compile for, on hosts without a TPU.
 
 Knows data sheets and libtpu's names. Must not know programs.
 
@@ -21,9 +21,6 @@ CLOCKS = {
     "TPU v6e": 918e12 / (4 * 256 * 256 * 2),
 }
 """Cycles a second, by the name of a kind."""
-
-TOPOLOGIES = {"TPU v4": "v4:2x2x1", "TPU v5e": "v5e:2x2", "TPU v5p": "v5p:2x2x1", "TPU v6e": "v6e:2x2"}
-"""The smallest machine of each kind that the compiler knows."""
 
 NO_METADATA_SERVER = {
     "TPU_SKIP_MDS_QUERY": "1",

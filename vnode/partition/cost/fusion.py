@@ -10,23 +10,19 @@ producer-consumer rules of any compiler:
 - Reductions fuse their operands, and write their result.
 - Products fuse rearrangements and conversions of their operands, and write their result.
 - Where arithmetic is cheaper than memory (`recomputes`), products fuse all element-wise operands, and one element-wise
-  reader of the same size fuses the product. Every result computed from one array is cheap. Element-wise operations
-  that read the same array become one operation with several results.
+  reader of the same size fuses the product. Every result computed from one array is cheap.
 - Everything else (scatters, sorts, windows, loops, collectives) reads from memory and writes to it.
 - Independent all-reduces are combined into one collective.
 """
 
 from __future__ import annotations
 
-import collections
 import functools
-import heapq
 from collections.abc import Mapping, Sequence, Set
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program
-from vnode.operators import Role, describe
 from vnode.operators.cost import nbytes
 from vnode.partition.cost.collective_cost import KINDS
 from vnode.partition.cost.op_kinds import FusedOp, FusedProgram, OpKind, op_kind_of
@@ -44,18 +40,8 @@ LIGHT = {OpKind.ELEMENTWISE, OpKind.BITCAST, OpKind.TRANSPOSED}
 
 @functools.lru_cache(maxsize=8)  # time and memory are asked for one after the other
 def fuse_program(program: Program, recomputes: bool) -> FusedProgram:
-    """Fuses the equations of a program.
-
-    Args:
-      program: one device's program.
-      recomputes: whether arithmetic is cheaper than memory.
-
-    Returns:
-      The fused operations, in an order in which they can run.
-    """
+    """Fuses the equations of one device's program; `recomputes` says whether arithmetic is cheaper than memory."""
     shapes = {id(eqn): op_kind_of(eqn, program.describe(eqn)) for eqn in program.equations}
-    if recomputes:
-        shapes |= {id(eqn): OpKind.ELEMENTWISE for eqn in program.equations if is_one_hot_update(eqn, shapes)}
     ends = {atom for atom in program.outputs if isinstance(atom, Var)}
     inside = inlined_equations(program, shapes, ends, recomputes)
     names: dict[Var, Var] = {}
@@ -69,8 +55,7 @@ def fuse_program(program: Program, recomputes: bool) -> FusedProgram:
     for eqn in program.equations:
         if id(eqn) not in inside and not (eqn.outvars and eqn.outvars[0] in names):
             found.append(FusedOp(timed_op_of(fused_equations(eqn, program, inside), eqn.outvars), shapes[id(eqn)], eqn))
-    made = FusedProgram(program, tuple(found), names)
-    return combine_collectives(fuse_siblings(made) if recomputes else made)
+    return combine_collectives(FusedProgram(program, tuple(found), names))
 
 
 def inlined_equations(program: Program, shapes: Mapping[int, OpKind], ends: Set[Var], recomputes: bool) -> set[int]:
@@ -98,19 +83,6 @@ def inlined_equations(program: Program, shapes: Mapping[int, OpKind], ends: Set[
                 roots[id(eqn)] = into
                 takes[id(eqn)] = least
     return {*roots}
-
-
-def is_one_hot_update(eqn: JaxprEqn, shapes: Mapping[int, OpKind]) -> bool:
-    """Whether an update replaces at most one element per row, so that a comparison of positions computes it too.
-
-    The gradient of looking up the logits of labels is such an update.
-    """
-    of = describe(eqn)
-    if shapes[id(eqn)] is not OpKind.UPDATED or of is None:
-        return False
-    whose = {f for dim in of.results[0] for f in dim}
-    values = [dims for i, dims in enumerate(of.operands) if i and of.roles.get(i) is not Role.INDEX]
-    return all({f for dim in dims for f in dim if of.sizes[f] > 1} <= whose for dims in values)
 
 
 def recomputed_equations(program: Program, shapes: Mapping[int, OpKind], recomputes: bool) -> set[Var]:
@@ -152,94 +124,34 @@ def fused_equations(root: JaxprEqn, program: Program, inside: Set[int]) -> list[
     return list(order.values())
 
 
-def fuse_siblings(fused: FusedProgram) -> FusedProgram:
-    """Merges element-wise operations that read or write the same largest array.
-
-    An operation joins the earliest such operation at which all of its operands exist.
-    """
-    places: list[int] = []  # for each operation the position of the operation that it joined
-    groups: dict[int, list[FusedOp]] = {}
-    offered: dict[Var, int] = {}  # the first operation of a group, by the large arrays that it reads and writes
-    for k, (op, reads) in enumerate(zip(fused.fused_ops, fused.reads, strict=True)):
-        large = max((nbytes(var.aval) for var in reads), default=0)
-        joins = op.kind is OpKind.ELEMENTWISE and large and not op.timed_op.cost.matrix
-        several = [var for var in reads if nbytes(var.aval) == large] if joins else []
-        needed = {places[fused.writers[var]] for var in reads if var in fused.writers}
-        first = next((offered[var] for var in several if var in offered), k)
-        if first == k or max(needed, default=-1) > first:
-            first = k
-        places.append(first)
-        groups.setdefault(first, []).append(op)
-        for var in (*several, *op.timed_op.writes) if several else ():
-            offered.setdefault(var, first)
-    if len(groups) == len(places):
-        return fused
-    number = {id(eqn): n for n, eqn in enumerate(fused.program.equations)}
-    return FusedProgram(fused.program, tuple(merged_op(group, number) for group in groups.values()), fused.names)
-
-
-def merged_op(ops: Sequence[FusedOp], number: Mapping[int, int]) -> FusedOp:
-    """Merges operations into one that writes all of their results."""
-    if len(ops) == 1:
-        return ops[0]
-    equations = {id(eqn): eqn for op in ops for eqn in op.timed_op.equations}
-    writes = [var for op in ops for var in op.timed_op.writes]
-    piece = timed_op_of([equations[key] for key in sorted(equations, key=number.__getitem__)], writes)
-    return FusedOp(piece, ops[0].kind, ops[0].root)
-
-
 def combine_collectives(fused: FusedProgram) -> FusedProgram:
     """Combines equal all-reduces that do not depend on each other into one collective.
 
     The level of a reduction is the longest chain of reductions before it. Equal reductions of one level are combined.
     """
-    needs = [{fused.writers[var] for var in reads if var in fused.writers} for reads in fused.reads]
-    needs = [several - {k} for k, several in enumerate(needs)]
-    levels = [0] * len(needs)
-    groups: dict[object, list[int]] = collections.defaultdict(list)
-    for k in topological_order(needs, range(len(needs))):  # merged operations may stand before their operands
-        op = fused.fused_ops[k]
+    needs = [{fused.writers[var] for var in reads if var in fused.writers} - {k} for k, reads in enumerate(fused.reads)]
+    levels: list[int] = []
+    groups: dict[object, list[int]] = {}
+    for k, op in enumerate(fused.fused_ops):
         reduces = op.kind is OpKind.COLLECTIVE and KINDS[op.root.primitive.name] == "all-reduce"
         level = max((levels[n] for n in needs[k]), default=0)
-        levels[k] = level + reduces
+        levels.append(level + reduces)
         aval = op.root.invars[0].aval if reduces else None
         key = (op.root.primitive, repr(op.root.params), getattr(aval, "dtype", None), level) if reduces else k
-        groups[key].append(k)
-    if len(groups) == len(needs):
+        groups.setdefault(key, []).append(k)
+    if len(groups) == len(levels):
         return fused
-    several = list(groups.values())
-    group_of = {k: g for g, ks in enumerate(several) for k in ks}
-    merged = [combined_collective([fused.fused_ops[k] for k in ks]) for ks in several]
-    order = topological_order(
-        [{group_of[n] for k in ks for n in needs[k]} for ks in several], [max(ks) for ks in several]
-    )
-    return FusedProgram(fused.program, tuple(merged[g] for g in order), fused.names)
+    waiting = sorted(groups.values(), key=max)
+    found, ran = list[FusedOp](), set[int]()
+    while waiting:
+        several = next(ks for ks in waiting if all(needs[k] <= ran for k in ks))
+        waiting.remove(several)
+        found.append(combined_collective([fused.fused_ops[k] for k in several]))
+        ran.update(several)
+    return FusedProgram(fused.program, tuple(found), fused.names)
 
 
 def combined_collective(ops: Sequence[FusedOp]) -> FusedOp:
     """Combines collectives into one."""
-    if len(ops) == 1:
-        return ops[0]
     equations = [eqn for op in ops for eqn in op.timed_op.equations]
-    return FusedOp(timed_op_of(equations), ops[0].kind, ops[0].root)
-
-
-def topological_order(needs: Sequence[Set[int]], places: Sequence[int]) -> list[int]:
-    """A topological order that stays as near to the order of `places` as possible."""
-    following: list[list[int]] = [[] for _ in needs]
-    missing = [len(each) for each in needs]
-    for k, each in enumerate(needs):
-        for n in each:
-            following[n].append(k)
-    ready = [(places[k], k) for k, n in enumerate(missing) if not n]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, k = heapq.heappop(ready)
-        order.append(k)
-        for n in following[k]:
-            missing[n] -= 1
-            if not missing[n]:
-                heapq.heappush(ready, (places[n], n))
-    assert len(order) == len(needs), "fused operations wait for each other in a circle"
-    return order
+    return FusedOp(timed_op_of(equations), ops[0].kind, ops[0].root) if len(ops) > 1 else ops[0]

@@ -41,12 +41,7 @@ Moment = tuple[int, int, dict[Var, int]]
 
 
 def liveness_in_best_order(operations: Sequence[Operation], kept: frozenset[Var] = frozenset()) -> list[Moment]:
-    """The live values while each operation runs, in the better of two orders.
-
-    Args:
-      operations: in an order in which they can run.
-      kept: values that are live to the end.
-    """
+    """The live values while each operation runs, in the better of two orders; `kept` ones are live to the end."""
     orders = range(len(operations)), memory_greedy_order(operations, kept)
     several = [[(k, now, dict(sizes)) for k, now, sizes in liveness(operations, order, kept)] for order in orders]
     return min(several, key=peak_bytes)

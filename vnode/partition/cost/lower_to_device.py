@@ -50,7 +50,7 @@ class DeviceProgram:
 def device_program(
     flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Collection[int] = (), single_turns: bool = False
 ) -> DeviceProgram:
-    """Traces the program of one device.
+    """Traces the program of one device; its inputs and outputs are those of the flow, in local shapes.
 
     Args:
       flow: layouts through the program.
@@ -58,9 +58,6 @@ def device_program(
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
       donated: the numbers of the donated inputs.
       single_turns: whether loops of one iteration stay loops, because the compiler does not see their trip count.
-
-    Returns:
-      The program; its inputs and outputs are those of the flow, in local shapes.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -95,14 +92,13 @@ def device_program(
 
 
 def simplify(program: Program) -> Program:
-    """Drops repeated equations, pairs of inverse transpositions, and equations that nobody reads.
+    """Drops repeated equations, and equations that nobody reads.
 
     The only effect of equations here is that they name mesh axes: `vnode.spmd` refuses others.
     """
     same: dict[Var, Var] = {}
     known: dict[object, JaxprEqn] = {}
     equations: list[JaxprEqn] = []
-    turned: dict[Var, JaxprEqn] = {}  # the results of transpositions
 
     def first_equal(atom: Any) -> Any:
         return atom if isinstance(atom, Literal) else same.get(atom, atom)
@@ -117,13 +113,6 @@ def simplify(program: Program) -> Program:
             if other is not eqn:
                 same.update(zip(eqn.outvars, other.outvars, strict=True))
                 continue
-        order, (source, *_) = eqn.params.get("permutation"), (*eqn.invars, None)
-        if order is not None and isinstance(source, Var):
-            before = turned.get(source)
-            if before is not None and [before.params["permutation"][i] for i in order] == sorted(order):
-                same[eqn.outvars[0]] = first_equal(before.invars[0])
-                continue
-            turned[eqn.outvars[0]] = eqn
         equations.append(eqn)
     outputs = [first_equal(atom) for atom in program.outputs]
     wanted = {atom for atom in outputs if isinstance(atom, Var)}
@@ -140,13 +129,8 @@ def operand_key(atom: Any) -> object:
     return (np.asarray(atom.val).tobytes(), atom.aval) if isinstance(atom, Literal) else atom
 
 
-def body_programs(eqn: JaxprEqn) -> Sequence[Program]:
-    """The programs of the bodies of a loop or branch; nothing for any other equation."""
-    return [] if region_of(eqn) is None else region_programs(eqn)
-
-
 @functools.lru_cache(maxsize=8)
-def region_programs(eqn: JaxprEqn) -> Sequence[Program]:
+def body_programs(eqn: JaxprEqn) -> Sequence[Program]:
     """The programs of the bodies of a loop or branch, the same for who asks for their time, and for their memory."""
     region = region_of(eqn)
     assert region is not None

@@ -6,7 +6,7 @@ A timed op is compiled for one device and run in batches. A batch starts as many
 waiting in between, and then waits once. Batches of an empty program alternate with them, so that other load on the
 machine affects both. The time of a run is the difference of the two medians: starting a program from Python is not
 counted, because the equations of one program do not pay it each. The noise is half of the distance between the
-quartiles of the batches, the larger of the two; where it is large, the measurement is repeated, at most twice.
+quartiles of the batches, the larger of the two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vnode.partition.cost.cache import Cache
-from vnode.partition.cost.roofline import Time
+from vnode.partition.cost.time_sources import Time
 from vnode.partition.cost.timed_pieces import TimedOp
 from vnode.partition.machine import Kind
 from vnode.partition.machine.known_kinds import JAX_NAMES
@@ -30,9 +30,6 @@ BATCH = 2e-3
 """Seconds of runs between two looks at the clock: thousands of its resolutions."""
 BATCHES = 25
 MOST_RUNS = 1000
-TRIES = 3
-QUIET = 0.1
-"""The noise, as a share of the time, above which a measurement is repeated: other programs may disturb it."""
 
 
 class Measured:
@@ -74,25 +71,18 @@ class Measured:
     def time(self, piece: TimedOp, kind: Kind) -> Time | None:
         """See `Source`: None for kinds of device other than this one, and for operands that are random keys."""
         mine = {self.device.device_kind, JAX_NAMES.get(self.device.device_kind)}
-        if kind.name not in mine or not all(map(is_numeric, piece.shapes)):
+        if kind.name not in mine or any(jnp.issubdtype(each.dtype, jax.dtypes.extended) for each in piece.shapes):
             return None
         key = self.key(piece)
-        found = self.cache.numbers(key)
-        if found is None or not {"seconds", "noise"} <= found.keys():
+        found = self.cache.get(key)
+        if found is None or not all(isinstance(found.get(name), float | int) for name in ("seconds", "noise")):
             seconds, noise = self.measure(piece)
             found = {"seconds": seconds, "noise": noise}
             self.cache.put(key, found)
         return Time(found["seconds"], "measured", found["noise"])
 
     def measure(self, piece: TimedOp) -> tuple[float, float]:
-        """Seconds of a run, and the noise: of the first measurement with little noise, else of the quietest."""
-        found = list[tuple[float, float]]()
-        while len(found) < TRIES and not (found and found[-1][1] <= QUIET * found[-1][0]):
-            found.append(self.measure_once(piece))
-        return min(found, key=lambda each: each[1])
-
-    def measure_once(self, piece: TimedOp) -> tuple[float, float]:
-        """Seconds of a run, and the noise, by one measurement."""
+        """Seconds of a run, and the noise."""
         with jax.default_device(self.device):
             values = [example_array(shape, i) for i, shape in enumerate(piece.shapes)]
             run = jax.jit(piece.function)
@@ -107,11 +97,6 @@ class Measured:
         low, high = np.percentile(samples, [25, 75], axis=0)
         noise = float((high - low).max() / 2)
         return max(float(middle[0] - middle[1]), time.get_clock_info("perf_counter").resolution), noise
-
-
-def is_numeric(shape: Any) -> bool:
-    """Whether arrays of a dtype hold numbers."""
-    return not jnp.issubdtype(shape.dtype, jax.dtypes.extended)
 
 
 def example_array(shape: Any, seed: int) -> Any:

@@ -19,7 +19,6 @@ from jax.extend.core import JaxprEqn, Primitive, Var
 from vnode.analysis.program import Program
 from vnode.operators import Algebra, OperatorDescription, Role
 from vnode.operators.control_flow import region_of
-from vnode.operators.cost import nbytes
 from vnode.operators.memory_spaces import crosses_memories
 from vnode.operators.splits import Free, LookedUp, Reduced, Shifted
 from vnode.partition.cost.collective_cost import KINDS
@@ -104,11 +103,6 @@ class FusedProgram:
     def reads(self) -> tuple[tuple[Var, ...], ...]:
         """The variables in memory that each fused op reads, each once."""
         return tuple(tuple(dict.fromkeys(map(self.buffer_of, op.timed_op.reads))) for op in self.fused_ops)
-
-    @staticmethod
-    def nbytes(var: Var) -> int:
-        """Bytes of a variable in memory."""
-        return nbytes(var.aval)
 
 
 def op_kind_of(eqn: JaxprEqn, description: OperatorDescription | None) -> OpKind:

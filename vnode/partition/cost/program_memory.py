@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
-from vnode.analysis.program import Program, source_line
+from vnode.analysis.program import Program
 from vnode.operators.control_flow import Region, region_of
 from vnode.operators.cost import all_bytes, nbytes
 from vnode.operators.memory_spaces import is_on_host
@@ -30,24 +30,6 @@ from vnode.show.units import size
 
 IN_PLACE = {OpKind.ELEMENTWISE, OpKind.UPDATED, OpKind.BITCAST}
 """Kinds that may overwrite their operand."""
-
-BY_PART = {OpKind.ELEMENTWISE, OpKind.REDUCED, OpKind.UPDATED}
-"""Kinds that read a loop iteration's slice of an array without a copy."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LiveArray:
-    """An array that is live at the peak.
-
-    Attributes:
-      bytes: its size.
-      type: its dtype and shape.
-      where: the source line that computes it.
-    """
-
-    bytes: int
-    type: str
-    where: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +56,6 @@ class Memory:
       outputs: bytes of the outputs.
       aliased: bytes of the outputs in donated buffers.
       temporaries: bytes of all other arrays at the peak.
-      held: the temporary arrays at the peak, the largest first.
       host: bytes of temporary arrays in the host's memory.
     """
 
@@ -82,7 +63,6 @@ class Memory:
     outputs: int
     aliased: int
     temporaries: int
-    held: tuple[LiveArray, ...] = ()
     host: int = 0
 
     @property
@@ -91,47 +71,24 @@ class Memory:
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
     def __str__(self) -> str:
-        lines = [
+        return (
             f"{size(self.total)} a device: arguments {size(self.arguments)}, results {size(self.outputs)} "
             f"({size(self.aliased)} in place), temporary {size(self.temporaries)}"
-        ]
-        if self.host:
-            lines[0] += f", on the host {size(self.host)}"
-        lines += [f"  {size(each.bytes)} {each.type} of {each.where}" for each in self.held[:5]]
-        return "\n".join(lines)
+            + (f", on the host {size(self.host)}" if self.host else "")
+        )
 
 
 def memory_of(device: DeviceProgram, calibration: Calibration) -> Memory:
-    """The memory of one device's program at its peak.
-
-    Args:
-      device: the program.
-      calibration: the kind of device's calibration.
-    """
+    """The memory of one device's program at its peak."""
     program = device.program
-    fused, moments = outer_moments(device, calibration)
-    at, most, sizes = max(moments, key=lambda moment: moment[1], default=(-1, 0, {}))
-    makers = program.definitions
-    held = [
-        LiveArray(need, var.aval.str_short(short_dtypes=True), source_line(makers[var]))
-        for var, need in sizes.items()
-        if need and var in makers
-    ]
-    inside = most - sum(sizes.values())
-    if inside > 0:
-        held.append(LiveArray(inside, "in a loop or branch", source_line(fused.fused_ops[at].root)))
-    held.sort(key=lambda each: -each.bytes)
+    _, moments = outer_moments(device, calibration)
     arguments = sum(nbytes(var.aval) for var in program.inputs)
     outputs = sum(nbytes(atom.aval) for atom in program.outputs)
-    return Memory(arguments, outputs, aliased_bytes(device), most, tuple(held), host_bytes(program))
+    return Memory(arguments, outputs, aliased_bytes(device), peak_bytes(moments), host_bytes(program))
 
 
 def levels_over_time(device: DeviceProgram, calibration: Calibration) -> list[Level]:
     """The temporary bytes of one device's program, operation by operation.
-
-    Args:
-      device: the program.
-      calibration: the kind of device's calibration.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -157,37 +114,27 @@ def memory_operations(
     calibration: Calibration,
     elsewhere: Collection[Var],
     written_over: Collection[Var] = (),
-    parts: Collection[Var] = (),
 ) -> list[Operation]:
     """The memory effects of fused operations.
 
-    Args:
-      fused: a program as fused operations.
-      calibration: the kind of device's calibration.
-      elsewhere: variables whose memory is not counted here.
-      written_over: variables of `elsewhere` that may be overwritten after their last reader.
-      parts: variables of `elsewhere` that are copied for operations that cannot read a slice of an array.
+    The memory of variables `elsewhere` is not counted; those of them in `written_over` may be overwritten after their
+    last reader.
     """
     beside: dict[int, list[Var]] = collections.defaultdict(list)  # buffers of loops besides their results
     for k, op in enumerate(fused.fused_ops):
         if op.root.primitive is LOOP_BUFFERS:
             beside[fused.writers.get(fused.reads[k][0], k)] += op.timed_op.writes
     constant = {k for k, reads in enumerate(fused.reads) if not reads and fused.fused_ops[k].kind is OpKind.ELEMENTWISE}
-    copied = dict[Var, None]()
-    for k, op in enumerate(fused.fused_ops):
-        if op.kind not in BY_PART:
-            copied.update(dict.fromkeys(var for var in fused.reads[k] if var in parts))
-    found, seen = list[Operation](), set[Var]()
+    found = list[Operation]()
     for k, op in enumerate(fused.fused_ops):
         nothing = op.root.primitive is LOOP_BUFFERS or k in constant
         own = [] if nothing else [*op.timed_op.writes]
         writes = {var: nbytes(var.aval) for var in (*own, *beside[k]) if var not in elsewhere}
-        writes |= {var: nbytes(var.aval) for var in fused.reads[k] if var in copied and var not in seen}
-        seen.update(writes)
-        reads = frozenset(var for var in fused.reads[k] if var not in elsewhere or var in written_over or var in copied)
+        reads = frozenset(var for var in fused.reads[k] if var not in elsewhere or var in written_over)
         needs = frozenset(fused.writers[var] for var in fused.reads[k] if fused.writers.get(var, k) != k)
-        loops = op.kind is OpKind.REGION
-        inside = region_peak(op.root, calibration) if loops else -calibration.on_chip
+        inside = -calibration.on_chip
+        if op.kind is OpKind.REGION:
+            inside = max(peak_bytes(moments) for _, moments in inner_moments(op.root, calibration))
         over = [pair for pair in in_place_pairs(op, fused, k) if fused.writers.get(pair[1]) not in constant]
         found.append(Operation(writes, reads, inside, tuple(over), needs))
     return found
@@ -206,11 +153,6 @@ def in_place_pairs(op: FusedOp, fused: FusedProgram, k: int) -> tuple[tuple[Var,
     )
 
 
-def region_peak(eqn: JaxprEqn, calibration: Calibration) -> int:
-    """The peak of a loop or branch in bytes, without its operands and results."""
-    return max((peak_bytes(moments) for _, moments in inner_moments(eqn, calibration)), default=0)
-
-
 def inner_moments(eqn: JaxprEqn, calibration: Calibration) -> list[tuple[FusedProgram, list[Moment]]]:
     """For each body of a loop or branch: its fused operations, and the live values while each runs."""
     region = region_of(eqn)
@@ -227,10 +169,9 @@ def body_moments(
     ends = [fused.buffer_of(atom) if isinstance(atom, Var) else None for atom in body.outputs]
     count = 0 if is_test or region.chooser is not None else len(region.carried)
     begins = {i: var for i, var in zip(inputs, body.inputs, strict=True) if i in region.carried}
-    scanned = {var for i, var in zip(inputs, body.inputs, strict=True) if i in region.scanned}
     stacked = {var for var in ends[count:] if var is not None}
     kept = frozenset(var for var in ends[:count] if var is not None) - {*body.inputs}
-    operations = memory_operations(fused, calibration, {*body.inputs, *(stacked - kept)}, {*begins.values()}, scanned)
+    operations = memory_operations(fused, calibration, {*body.inputs, *(stacked - kept)}, {*begins.values()})
     for i, end in zip(region.carried, ends[:count], strict=False):
         k = fused.writers.get(end, -1) if end in kept else -1
         if k >= 0 and begins[i] not in fused.reads[k]:  # the old carry is no longer read

@@ -14,8 +14,11 @@ time, if one is known.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
@@ -25,13 +28,12 @@ from vnode.operators.control_flow import Region, region_of
 from vnode.operators.cost import all_bytes
 from vnode.operators.memory_spaces import crosses_memories, is_on_host
 from vnode.partition.cost.calibration import Calibration
-from vnode.partition.cost.collective_cost import KINDS, Transfer, transfer_of
+from vnode.partition.cost.collective_cost import Transfer, transfer_of
 from vnode.partition.cost.fusion import fuse_program
 from vnode.partition.cost.lower_to_device import DeviceProgram, body_programs, device_program
 from vnode.partition.cost.op_kinds import LOOP_BUFFERS, FusedOp, OpKind
 from vnode.partition.cost.program_memory import Memory, memory_of
-from vnode.partition.cost.roofline import Time, seconds_by_source
-from vnode.partition.cost.time_sources import Times
+from vnode.partition.cost.time_sources import Time, Times
 from vnode.partition.machine import Machine, MachineMesh
 from vnode.partition.simulator import TaskGraph, Timeline, picoseconds, simulate
 from vnode.show.units import size
@@ -189,14 +191,19 @@ def program_cost(
         program = device_program(program, axes, platform=platform, donated=donated)
     calibration = Calibration.for_platform(platform, machine.kinds[0].name)
     taken = _CostSum(machine, mesh, program.axes, times or Times(), calibration.recomputes, overlap)
-    timeline = taken.timeline(program.program, 1)
+    timeline, links = taken.timeline(program.program, 1)
+    compute = sum(time.seconds * runs for time, runs in taken.times)
+    works = [compute, *(max(map(taken.link_seconds, each)) for each in links)]
+    sources = collections.Counter[str]()
+    for time, runs in taken.times:
+        sources[time.source] += time.seconds * runs  # pyright: ignore[reportArgumentType]
     return ProgramCost(
-        compute=sum(time.seconds * runs for time, runs in taken.times),
+        compute=compute,
         exchange=sum(each.seconds * each.runs for each in taken.collectives),
-        timeline=timeline,
+        timeline=dataclasses.replace(timeline, idle=np.maximum(timeline.busy - picoseconds(works), 0)),
         collectives=tuple(taken.collectives),
         memory=memory_of(program, calibration),
-        sources=seconds_by_source(taken.times),
+        sources=sources,
         noise=float(np.sqrt(sum((time.noise * runs) ** 2 for time, runs in taken.times))),
         unknown=frozenset(taken.unknown),
         open_loops=taken.open_loops,
@@ -208,71 +215,65 @@ def program_cost(
 HOST_LINK = -1
 """The number of a device's link to its host, beside the machine's resources."""
 
-DEVICE = -2
-"""The number of the device itself, where it is one among links."""
 
-
-@dataclasses.dataclass
-class _Task:
-    """A task before it is in a graph.
-
-    `works` holds, for a loop or branch, the busy seconds of its links and of the device.
-    """
+class _Work(NamedTuple):
+    """The seconds of a fused operation, the links that it occupies, and whether the device computes."""
 
     seconds: float
-    links: tuple[int, ...]
-    computes: bool
-    label: str
-    reads: tuple[Var, ...]
-    writes: tuple[Var, ...]
-    works: Mapping[int, float] | None = None
+    links: tuple[int, ...] = ()
+    computes: bool = True
 
 
+@dataclasses.dataclass(eq=False)
 class _CostSum:
     """Adds up the cost of a program and of the bodies of its loops and branches."""
 
-    def __init__(
-        self,
-        machine: Machine,
-        mesh: MachineMesh,
-        axes: Mapping[str, int],
-        times: Times,
-        recomputes: bool,
-        overlap: bool,
-    ) -> None:
-        self.machine, self.mesh, self.axes = machine, mesh, axes
-        self.source, self.recomputes, self.overlap = times, recomputes, overlap
-        self.times: list[tuple[Time, float]] = []
-        self.collectives: list[PlannedCollective] = []
-        self.others: list[PlannedCollective] = []  # of bodies that are not the slowest
-        self.moves: list[HostTransfer] = []
-        self.unknown: set[str] = set()
-        self.open_loops = 0
+    machine: Machine
+    mesh: MachineMesh
+    axes: Mapping[str, int]
+    source: Times
+    recomputes: bool
+    overlap: bool
+    times: list[tuple[Time, float]] = dataclasses.field(default_factory=list)
+    collectives: list[PlannedCollective] = dataclasses.field(default_factory=list)
+    others: list[PlannedCollective] = dataclasses.field(default_factory=list)  # of bodies that are not the slowest
+    moves: list[HostTransfer] = dataclasses.field(default_factory=list)
+    unknown: set[str] = dataclasses.field(default_factory=set)
+    open_loops: int = 0
 
-    def timeline(self, program: Program, runs: int) -> Timeline:
-        """The timeline of a program; its costs are counted `runs` times."""
+    def timeline(self, program: Program, runs: int) -> tuple[Timeline, list[list[int]]]:
+        """The timeline of a program, whose costs are counted `runs` times; and the links of all but its first resource.
+
+        Links that the same tasks occupy are one resource.
+        """
         fused = fuse_program(program, self.recomputes)
-        tasks = list[_Task]()
-        for op, reads in zip(fused.fused_ops, fused.reads, strict=True):
-            before = len(self.times), len(self.collectives)
-            seconds, links, computes = self.add_fused_op(op, program, runs)
-            works = self.busy_seconds(before, runs) if op.kind is OpKind.REGION else None
-            tasks.append(_Task(seconds, links, computes, str(op.timed_op), reads, op.timed_op.writes, works))
-        graph, idle = build_task_graph(tasks, self.overlap)
-        return dataclasses.replace(simulate(graph), idle=idle)
+        works = [self.add_fused_op(op, program, runs) for op in fused.fused_ops]
+        several = {work.links: frozenset(work.links) for work in works if work.links}
+        alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        for link in dict.fromkeys(itertools.chain(*several)):
+            alike.setdefault(tuple(links for links, own in several.items() if link in own), []).append(link)
+        resources = {links: [i for i, users in enumerate(alike, 1) if links in users] for links in several}
+        graph = TaskGraph(["compute", *(f"links {i}" for i in range(1, len(alike) + 1))])
+        made: dict[Var, int] = {}
+        for op, reads, work in zip(fused.fused_ops, fused.reads, works, strict=True):
+            on = [0] * (work.computes or not self.overlap) + resources.get(work.links, [])
+            after = sorted({made[var] for var in reads if var in made})
+            number = graph.add(int(picoseconds(work.seconds)), on, after=after, label=str(op.timed_op))
+            made.update(dict.fromkeys(op.timed_op.writes, number))
+        return simulate(graph), [*alike.values()]
 
-    def busy_seconds(self, before: tuple[int, int], runs: int) -> dict[int, float]:
-        """The busy seconds of the device and of each link per run, of the costs added since `before`."""
-        times, collectives = before
-        runs = max(runs, 1)  # a loop of no iterations keeps nothing busy
-        found = {DEVICE: sum(time.seconds * n for time, n in self.times[times:]) / runs}
-        for each in self.collectives[collectives:]:
-            for link in each.transfer.cost(self.machine, self.mesh).resources:
-                found[link] = found.get(link, 0.0) + each.seconds * each.runs / runs
-        return found
+    def link_seconds(self, link: int) -> float:
+        """The seconds for which a link is busy in all."""
+        if link == HOST_LINK:
+            return sum(each.seconds * each.runs for each in self.moves)
+        return sum(each.seconds * each.runs for each in self.collectives if link in self.links_of(each.transfer))
 
-    def add_fused_op(self, op: FusedOp, program: Program, runs: int) -> tuple[float, tuple[int, ...], bool]:
-        """Adds the cost of a fused op; its seconds per run, its links, and whether the device computes."""
+    def links_of(self, transfer: Transfer) -> tuple[int, ...]:
+        """The links that a collective occupies."""
+        return transfer.cost(self.machine, self.mesh).resources
+
+    def add_fused_op(self, op: FusedOp, program: Program, runs: int) -> _Work:
+        """Adds the cost of a fused op."""
         eqn, piece = op.root, op.timed_op
         sent = [transfer_of(each, self.axes) for each in piece.equations] if op.kind is OpKind.COLLECTIVE else []
         transfers = [transfer for transfer in sent if transfer is not None]
@@ -281,27 +282,23 @@ class _CostSum:
             for transfer in transfers:
                 share = transfer.bytes * cost.per_byte + cost.latency / len(transfers)
                 self.collectives.append(PlannedCollective(transfer, runs, share))
-            return cost.seconds(sum(transfer.bytes for transfer in transfers)), cost.resources, False
+            return _Work(cost.seconds(sum(transfer.bytes for transfer in transfers)), cost.resources, False)
         if op.kind is OpKind.HOST_TRANSFER:
             (move,) = [self.host_transfer(each, runs) for each in piece.equations]
             self.moves.append(move)
-            return move.seconds, (HOST_LINK,), False
+            return _Work(move.seconds, (HOST_LINK,), False)
         region = region_of(eqn) if op.kind is OpKind.REGION else None
-        if region is not None:
-            known = (
-                None if has_collective(eqn) or has_host_transfer(eqn) else self.source.known(piece, self.machine.kinds)
-            )
-            if known is None:
-                return self.add_region(eqn, region, runs)
-            self.times.append((known, runs))
-            return known.seconds, (), True
-        if eqn.effects or eqn.primitive is LOOP_BUFFERS:  # `axis_index`; a loop's buffers
-            return 0.0, (), True
-        if program.describe(eqn) is None:
-            self.unknown.add(eqn.primitive.name)
+        if region is None and (eqn.effects or eqn.primitive is LOOP_BUFFERS):  # `axis_index`; a loop's buffers
+            return _Work(0.0)
+        if region is not None and (self.source.is_roofline or eqn.effects or has_host_transfer(eqn)):
+            return self.add_region(eqn, region, runs)
         found = self.source.slowest(piece, self.machine.kinds)
+        if region is not None and found.source == "roofline":
+            return self.add_region(eqn, region, runs)
+        if program.describe(eqn) is None and region is None:
+            self.unknown.add(eqn.primitive.name)
         self.times.append((found, runs))
-        return found.seconds, (), True
+        return _Work(found.seconds)
 
     def host_transfer(self, eqn: JaxprEqn, runs: int) -> HostTransfer:
         """The transfer of a value to or from the host, on the kind of device with the slowest link."""
@@ -309,37 +306,33 @@ class _CostSum:
         seconds = max(bytes_ / kind.host_bandwidth + kind.host_latency for kind in self.machine.kinds)
         return HostTransfer(bytes_, runs, not is_on_host(eqn.outvars[0].aval), seconds)
 
-    def add_region(self, eqn: JaxprEqn, region: Region, runs: int) -> tuple[float, tuple[int, ...], bool]:
+    def add_region(self, eqn: JaxprEqn, region: Region, runs: int) -> _Work:
         """Adds the cost of a loop, body times trip count, or of the slowest body of a branch."""
         bodies = body_programs(eqn)
         counts = body_trip_counts(region, len(bodies))
         if counts is None:
             self.open_loops += 1
             counts = [1] * len(bodies)
-        before = len(self.times), len(self.collectives), len(self.moves)
-        found = list[tuple[float, list[tuple[Time, float]], list[PlannedCollective], list[HostTransfer]]]()
+        found = list[tuple[float, _CostSum]]()
         for body, turns in zip(bodies, counts, strict=True):
-            seconds = self.timeline(body, runs * turns).seconds * turns
-            found.append((seconds, self.times[before[0] :], self.collectives[before[1] :], self.moves[before[2] :]))
-            del self.times[before[0] :], self.collectives[before[1] :], self.moves[before[2] :]
+            inner = _CostSum(self.machine, self.mesh, self.axes, self.source, self.recomputes, self.overlap)
+            timeline, _ = inner.timeline(body, runs * turns)
+            found.append((timeline.seconds * turns, inner))
         chosen = [max(found, key=lambda each: each[0])] if region.chooser is not None else found
-        for _, times, collectives, moves in chosen:
-            self.times += times
-            self.collectives += collectives
-            self.moves += moves
-        for branch in found:
-            self.others += branch[2] if not any(branch is each for each in chosen) else []
-        links = set[int]()
-        for _, _, collectives, _ in chosen:
-            for each in collectives:
-                links.update(each.transfer.cost(self.machine, self.mesh).resources)
-        return sum(seconds for seconds, *_ in chosen), tuple(sorted(links)), True
-
-
-def has_collective(eqn: JaxprEqn) -> bool:
-    """Whether the bodies of a loop or branch contain a collective."""
-    inner = [each for body in body_programs(eqn) for each in body.equations]
-    return any(each.primitive.name in KINDS or has_collective(each) for each in inner)
+        for each in found:
+            _, inner = each
+            self.others += inner.others
+            self.unknown |= inner.unknown
+            self.open_loops += inner.open_loops
+            if each in chosen:
+                self.times += inner.times
+                self.collectives += inner.collectives
+                self.moves += inner.moves
+            else:
+                self.others += inner.collectives
+        sent = [each.transfer for _, inner in chosen for each in inner.collectives]
+        links = {link for transfer in dict.fromkeys(sent) for link in self.links_of(transfer)}
+        return _Work(sum(seconds for seconds, _ in chosen), tuple(sorted(links)))
 
 
 def has_host_transfer(eqn: JaxprEqn) -> bool:
@@ -355,33 +348,3 @@ def body_trip_counts(region: Region, bodies: int) -> list[int] | None:
     if region.tests and getattr(region, "trip_count", None) is None:
         return None
     return [region.run_count + 1] * region.tests + [region.run_count] * (bodies - region.tests)
-
-
-def build_task_graph(tasks: Sequence[_Task], overlap: bool) -> tuple[TaskGraph, np.ndarray]:
-    """A task graph whose dependencies follow the operands; and the idle picoseconds of each resource within tasks.
-
-    Links that the same tasks occupy are one resource, which is busy while its busiest link is.
-    """
-    used: dict[int, set[int]] = {}
-    sets = list(dict.fromkeys(task.links for task in tasks if task.links))
-    for number, found in enumerate(sets):
-        for link in found:
-            used.setdefault(link, set()).add(number)
-    classes = list(dict.fromkeys(frozenset(numbers) for numbers in used.values()))
-    place = {numbers: 1 + i for i, numbers in enumerate(classes)}
-    resources = {found: sorted({place[frozenset(used[link])] for link in found}) for found in sets}
-    graph = TaskGraph(["compute", *(f"links {i}" for i in range(1, len(classes) + 1))])
-    members = [[DEVICE], *([link for link in used if frozenset(used[link]) == each] for each in classes)]
-    idle = np.zeros(len(members), np.int64)
-    made: dict[Var, int] = {}
-    for task in tasks:
-        on = ([0] if task.computes or not overlap else []) + resources.get(task.links, [])
-        after = sorted({made[var] for var in task.reads if var in made})
-        number = graph.add(int(picoseconds(task.seconds)), on, after=after, label=task.label)
-        made.update(dict.fromkeys(task.writes, number))
-        if task.works is None:
-            continue
-        for resource in on:
-            works = max(task.works.get(link, 0.0) for link in members[resource])
-            idle[resource] += max(int(picoseconds(task.seconds)) - int(picoseconds(works)), 0)
-    return graph, idle

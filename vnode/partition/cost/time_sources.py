@@ -1,16 +1,83 @@
-"""A timed op -> its time, by the first of several sources that knows it.
+"""A timed op and a kind of device -> its seconds by the roofline, or by the first of several sources that knows it.
 
-Knows sources of times. Must not know programs, meshes, or how any source finds its times.
+Knows kinds of devices, the rates that they reach, operations and bytes. Must not know programs, meshes, or how anything
+is measured.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
-from vnode.partition.cost.roofline import Roofline, Source, Time
+from vnode.operators.cost import Cost
+from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.timed_pieces import TimedOp
 from vnode.partition.machine import Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Time:
+    """A time and its source.
+
+    Attributes:
+      seconds: time of one run.
+      source: ``"measured"`` or ``"roofline"``.
+      noise: seconds by which another measurement may differ: half of the distance between the quartiles of
+        repetitions; 0 for estimates.
+    """
+
+    seconds: float
+    source: str
+    noise: float = 0.0
+
+
+class Source(Protocol):
+    """A source of times."""
+
+    def time(self, piece: TimedOp, kind: Kind) -> Time | None:
+        """The time of one run of a timed op on a kind of device; None if unknown."""
+        ...
+
+
+TRANSCENDENTAL = 10
+"""How many multiplications an exponential or a logarithm takes: the degree of polynomials that compute it in float32
+(Cephes' single precision functions have 5 to 8 terms, and the reduction of the argument)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """The time by a device's peak rates: Williams, Waterman, Patterson, "Roofline" (CACM 2009).
+
+    A timed op takes the longest of three times, and a launch before: its matrix operations at the peak rate of their
+    dtype, its other operations at the vector rate, and its bytes at the bandwidth of memory. Fused equations read and
+    write memory at their border only. Programs reach a share of these rates (`vnode.partition.cost.calibration`).
+
+    Attributes:
+      launch: seconds of launch overhead of each timed op with any work; by default the calibrated value.
+      calibrated: whether rates are the calibrated ones, or the data sheet's.
+
+    Example:
+      >>> kind = Kind("toy", {"float32": 1e12}, vector=1e11, memory=2**30, bandwidth=1e11, host_bandwidth=1e10)
+      >>> round(Roofline(launch=0).seconds(Cost(matrix={"float32": 10**9}, read=10**6), kind) * 1e3, 3)
+      1.0
+    """
+
+    launch: float | None = None
+    calibrated: bool = True
+
+    def seconds(self, cost: Cost, kind: Kind) -> float:
+        """The seconds of this many operations and bytes."""
+        reached = Calibration.for_kind(kind) if self.calibrated else Calibration()
+        matrix = sum(operations / kind.rate(dtype) for dtype, operations in cost.matrix.items()) / reached.products
+        vector = (cost.vector + (TRANSCENDENTAL - 1) * cost.transcendental) / kind.vector
+        memory = (cost.read + cost.written) / (kind.bandwidth * reached.passes)
+        longest = max(matrix, vector, memory)
+        return longest + (reached.launch if self.launch is None else self.launch) if longest else 0.0
+
+    def time(self, piece: TimedOp, kind: Kind) -> Time:
+        """See `Source`."""
+        return Time(self.seconds(piece.cost, kind), "roofline")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +110,6 @@ class Times:
     def is_roofline(self) -> bool:
         """Whether the roofline is the only source."""
         return all(isinstance(source, Roofline) for source in self.sources)
-
-    def known(self, piece: TimedOp, kinds: Sequence[Kind]) -> Time | None:
-        """The time on the slowest of several kinds, if sources other than the roofline know it for all of them."""
-        sources = [source for source in self.sources if not isinstance(source, Roofline)]
-        found = [next((t for source in sources if (t := source.time(piece, kind)) is not None), None) for kind in kinds]
-        said = [time for time in found if time is not None]
-        return max(said, key=lambda time: time.seconds) if said and len(said) == len(found) else None
 
     def slowest(self, piece: TimedOp, kinds: Sequence[Kind]) -> Time:
         """The time on the slowest of several kinds, for which the others wait."""

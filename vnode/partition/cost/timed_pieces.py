@@ -8,15 +8,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program, bind, context_of, inline
-from vnode.operators import Algebra, OperatorDescription, describe, evaluate, kind_to_keep
+from vnode.operators import OperatorDescription, describe, evaluate, kind_to_keep
 from vnode.operators.control_flow import region_of
 from vnode.operators.cost import Cost, described_cost, nbytes
 from vnode.operators.memo import Memo
@@ -33,28 +34,26 @@ class TimedOp:
       equations: the equations, in order.
       reads: the variables that other equations compute.
       writes: the variables that other equations read.
-      constants: values of some of `reads`.
     """
 
     equations: tuple[JaxprEqn, ...]
     reads: tuple[Var, ...]
     writes: tuple[Var, ...]
-    constants: Mapping[Var, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def cost(self) -> Cost:
         """Operations of all equations; bytes at the border only, each variable read once and written once."""
         if len(self.equations) == 1 and region_of(self.equations[0]) is None:
-            return self.eqn_costs[0].cost
+            return self.eqn_costs[0]
         total = Cost()
         for each in self.eqn_costs:
-            total = total + dataclasses.replace(each.cost, read=0, written=0)
+            total = total + dataclasses.replace(each, read=0, written=0)
         read, written = self.border
         return dataclasses.replace(total, read=sum(read.values()), written=sum(written.values()))
 
     @functools.cached_property
-    def eqn_costs(self) -> tuple[EqnCost, ...]:
-        """The facts about each equation."""
+    def eqn_costs(self) -> tuple[Cost, ...]:
+        """The cost of each equation."""
         return tuple(map(eqn_cost, self.equations))
 
     @functools.cached_property
@@ -64,39 +63,23 @@ class TimedOp:
         for eqn, each in zip(reversed(self.equations), reversed(self.eqn_costs), strict=True):
             sizes = {atom: nbytes(atom.aval) for atom in eqn.invars if isinstance(atom, Var)}
             whole = sum(sizes.values())
-            own = shares.get(eqn.outvars[0], 1.0) if each.moves else 1.0
+            own = shares.get(eqn.outvars[0], 1.0)
             for var in sizes:  # a look-up reads only a part of its operand
-                part = own if each.cost.read >= whole else own * each.cost.read / max(whole, 1)
+                part = own if each.read >= whole else own * each.read / max(whole, 1)
                 shares[var] = max(shares.get(var, 0.0), part)
         read = {var: math.ceil(nbytes(var.aval) * shares[var]) for var in self.reads if var in shares}
         written = {var: nbytes(var.aval) for var in self.writes}
         for var in self.writes:  # an update in place writes only its new elements
             last = max(k for k, eqn in enumerate(self.equations) if var in eqn.outvars)
             if len(self.writes) == 1 or len(self.equations[last].outvars) == 1:
-                written[var] = min(written[var], self.eqn_costs[last].cost.written or written[var])
+                written[var] = min(written[var], self.eqn_costs[last].written or written[var])
         return read, written
 
     @functools.cached_property
     def key(self) -> str:
         """A text that identifies the computation."""
-        names: dict[Var, str] = {}
-
-        def atom_text(atom: Any) -> str:
-            if isinstance(atom, Literal):
-                return f"{atom.val!r}:{atom.aval.str_short()}"
-            return f"{names.setdefault(atom, f'v{len(names)}')}:{atom.aval.str_short()}"
-
-        def parameters(params: Mapping[str, Any]) -> str:
-            return ", ".join(f"{name}={stable_text(params[name])}" for name in sorted(params))
-
-        lines = [f"({', '.join(map(atom_text, self.reads))})"]
-        for eqn in self.equations:
-            operands, results = map(atom_text, eqn.invars), map(atom_text, eqn.outvars)
-            lines.append(
-                f"{', '.join(results)} = {eqn.primitive.name}[{parameters(eqn.params)}]({', '.join(operands)})"
-            )
-        lines.append(f"({', '.join(map(atom_text, self.writes))})")
-        return "\n".join(lines)
+        traced = jax.make_jaxpr(self.function)(*self.shapes)
+        return re.sub(" at 0x[0-9a-f]+", "", str(traced))  # addresses of functions differ from run to run
 
     @property
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -104,14 +87,7 @@ class TimedOp:
         return tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in self.reads)
 
     def function(self, *values: Any) -> list[Any]:
-        """Evaluates the equations.
-
-        Args:
-          values: the values of `reads`, in order.
-
-        Returns:
-          The values of `writes`.
-        """
+        """Evaluates the equations: the values of `reads`, in order, give those of `writes`."""
         held = dict(zip(self.reads, values, strict=True))
         for eqn in self.equations:
             operands = [atom.val if isinstance(atom, Literal) else held[atom] for atom in eqn.invars]
@@ -123,41 +99,14 @@ class TimedOp:
         return " + ".join(dict.fromkeys(eqn.primitive.name for eqn in self.equations))
 
 
-def stable_text(value: Any) -> str:
-    """A parameter as text, without addresses of objects and names of variables, which differ from run to run."""
-    if isinstance(value, ClosedJaxpr | Jaxpr):
-        inner = value.jaxpr if isinstance(value, ClosedJaxpr) else value
-        program = inline(inner, value.consts if isinstance(value, ClosedJaxpr) else [None] * len(inner.constvars))
-        outputs = tuple(atom for atom in program.outputs if isinstance(atom, Var))
-        return f"{{{TimedOp(tuple(program.equations), tuple(program.inputs), outputs).key}}}"
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(stable_text, value))})"
-    if callable(value) and not isinstance(value, type):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-    return repr(value)
-
-
-@dataclasses.dataclass(frozen=True)
-class EqnCost:
-    """The facts about an equation, loops and branches included.
-
-    Attributes:
-      cost: its cost.
-      moves: whether each element of its one result is computed from one element of each operand at most.
-    """
-
-    cost: Cost
-    moves: bool
-
-
-EQN_COSTS = Memo[EqnCost](20_000)
+EQN_COSTS = Memo[Cost](20_000)
 """By kind of equation: layers, and the candidates of a search, have many equal equations."""
 
 
-def eqn_cost(eqn: JaxprEqn) -> EqnCost:
-    """The facts about an equation, memoized unless it is a loop or branch."""
+def eqn_cost(eqn: JaxprEqn) -> Cost:
+    """The cost of an equation, loops and branches included; memoized for other equations."""
     if region_of(eqn) is not None:
-        return EqnCost(equation_cost(eqn), False)
+        return equation_cost(eqn)
     of = kind_to_keep(eqn)
     if of is None:
         return described_eqn_cost(eqn)
@@ -167,23 +116,17 @@ def eqn_cost(eqn: JaxprEqn) -> EqnCost:
     return EQN_COSTS.get_or_make((of, operands, there), lambda: described_eqn_cost(eqn))
 
 
-def described_eqn_cost(eqn: JaxprEqn) -> EqnCost:
-    """The facts about an equation by its description; without a description, its bytes alone."""
+def described_eqn_cost(eqn: JaxprEqn) -> Cost:
+    """The cost of an equation by its description; without a description, its bytes alone."""
     of = describe(eqn)
-    if of is None:
-        read = sum(nbytes(atom.aval) for atom in {*(a for a in eqn.invars if isinstance(a, Var))})
-        return EqnCost(Cost(read=read, written=sum(nbytes(var.aval) for var in eqn.outvars)), False)
-    moves = not of.reduced and not of.has(Algebra.CONTRACTS) and len(eqn.outvars) == 1
-    return EqnCost(described_cost(eqn, of), moves)
+    if of is not None:
+        return described_cost(eqn, of)
+    read = sum(nbytes(atom.aval) for atom in {*(a for a in eqn.invars if isinstance(a, Var))})
+    return Cost(read=read, written=sum(nbytes(var.aval) for var in eqn.outvars))
 
 
 def timed_op_of(equations: Sequence[JaxprEqn], writes: Iterable[Var] | None = None) -> TimedOp:
-    """Equations as one timed op.
-
-    Args:
-      equations: the equations, in order.
-      writes: the variables that others read; by default all results that none of the equations reads.
-    """
+    """Equations, in order, as one timed op, which by default writes all results that none of them reads."""
     made = dict.fromkeys(var for eqn in equations for var in eqn.outvars)
     read = dict.fromkeys(a for eqn in equations for a in eqn.invars if isinstance(a, Var))
     wanted = [var for var in made if var not in read] if writes is None else list(writes)
@@ -202,24 +145,14 @@ def traced_op(function: Callable[..., Any], *args: Any) -> TimedOp:
 
 def program_op(program: Program) -> TimedOp:
     """A program as one timed op."""
-    if not program.constants and all(isinstance(atom, Var) for atom in program.outputs):
-        outputs = dict.fromkeys(atom for atom in program.outputs if isinstance(atom, Var))
-        return TimedOp(tuple(program.equations), tuple(program.inputs), tuple(outputs))
-    reads = (*program.inputs, *program.constants)
     outputs = dict.fromkeys(atom for atom in program.outputs if isinstance(atom, Var))
-    return TimedOp(tuple(program.equations), reads, tuple(outputs), program.constants)
+    return TimedOp(tuple(program.equations), (*program.inputs, *program.constants), tuple(outputs))
 
 
 def copy_of(eqn: JaxprEqn, choice: OpSharding, platform: str = "") -> TimedOp:
-    """The local copy of a sharded equation, without the collectives before and after.
+    """The first device's copy of a sharded equation, without the collectives before and after.
 
-    Args:
-      eqn: the equation at global sizes.
-      choice: its sharding.
-      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-
-    Returns:
-      The first device's copy; copies of other devices differ in positions only.
+    Copies of other devices differ in positions only.
 
     Example:
       >>> from jax.sharding import PartitionSpec as P

@@ -6,7 +6,7 @@ A time is `latency + bytes * per_byte`. The latency is the sum over the steps of
 busiest resource's: the bytes that all groups send over it, divided by its bandwidth. So groups that share a link slow
 each other, and the slowest link decides.
 
-On one network all-gather is a ring (`Network.ring`, `Torus.gather`). Over several networks it is hierarchical. If h
+On one network all-gather is a ring (`networks.ring`, `Torus.gather`). Over several networks it is hierarchical. If h
 hosts with m devices each gather an array, each device first gathers the m-th part that its counterparts in other hosts
 have, in h - 1 steps over the network. Then the devices of a host gather these parts, in m - 1 steps. A group with
 unequal numbers of devices in its hosts uses one ring. Reduce-scatter is the reverse, all-reduce is reduce-scatter and
@@ -16,13 +16,14 @@ all-gather (Chan, Heimlich, Purkayastha, van de Geijn: Collective Communication:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from vnode.errors import MachineError
-from vnode.partition.machine.networks import Network, Phase, Resource
+from vnode.partition.machine.networks import Network, Phase, Resource, ring
 from vnode.show.units import several
 
 Group = tuple[int, ...]
@@ -53,29 +54,12 @@ class Cost:
         return self.latency + bytes * self.per_byte
 
 
-@dataclasses.dataclass
-class PhaseLoads:
-    """A phase of all groups: the longest latency, and the load of each resource."""
-
-    latency: float = 0.0
-    loads: dict[int, float] = dataclasses.field(default_factory=dict)
-
-    def add(self, phase: Phase, first: int, share: float = 1.0) -> None:
-        """Adds a phase of one group on a network whose first resource has the number `first`."""
-        self.latency = max(self.latency, phase.latency)
-        for resource, fraction in phase.loads:
-            self.loads[first + resource] = self.loads.get(first + resource, 0.0) + fraction * share
-
-
 @dataclasses.dataclass(frozen=True)
 class Fabric:
     """The networks of a machine, from the nearest to the farthest.
 
     Two devices use the first network that joins both. Networks are nested or disjoint. So the devices of a network fall
     into the parts that nearer networks join, and single devices.
-
-    Attributes:
-      networks: the networks, the nearest first.
     """
 
     networks: tuple[Network, ...]
@@ -121,86 +105,72 @@ class Fabric:
             self.networks[home].delay(source, target), max(1 / self.resources[r].bandwidth for r in found), found
         )
 
-    def collective(self, name: str, groups: Sequence[Group]) -> Cost:
-        """The cost of a collective by all groups at once, but for a permute; see `Machine.collective`."""
+    def collective(self, name: str, groups: Sequence[Group], pairs: Sequence[tuple[int, int]] = ()) -> Cost:
+        """The cost of a collective by all groups at once; see `Machine.collective`."""
+        if name == "permute":
+            return self.cost([self.permute(groups, pairs)])
         if name == "all_to_all":
-            return self.cost(self.all_to_all(groups))
-        phases = dict[tuple[int, int], PhaseLoads]()
+            return self.cost([self.all_to_all(groups)])
+        phases = collections.defaultdict[tuple[int, int], Phase](Phase)
         for group in groups:
-            self.gather(group, 1.0, 0, phases)
-        cost = self.cost(phases.values())
-        if name == "all_reduce":
-            return Cost(2 * cost.latency, 2 * cost.per_byte, cost.resources)
-        return cost
+            self.gather(group, 0, phases)
+        cost = self.cost([*phases.values()])
+        twice = 2 if name == "all_reduce" else 1
+        return Cost(twice * cost.latency, twice * cost.per_byte, cost.resources)
 
-    def gather(self, group: Group, share: float, depth: int, phases: dict[tuple[int, int], PhaseLoads]) -> None:
-        """Adds an all-gather of a share of the array to `phases`, by depth in the hierarchy and by order."""
+    def gather(self, group: Group, depth: int, phases: dict[tuple[int, int], Phase]) -> None:
+        """Adds an all-gather to `phases`, by depth in the hierarchy and by order."""
         if len(group) == 1:
             return
         home = self.nearest_common_network(group)
         parts = self.parts(group, home)
         if len({len(part) for part in parts}) > 1:
-            phases.setdefault((depth, 0), PhaseLoads()).add(self.ring(group), 0, share)
+            phases[depth, 0].join(ring(group, lambda *ends: (self.route(*ends).latency, self.route(*ends).resources)))
             return
-        within = len(parts[0])
         for rail in zip(*parts, strict=True):
             for t, phase in enumerate(self.networks[home].gather(rail)):
-                phases.setdefault((depth, t), PhaseLoads()).add(phase, self.first_resources[home], share / within)
+                phases[depth, t].join(phase, self.first_resources[home], 1 / len(parts[0]))
         for part in parts:
-            self.gather(part, share, depth + 1, phases)
+            self.gather(part, depth + 1, phases)
 
-    def ring(self, group: Group) -> Phase:
-        """One ring over several networks."""
-        size, loads, slowest = len(group), list[tuple[int, float]](), 0.0
-        for source, target in zip(group, (*group[1:], group[0]), strict=True):
-            cost = self.route(source, target)
-            slowest = max(slowest, cost.latency)
-            loads += [(resource, (size - 1) / size) for resource in cost.resources]
-        return Phase((size - 1) * slowest, tuple(loads))
-
-    def permute(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> Cost:
-        """A permute: all pairs send at once; the most distant pair sets the latency."""
-        busy = PhaseLoads()
+    def permute(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> Phase:
+        """All pairs send at once; the most distant pair sets the latency."""
+        found = Phase()
         for group in groups:
             for source, target in pairs:
                 cost = self.route(group[source], group[target])
-                busy.add(Phase(cost.latency, tuple((resource, 1.0) for resource in cost.resources)), 0)
-        return self.cost([busy])
+                found.join(Phase(cost.latency, dict.fromkeys(cost.resources, 1.0)))
+        return found
 
-    def all_to_all(self, groups: Sequence[Group]) -> list[PhaseLoads]:
-        """An all-to-all: every device sends a p-th part to every other directly, over all networks at once."""
-        total = PhaseLoads()
+    def all_to_all(self, groups: Sequence[Group]) -> Phase:
+        """Every device sends a p-th part to every other directly, over all networks at once."""
+        total = Phase()
         for group in groups:
-            latency, pending = 0.0, [group]
+            own, pending = Phase(), [group]
             while pending:
                 part = pending.pop()
                 if len(part) == 1:
                     continue
                 home = self.nearest_common_network(part)
                 parts = self.parts(part, home)
-                waits, loads = self.networks[home].exchange(parts)
-                latency += waits
-                total.add(Phase(0.0, tuple(loads.items())), self.first_resources[home], 1 / len(group))
+                found = self.networks[home].exchange(parts)
+                found.latency += own.latency  # one after another
+                own.join(found, self.first_resources[home], 1 / len(group))
                 pending += parts
-            total.latency = max(total.latency, latency)
-        return [total]
+            total.join(own)
+        return total
 
-    def cost(self, phases: Iterable[PhaseLoads]) -> Cost:
+    def cost(self, phases: Sequence[Phase]) -> Cost:
         """The cost of phases in sequence."""
-        phases = list(phases)
         seconds = [
-            max((n / self.resources[r].bandwidth for r, n in busy.loads.items()), default=0.0) for busy in phases
+            max((n / self.resources[r].bandwidth for r, n in phase.loads.items()), default=0.0) for phase in phases
         ]
-        used = sorted({resource for busy in phases for resource in busy.loads})
-        return Cost(sum(busy.latency for busy in phases), sum(seconds), tuple(used))
+        used = sorted({resource for phase in phases for resource in phase.loads})
+        return Cost(sum(phase.latency for phase in phases), sum(seconds), tuple(used))
 
 
 def checked_groups(groups: Sequence[Sequence[int]], devices: int) -> tuple[Group, ...]:
-    """Checks that groups have equally many devices, and no device twice.
-
-    Raises:
-      MachineError: the groups differ in size, are empty, or repeat a device.
-    """
+    """Checks that groups have equally many devices, and no device twice; raises `MachineError`."""
     try:
         found = tuple(tuple(operator.index(device) for device in group) for group in groups)
     except TypeError:
@@ -214,11 +184,7 @@ def checked_groups(groups: Sequence[Sequence[int]], devices: int) -> tuple[Group
 
 
 def checked_pairs(pairs: Sequence[tuple[int, int]], devices: int) -> tuple[tuple[int, int], ...]:
-    """Checks (sender, receiver) pairs, by position in a group.
-
-    Raises:
-      MachineError: a device sends or receives more than once, or is not in the group.
-    """
+    """Checks that each place of a group sends and receives at most once; raises `MachineError`."""
     try:
         found = tuple((operator.index(source), operator.index(target)) for source, target in pairs)
     except (TypeError, ValueError):

@@ -48,20 +48,10 @@ def wrong_value(place: str, expected: str, value: Any) -> MachineError:
 
 
 def positive_number(value: Any, place: str, unit: str, most: float = FASTEST, *, zero: bool = False) -> float:
-    """Checks that a value is a finite number above zero, and below a plausible limit.
-
-    Args:
-      value: the value.
-      place: its place in the description.
-      unit: its unit.
-      most: the largest plausible number.
-      zero: whether it may be zero.
-
-    Returns:
-      The number.
+    """Checks that a value is a finite number above zero (or zero), up to the largest plausible one.
 
     Raises:
-      MachineError: it is not such a number.
+      MachineError: it is not such a number; the message says the unit.
     """
     number = float("nan")
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
@@ -84,13 +74,6 @@ def one_line(value: Any, place: str, *, empty: bool = False) -> str:
     """Checks that a value is a text of one line; raises `MachineError`."""
     if not (isinstance(value, str) and (empty or value.strip()) and len(value) <= LONGEST and value.isprintable()):
         raise wrong_value(place, f"a text of one line, at most {LONGEST} characters", value)
-    return value
-
-
-def boolean(value: Any, place: str) -> bool:
-    """Checks that a value is true or false; raises `MachineError`."""
-    if not isinstance(value, bool):
-        raise wrong_value(place, "true or false", value)
     return value
 
 

@@ -9,23 +9,23 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from vnode.errors import MachineError
 from vnode.partition.machine.device_kind import Kind
 from vnode.partition.machine.known_kinds import JAX_NAMES, KINDS
 from vnode.partition.machine.machine_builders import (
-    DCN,
-    HOP,
     LINKS,
     SLICES,
     Device,
     Link,
     Parts,
     hosts_of,
-    wrapped_axes,
+    slice_networks,
 )
 from vnode.partition.machine.measure_machine import host_memory, measure_kind
 from vnode.partition.machine.networks import Network
-from vnode.partition.machine.torus import Axis, Torus
+from vnode.partition.machine.torus import Point
 from vnode.placement.placement import device_list
 from vnode.placement.world import is_local
 from vnode.plan.nodes.device_memory import reported_bytes
@@ -53,7 +53,7 @@ def this_machine(devices: Sequence[Any] | None, measure: bool) -> Parts:
     name = " + ".join(f"{len(group)} x {kind}" for kind, group in by_kind.items())
     if len(found) == 1:
         return name, made, ()
-    if not measure and (networks := slice_networks(found, made)):
+    if not measure and (networks := torus_networks(found, made)):
         return name, made, networks
     return name, made, switch_networks(made, links, [d.device_kind for d in found])
 
@@ -76,7 +76,7 @@ def host_key(device: Any) -> Any:
     return device.process_index
 
 
-def slice_networks(devices: Sequence[Any], described: Sequence[Device]) -> tuple[Network, ...]:
+def torus_networks(devices: Sequence[Any], described: Sequence[Device]) -> tuple[Network, ...]:
     """The torus of each slice of TPU chips, and the network between slices; empty for other devices."""
     names = {JAX_NAMES.get(device.device_kind, "") for device in devices}
     made = [found for found in SLICES.values() if {found.kind} == names]
@@ -87,17 +87,11 @@ def slice_networks(devices: Sequence[Any], described: Sequence[Device]) -> tuple
         by_slice.setdefault(getattr(device, "slice_index", None) or 0, []).append(i)
     if any(device.core_on_chip for device in devices):
         raise MachineError("here each core of a chip is a device, but a torus joins chips", remedies=["use megacore"])
-    networks = list[Network]()
-    for index, mine in by_slice.items():
-        points = [tuple(devices[i].coords)[: made[0].axes] for i in mine]
-        low = [min(axis) for axis in zip(*points, strict=True)]
-        points = [tuple(n - least for n, least in zip(point, low, strict=True)) for point in points]
-        sizes = tuple(max(axis) + 1 for axis in zip(*points, strict=True))
-        axes = tuple(map(Axis, sizes, wrapped_axes(sizes)))
-        networks.append(Torus(f"ICI of slice {index}", axes, tuple(mine), tuple(points), made[0].bandwidth, HOP))
-    if len(networks) > 1:
-        networks.append(Link("data center network", 25e9, DCN, of="host").network(hosts_of(described)))
-    return tuple(networks)
+    points = list[dict[int, Point]]()
+    for mine in by_slice.values():
+        places = np.array([devices[i].coords[: made[0].axes] for i in mine])
+        points.append(dict(zip(mine, map(tuple, (places - places.min(0)).tolist()), strict=True)))
+    return slice_networks(made[0], points, described)
 
 
 def switch_networks(
@@ -105,28 +99,19 @@ def switch_networks(
 ) -> tuple[Network, ...]:
     """The networks of measured devices, or of devices with known switches; between kinds, the slower link counts."""
     hosts = hosts_of(devices)
-    near, far = list[Network](), list[Link]()
-    for host in hosts:
-        mine = [links[name] for name in dict.fromkeys(names[i] for i in host)]
-        if len(host) > 1:
-            if None in mine:
-                raise unknown_links()
-            slowest = min((link for link in mine if link is not None), key=lambda link: link.bandwidth)
-            near.append(slowest.network([host]))
+    near = [slowest_link([links[names[i]] for i in host]).network([host]) for host in hosts if len(host) > 1]
     if len(hosts) == 1:
         return tuple(near)
-    for device in devices:
-        usual = LINKS.get(device.kind.name, (None, None))[1]
-        if usual is None:
-            raise unknown_links()
-        far.append(usual)
-    slowest = min(far, key=lambda link: link.bandwidth)
-    return (*near, slowest.network(hosts))
+    far = slowest_link([LINKS.get(device.kind.name, (None, None))[1] for device in devices])
+    return (*near, far.network(hosts))
 
 
-def unknown_links() -> MachineError:
-    """The error for links between processes, which one process cannot measure."""
-    return MachineError(
-        "the links between these devices are not known.",
-        remedies=["describe the machine: Machine(...).save('machine.json'), and Machine.load it in every process"],
-    )
+def slowest_link(links: Sequence[Link | None]) -> Link:
+    """The slowest of some links; None stands for links between processes, which one process cannot measure."""
+    known = [link for link in links if link is not None]
+    if len(known) < len(links):
+        raise MachineError(
+            "the links between these devices are not known.",
+            remedies=["describe the machine: Machine(...).save('machine.json'), and Machine.load it in every process"],
+        )
+    return min(known, key=lambda link: link.bandwidth)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from vnode import files
@@ -260,8 +260,12 @@ class Machine(Drawn):
         return Fabric(self.networks)
 
     @functools.cached_property
-    def _costs(self) -> dict[Any, Cost]:
-        return {}
+    def _routes(self) -> Callable[..., Cost]:
+        return functools.cache(self._fabric.route)
+
+    @functools.cached_property
+    def _collectives(self) -> Callable[..., Cost]:
+        return functools.cache(self._fabric.collective)
 
     @property
     def resources(self) -> tuple[Resource, ...]:
@@ -288,7 +292,7 @@ class Machine(Drawn):
         """
         for place, device in (("source", source), ("target", target)):
             whole_number(device, place, "the number of a device", 0, len(self.devices) - 1)
-        return self._cached(("route", source, target), lambda: self._fabric.route(source, target))
+        return self._routes(source, target)
 
     def collective(
         self,
@@ -323,15 +327,10 @@ class Machine(Drawn):
             raise MachineError(f"collectives are {', '.join(COLLECTIVES)}, not {name!r}")
         found = checked_groups(groups, len(self.devices))
         if name != "permute":
-            return self._cached((name, found), lambda: self._fabric.collective(name, found))
+            return self._collectives(name, found)
         size = len(found[0])
         sent = tuple((i, (i + 1) % size) for i in range(size)) if pairs is None else checked_pairs(pairs, size)
-        return self._cached((name, found, sent), lambda: self._fabric.permute(found, sent))
-
-    def _cached(self, key: Any, make: Any) -> Cost:
-        if key not in self._costs:
-            self._costs[key] = make()
-        return self._costs[key]
+        return self._collectives(name, found, sent)
 
     def mesh(self, sizes: Mapping[str, int]) -> MachineMesh:
         """The machine's devices as a mesh, whose axes follow those of a torus where the sizes allow it.

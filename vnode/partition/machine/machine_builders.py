@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from vnode.errors import MachineError
@@ -34,7 +34,7 @@ from vnode.partition.machine.description_checks import (
 from vnode.partition.machine.device_kind import Kind
 from vnode.partition.machine.known_kinds import KINDS, PCIE3, PCIE5, kind_named
 from vnode.partition.machine.networks import Network, Pairs, Switch
-from vnode.partition.machine.torus import Axis, Torus
+from vnode.partition.machine.torus import Axis, Point, Torus
 
 NVLINK, PCIE, NETWORK, HOP, DCN = 1.9e-6, 2.5e-6, 4e-6, 1e-6, 5e-5
 """Latencies, seconds."""
@@ -162,16 +162,24 @@ def tpu(topology: str, slices: int = 1) -> Parts:
     devices = [
         Device(KINDS[made.kind], s * len(places) + h) for s in range(count) for h, _ in enumerate(places) for _ in _
     ]
+    chips_of = [dict(enumerate(itertools.chain(*places), s * chips)) for s in range(count)]
+    networks = slice_networks(made, chips_of, devices)
+    return f"TPU {topology}" + (f" x {count}" if count > 1 else ""), tuple(devices), networks
+
+
+def slice_networks(
+    made: Slice, points: Sequence[Mapping[int, Point]], devices: Sequence[Device]
+) -> tuple[Network, ...]:
+    """The torus of each slice, given the points of its devices, and the network between slices."""
     networks: list[Network] = []
-    points = tuple(point for host in places for point in host)
-    axes = tuple(map(Axis, sizes, wrapped_axes(sizes)))
-    for s in range(count):
-        name = "ICI" if count == 1 else f"ICI of slice {s}"
-        networks.append(Torus(name, axes, tuple(range(s * chips, (s + 1) * chips)), points, made.bandwidth, HOP))
-    if count > 1:
-        cards = Link("data center network", 25e9, DCN, of="host")
-        networks.append(cards.network(hosts_of(devices)))
-    return f"TPU {topology}" + (f" x {count}" if count > 1 else ""), tuple(devices), tuple(networks)
+    for s, places in enumerate(points):
+        sizes = tuple(1 + max(along) for along in zip(*places.values(), strict=True))
+        axes = tuple(map(Axis, sizes, wrapped_axes(sizes)))
+        name = "ICI" if len(points) == 1 else f"ICI of slice {s}"
+        networks.append(Torus(name, axes, tuple(places), tuple(places.values()), made.bandwidth, HOP))
+    if len(points) > 1:
+        networks.append(Link("data center network", 25e9, DCN, of="host").network(hosts_of(devices)))
+    return tuple(networks)
 
 
 def points_by_host(sizes: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:

@@ -55,12 +55,7 @@ Run = Callable[[], float]
 
 
 def measure_kind(name: str, devices: Sequence[Any], memory: int) -> tuple[Kind, Link | None]:
-    """Measures devices of one kind, all at once.
-
-    Args:
-      name: the kind's name.
-      devices: devices of this process.
-      memory: bytes of memory of each device.
+    """Measures devices of one kind of this process, all at once; each has `memory` bytes.
 
     Returns:
       The kind, and the link from each device to the next in a ring of all; None for a single device.

@@ -17,7 +17,7 @@ import abc
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vnode.errors import MachineError
@@ -49,17 +49,46 @@ class Resource:
     latency: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Phase:
     """A phase of a collective; all devices end it before the next begins.
 
     Attributes:
       latency: seconds without any bytes.
-      loads: numbers of the network's resources, with the fraction of the array's bytes that each carries.
+      loads: for each number of a resource the fraction of the array's bytes that it carries.
     """
 
-    latency: float
-    loads: tuple[tuple[int, float], ...]
+    latency: float = 0.0
+    loads: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    def add(self, resources: Iterable[int], share: float) -> None:
+        """Adds a share of the array to what some resources carry."""
+        for resource in resources:
+            self.loads[resource] = self.loads.get(resource, 0.0) + share
+
+    def join(self, other: Phase, first: int = 0, share: float = 1.0) -> None:
+        """Adds a phase of other devices at the same time, of a network whose first resource has the number `first`."""
+        self.latency = max(self.latency, other.latency)
+        for resource, fraction in other.loads.items():
+            self.add((first + resource,), fraction * share)
+
+
+def ring(group: Sequence[int], route: Callable[[int, int], tuple[float, Sequence[int]]]) -> Phase:
+    """An all-gather around the devices in their order: p - 1 steps, each of which sends a p-th part on.
+
+    Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005:
+    (p - 1) latency + (p - 1) / p bytes / bandwidth, if no two devices share a link.
+
+    Args:
+      group: the devices.
+      route: gives the latency and the resources of a transfer between two devices.
+    """
+    steps, found = len(group) - 1, Phase()
+    for source, target in zip(group, (*group[1:], group[0]), strict=True):
+        latency, resources = route(source, target)
+        found.latency = max(found.latency, steps * latency)
+        found.add(resources, steps / len(group))
+    return found
 
 
 class Network(abc.ABC):
@@ -83,41 +112,25 @@ class Network(abc.ABC):
 
     def gather(self, group: Sequence[int]) -> tuple[Phase, ...]:
         """The phases of an all-gather over some of its devices; a ring, unless the network has a faster way."""
-        return self.ring(group)
+        return (ring(group, lambda source, target: (self.delay(source, target), self.route(source, target))),)
 
     def delay(self, source: int, target: int) -> float:
         """Seconds of a transfer without bytes between two devices."""
         return sum(self.resources[r].latency for r in self.route(source, target))
 
-    def exchange(self, parts: Sequence[Sequence[int]]) -> tuple[float, dict[int, float]]:
+    def exchange(self, parts: Sequence[Sequence[int]]) -> Phase:
         """Each device sends each device of the other parts one unit of bytes.
 
-        Returns:
-          The seconds of latency of all messages of the device that waits longest, one after another, and the units that
-          each resource carries.
+        The latency is that of all messages of the device that waits longest, one after another.
         """
-        latency, loads = 0.0, dict[int, float]()
+        found = Phase()
         for part in parts:
             others = [device for other in parts if other is not part for device in other]
             for source in part:
-                latency = max(latency, sum(self.delay(source, target) for target in others))
+                found.latency = max(found.latency, sum(self.delay(source, target) for target in others))
                 for target in others:
-                    for resource in self.route(source, target):
-                        loads[resource] = loads.get(resource, 0.0) + 1.0
-        return latency, loads
-
-    def ring(self, group: Sequence[int]) -> tuple[Phase, ...]:
-        """An all-gather around the devices in their order: p - 1 steps, each of which sends a p-th part on.
-
-        Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005:
-        (p - 1) latency + (p - 1) / p bytes / bandwidth, if no two devices share a link.
-        """
-        size, loads, slowest = len(group), dict[int, float](), 0.0
-        for source, target in zip(group, (*group[1:], group[0]), strict=True):
-            slowest = max(slowest, self.delay(source, target))
-            for resource in self.route(source, target):
-                loads[resource] = loads.get(resource, 0.0) + (size - 1) / size
-        return (Phase((size - 1) * slowest, tuple(loads.items())),)
+                    found.add(self.route(source, target), 1.0)
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,14 +191,14 @@ class Switch(Network):
         """The source's port out and the target's port in; devices may share a port."""
         return 2 * self._port[source], 2 * self._port[target] + 1
 
-    def exchange(self, parts: Sequence[Sequence[int]]) -> tuple[float, dict[int, float]]:
-        """Each device sends one message after another, to all others in turn."""
-        size, loads = sum(map(len, parts)), dict[int, float]()
+    def exchange(self, parts: Sequence[Sequence[int]]) -> Phase:
+        """Each device sends one message after another, to all others in turn; the same, without each pair's route."""
+        size = sum(map(len, parts))
+        found = Phase((size - min(map(len, parts))) * self.latency)
         for part in parts:
             for device in part:
-                for resource in (2 * self._port[device], 2 * self._port[device] + 1):
-                    loads[resource] = loads.get(resource, 0.0) + size - len(part)
-        return (size - min(map(len, parts))) * self.latency, loads
+                found.add(self.route(device, device), size - len(part))
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,12 +251,12 @@ class Pairs(Network):
 
     def gather(self, group: Sequence[int]) -> tuple[Phase, ...]:
         """All devices send to all others at once, over separate links: latency + bytes / p / bandwidth."""
-        loads = tuple((self._between[pair], 1 / len(group)) for pair in itertools.permutations(group, 2))
-        return (Phase(self.latency, loads),)
+        links = [self._between[pair] for pair in itertools.permutations(group, 2)]
+        return (Phase(self.latency, dict.fromkeys(links, 1 / len(group))),)
 
-    def exchange(self, parts: Sequence[Sequence[int]]) -> tuple[float, dict[int, float]]:
+    def exchange(self, parts: Sequence[Sequence[int]]) -> Phase:
         """All messages at once, over separate links."""
-        return self.latency, super().exchange(parts)[1]
+        return Phase(self.latency, super().exchange(parts).loads)
 
 
 def check_network(network: Any) -> None:

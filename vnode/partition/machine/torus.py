@@ -14,13 +14,12 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vnode.errors import MachineError
 from vnode.partition.machine.description_checks import (
     MOST_DEVICES,
-    boolean,
     device_numbers,
     error_context,
     nonempty_list,
@@ -48,7 +47,8 @@ class Axis:
 
     def __post_init__(self) -> None:
         whole_number(self.size, "size", "devices along an axis", 1, MOST_DEVICES)
-        boolean(self.wrap, "wrap")
+        if not isinstance(self.wrap, bool):
+            raise wrong_value("wrap", "true or false", self.wrap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,39 +177,32 @@ class Torus(Network):
                 here = self._step(here, i, way)
         return tuple(found)
 
-    def delay(self, source: int, target: int) -> float:
-        """Seconds of a transfer without bytes between two devices."""
-        return self.latency * len(self.route(source, target))
-
     def gather(self, group: Sequence[int]) -> tuple[Phase, ...]:
         """The phases of an all-gather along the axes of a box, in as many pieces as axes; else a ring."""
         walks = self.walks(group)
         if walks is None:
-            return self.ring(sorted(group, key=lambda device: self.at[device]))
+            return super().gather(sorted(group, key=lambda device: self.at[device]))
         done, phases = [1] * len(walks), list[Phase]()
         for t in range(len(walks)):
-            latency, loads = 0.0, dict[int, float]()
+            phases.append(Phase())
             for piece in range(len(walks)):
                 walk = walks[(piece + t) % len(walks)]
                 done[piece] *= walk.count
-                share = done[piece] / len(group) / len(walks)
-                latency = max(latency, walk.steps * self.latency)
-                for resource, fraction in self._loads(group, walk, *walk.gathered()):
-                    loads[resource] = loads.get(resource, 0.0) + share * fraction
-            phases.append(Phase(latency, tuple(loads.items())))
+                phase = self._along(group, walk, *walk.gathered())
+                phases[-1].join(phase, share=done[piece] / len(group) / len(walks))
         return tuple(phases)
 
-    def exchange(self, parts: Sequence[Sequence[int]]) -> tuple[float, dict[int, float]]:
+    def exchange(self, parts: Sequence[Sequence[int]]) -> Phase:
         """In a box, each message goes along one axis after the other; no message waits for another to be sent."""
         group = [device for part in parts for device in part]
         walks = self.walks(group) if len(parts) == len(group) else None
         if walks is None:
             return super().exchange(parts)
-        loads = dict[int, float]()
+        found = Phase()
         for walk in walks:
-            for resource, units in self._loads(group, walk, *walk.exchanged()):
-                loads[resource] = loads.get(resource, 0.0) + units * len(group)
-        return sum(walk.steps for walk in walks) * self.latency, loads
+            found.join(self._along(group, walk, *walk.exchanged()), share=len(group))
+        found.latency = sum(walk.steps for walk in walks) * self.latency
+        return found
 
     def walks(self, group: Sequence[int]) -> list[Walk] | None:
         """The axes along which a group extends, if it is all points of a (possibly spread out) box; else None."""
@@ -228,11 +221,9 @@ class Torus(Network):
             size *= len(along)
         return found if size == len(group) else None
 
-    def _loads(
-        self, group: Sequence[int], walk: Walk, up: Sequence[float], down: Sequence[float]
-    ) -> Iterator[tuple[int, float]]:
-        """The loads of links, given the loads between neighbours on each line of the group along an axis."""
-        size = self.axes[walk.axis].size
+    def _along(self, group: Sequence[int], walk: Walk, up: Sequence[float], down: Sequence[float]) -> Phase:
+        """The phase along an axis, given the loads between neighbours on each line of the group."""
+        size, found = self.axes[walk.axis].size, Phase(walk.steps * self.latency)
         for place in {self.at[device] for device in group}:
             if place[walk.axis] != walk.start:
                 continue
@@ -240,8 +231,9 @@ class Torus(Network):
                 for k in range(walk.stride):
                     low = (walk.start + i * walk.stride + k) % size
                     here = (*place[: walk.axis], low, *place[walk.axis + 1 :])
-                    yield self._links[here, walk.axis, 1], above
-                    yield self._links[self._step(here, walk.axis, 1), walk.axis, -1], below
+                    found.add([self._links[here, walk.axis, 1]], above)
+                    found.add([self._links[self._step(here, walk.axis, 1), walk.axis, -1]], below)
+        return found
 
 
 def point(value: Any, axes: Sequence[Axis], place: str) -> Point:

@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec
 
 from vnode.analysis.parallel_branches import Branches
 from vnode.errors import MemoryLimitError
-from vnode.partition.cost.roofline import Roofline
-from vnode.partition.cost.time_sources import Times
+from vnode.partition.cost.time_sources import Roofline, Times
 from vnode.partition.cost.timed_pieces import timed_op_of
 from vnode.partition.machine import Device, Machine
 from vnode.partition.plan.carry_sharding import shard_carries

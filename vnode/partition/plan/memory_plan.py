@@ -32,11 +32,11 @@ from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.program import ResultIndex
 from vnode.analysis.scan_rewriting import stacked_variable
-from vnode.operators.cost import all_bytes
+from vnode.operators.cost import all_bytes, nbytes
 from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.fusion import fuse_program
 from vnode.partition.cost.op_kinds import FusedOp, FusedProgram
-from vnode.partition.cost.roofline import Roofline
+from vnode.partition.cost.time_sources import Roofline
 from vnode.partition.machine import Kind, Machine
 from vnode.partition.plan.search_subject import Subject
 from vnode.partition.searches.integer_program import milp
@@ -140,24 +140,15 @@ class MemoryPlanner:
         return any(each.transfer_seconds is not None for each in self.stacked.values())
 
     def levels(self, host: bool) -> int:
-        """The number of levels besides level 0, which keeps all; each holds less than the one before, if possible.
-
-        Args:
-          host: whether residuals may be offloaded.
-        """
+        """The number of levels besides level 0, which keeps all; each holds less than the one before, if possible."""
         some = any(value.equations and value.reads for value in self.values.values())
         return LIMITS + WITH_HOST * (host and self.host) if some or self.stacked else 0
 
     def plan_at_level(self, level: int, seconds: float, host: bool = True) -> MemoryPlan:
-        """The memory plan at a level.
+        """The memory plan at a level, from 0, which keeps all, to `levels`.
 
-        Args:
-          level: 0 to keep all, up to `levels`.
-          seconds: time limit, after which the best solution so far is taken.
-          host: whether residuals may be offloaded.
-
-        Returns:
-          The plan; if none holds so little, the plan of the highest level below that has one.
+        If no plan holds so little, it is the plan of the highest level below that has one. After `seconds` the best
+        solution so far is taken.
         """
         if (level, host) not in self.found:
             self.found[level, host] = self.solve_share(STEP**level, seconds, host)
@@ -194,13 +185,9 @@ DEVICE, HOST, NOWHERE = StackLocation.DEVICE, StackLocation.HOST, StackLocation.
 def stacked_of(
     late: TurningPoint, kept: Mapping[ResultIndex, Residual], kind: Kind, host: bool
 ) -> dict[ResultIndex, StackedValue]:
-    """The values that loops may keep: their residuals, and the carries at the start of their iterations.
+    """The values that loops may keep: their residuals `kept`, and the carries at the start of their iterations.
 
-    Args:
-      late: the step's program; only values that depend on examples are offloaded.
-      kept: the residuals of loops.
-      kind: the kind of device.
-      host: whether the host's memory can be used.
+    Only values that depend on examples are offloaded, and only if the host's memory can be used (`host`).
     """
     rate = max(kind.rate("float32"), kind.vector)
     equations = late.program.equations
@@ -231,14 +218,7 @@ def stacked_of(
 
 
 class _LateValues:
-    """The values live after the peak (the turning point): those that fused ops read there, and their operands.
-
-    Args:
-      late: the program.
-      fused: its fused operations.
-      without: variables that are left out.
-      kind: the kind of device.
-    """
+    """The values live after the peak (the turning point): those that fused ops read there, and their operands."""
 
     def __init__(self, late: TurningPoint, fused: FusedProgram, without: Collection[Var], kind: Kind) -> None:
         self.late, self.fused, self.kind = late, fused, kind
@@ -251,8 +231,8 @@ class _LateValues:
             for var in dict.fromkeys(map(fused.buffer_of, op.timed_op.reads)):
                 self.readers.setdefault(var, []).append(op)
         held = [var for var in self.maker if var in late.varying and var not in without and self.late_readers(var)]
-        held.sort(key=fused.nbytes)
-        sizes = np.cumsum([fused.nbytes(var) for var in held])
+        held.sort(key=lambda var: nbytes(var.aval))
+        sizes = np.cumsum([nbytes(var.aval) for var in held])
         small = int(np.searchsorted(sizes, SMALL * sizes[-1])) if held else 0
         self.left_out = {*without, *held[:small]}
         self.held = held[small:]
@@ -329,7 +309,7 @@ class _LateValues:
             if var in inside:
                 continue
             reads = {self.late.time(self.first_late_equation(op, var)) for op in self.late_readers(var)}
-            value = found[var] = LateValue(self.fused.nbytes(var), reads=tuple(sorted(reads)))
+            value = found[var] = LateValue(nbytes(var.aval), reads=tuple(sorted(reads)))
             if not self.is_repeatable(var):
                 continue
             numbers, read, ahead = set[int](), dict[Var, None](), [var]
@@ -371,11 +351,9 @@ class IntegerProgram:
         self.size = next(count)
 
     def solve_share(self, share: float, seconds: float) -> tuple[set[Var], list[StackLocation]] | None:
-        """The recomputed values, and the location of each stacked value; None if no solution was found.
+        """The recomputed values, and the location of each stacked value; None if no solution was found in time.
 
-        Args:
-          share: the limit of live bytes, as a share of those at the turning point if all is kept.
-          seconds: time limit, after which the best solution so far is taken.
+        The limit of live bytes is a share of those at the turning point if all is kept.
         """
         rows: list[tuple[dict[int, float], float, float]] = []  # coefficients, least and most
         times: dict[int, dict[int, float]] = {}

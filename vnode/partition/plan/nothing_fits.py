@@ -1,26 +1,43 @@
-"""A search that found no plan that fits -> its error: how many bytes are missing, and changes that would fit.
+"""A step that fits on no mesh -> the error: how many bytes are missing, and changes with which the step fits.
 
-Knows the search's results, and changes that may help. Must not know how they are predicted, nor how a mesh is searched.
+Knows steps, machines, and predictions on single meshes. Must not know how meshes are searched.
+
+Every change is predicted on the mesh with the least memory, with the state sharded over all devices; with more devices,
+the nodes' axis or another one is longer. So a change that is reported to fit does fit there. A change that does not fit
+there could still fit on another mesh. The cheapest change that fits is reported.
 """
 
 from __future__ import annotations
 
-from vnode.errors import MemoryLimitError, layout_message
-from vnode.partition.plan.candidates import Candidate
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from vnode.errors import MemoryLimitError, VnodeError, layout_message
+from vnode.partition.machine import Device, Link, Machine
+from vnode.partition.machine.machine_builders import hosts_of
+from vnode.partition.plan.candidates import Candidate, MeshSearch, pace_of
+from vnode.partition.plan.memory_plan import SOLVING, MemoryPlan, MemoryPlanner
 from vnode.partition.plan.mesh_search import MeshesSearch
-from vnode.partition.plan.remedies import Remedies
-from vnode.partition.plan.search_subject import Subject
+from vnode.partition.plan.meshes import INNER, NODES
+from vnode.partition.plan.predict import Figures
+from vnode.partition.plan.search_subject import Subject, subject_of, with_recomputation
 from vnode.show.units import several, size
+from vnode.step.call import wrap
+from vnode.step.virtual import VirtualStep
+
+DOUBLINGS = 4
+"""Most doublings of the number of devices."""
+
+STEP = 0.05
+"""The difference in memory, as a share of the limit, that makes one change better than another."""
 
 
 def nothing_fits_error(search: MeshesSearch, subject: Subject, least: Candidate) -> MemoryLimitError:
-    """The error for a step that no plan fits, with changes that would fit, as far as the budget for them allows.
-
-    Args:
-      search: the search over the meshes.
-      subject: the step.
-      least: the candidate with the least memory.
-    """
+    """The error for a step that no plan fits, with changes that would fit, as far as the budget for them allows."""
     limit, kept, away = search.limit, least.figures, least.all_on_host
     search.budget.extend()
     search.shown.update(1000, "nothing fits; what would?")
@@ -58,3 +75,230 @@ def nothing_fits_error(search: MeshesSearch, subject: Subject, least: Candidate)
             remedies=help_ or ["devices with more memory"],
         )
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A change of the search.
+
+    Attributes:
+      virtual_nodes: V.
+      donated: arguments that are donated in addition.
+      fast: whether sums are formed in any order.
+      lanes: number of lanes, if changed.
+      doublings: number of doublings of the devices.
+    """
+
+    virtual_nodes: int
+    donated: tuple[int, ...] = ()
+    fast: bool = False
+    doublings: int = 0
+    lanes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TriedChange:
+    """The result of a change.
+
+    Attributes:
+      change: the change.
+      candidate: the candidate that fits; or the one with the least memory.
+      figures: its figures; of one that does not fit with everything on the host that helps.
+    """
+
+    change: Change
+    candidate: Candidate
+    figures: Figures
+
+
+class Remedies:
+    """Changes, tried one after another until one fits.
+
+    Args:
+      search: the search over the meshes, which found none; its budget is that of the remedies.
+      subject: the step for which nothing fits.
+      least: the candidate with the least memory.
+    """
+
+    def __init__(self, search: MeshesSearch, subject: Subject, least: Candidate) -> None:
+        self.search, self.subject, self.least = search, subject, least
+        self.nodes, self.devices = sum(least.counts), len(search.machine.devices)
+        self.left = [*self.with_donation(), *self.more_nodes(), *self.more_devices()]
+        self.tried: list[TriedChange] = []
+
+    def found(self) -> TriedChange | None:
+        """The first change with which something fits; None if there is none, or none in time."""
+        slowest = 0.0
+        while self.left:
+            began = time.monotonic()
+            if self.search.budget.lacks(slowest, predictions=0):
+                return None
+            change = self.left.pop(0)
+            best = min(self.tried, key=self.size, default=None)
+            several = [change]
+            if change.doublings and best is not None:  # together with what has helped most, too
+                several.append(dataclasses.replace(best.change, doublings=change.doublings))
+            for each in dict.fromkeys(several):
+                result = self.result(each)
+                if result is None and self.search.budget.is_spent:
+                    if each == change:  # else it was tried itself, and only together with another it was not
+                        self.left.insert(0, change)
+                    return None
+                if result is not None:
+                    self.tried.append(result)
+                    if self.fits(result):
+                        return result
+            slowest = max(slowest, time.monotonic() - began)
+        return None
+
+    def fits(self, tried: TriedChange) -> bool:
+        """Whether a change suffices."""
+        return tried.figures.memory <= self.search.limit
+
+    def parts(self, change: Change) -> dict[str, str]:
+        """The parts of a change in words, by their kinds."""
+        found = {
+            "nodes": f"virtual_nodes={change.virtual_nodes}" * (change.virtual_nodes != self.nodes),
+            "donated": f"donate_argnums={change.donated}" * bool(change.donated),
+            "lanes": f"lanes={change.lanes}" * bool(change.lanes),
+            "fast": 'reduction="fast"' * change.fast,
+            "devices": f"{self.devices * 2**change.doublings} devices" * bool(change.doublings),
+        }
+        return {kind: text for kind, text in found.items() if text}
+
+    def in_words(self, tried: TriedChange) -> str:
+        """A change and its result, in words."""
+        takes = [size(tried.figures.memory)]
+        if self.fits(tried):
+            takes += filter(None, [tried.figures.on_host, tried.candidate.title])
+        return f"{', '.join(self.parts(tried.change).values())} ({', '.join(takes)})"
+
+    def failed(self) -> list[TriedChange]:
+        """The changes that did not suffice; of each kind, the one that saves most."""
+        found: dict[tuple[str, ...], list[TriedChange]] = {}
+        for each in self.tried:
+            if not self.fits(each):
+                found.setdefault(tuple(self.parts(each.change)), []).append(each)
+        return [min(several, key=self.size) for several in found.values()]
+
+    def size(self, tried: TriedChange) -> tuple[int, int]:
+        """The sort key of changes: memory in coarse steps, then the number of nodes."""
+        return int(tried.figures.memory / (STEP * self.search.limit)), tried.change.virtual_nodes
+
+    def with_donation(self) -> Iterator[Change]:
+        """Donates the state, if it is not donated: the new state then takes the old one's buffers."""
+        step = self.subject.step
+        given, _ = step.spec.with_static(self.subject.args, {})
+        placed = tuple(wrap(arg, 0, i) for i, arg in enumerate(given))
+        argument = [path[0].idx for path, _ in jax.tree.leaves_with_path(placed)]
+        several = {argument[i] for i in self.subject.state} - {*step.spec.donate_argnums}
+        if several:
+            yield Change(self.nodes, donated=tuple(sorted(several)))
+
+    def more_nodes(self) -> Iterator[Change]:
+        """Fewer lanes, sums in any order, more nodes, and both; nothing if the state alone is too large.
+
+        With one lane per device, bits are the same on at most as many devices.
+        """
+        if self.state > self.search.limit:
+            return
+        before, devices = self.subject.step.options.lanes, self.devices
+        order: list[dict[str, Any]] = []
+        if self.least.figures.pending > 0:
+            order += [{"lanes": devices}] if (before or self.nodes) > devices > 1 else []
+            order += [{"fast": True}]
+        yield from (Change(self.nodes, **how) for how in order)
+        for how in ({}, *order):
+            nodes = self.nodes
+            while (nodes := 2 * nodes) <= self.subject.examples:
+                yield Change(nodes, **how)
+
+    def more_devices(self) -> Iterator[Change]:
+        """Doubled numbers of devices, from the first for which one device's part of the state is not too large."""
+        for k in range(1, DOUBLINGS + 1):
+            if self.state / 2**k <= self.search.limit:
+                yield Change(self.nodes, doublings=k)
+
+    @property
+    def state(self) -> int:
+        """Bytes of one device's part of the state, before and after a step, without leaves that can be offloaded."""
+        several = self.least.figures, self.least.all_on_host
+        return min(each.state + each.results for each in several)
+
+    def result(self, change: Change) -> TriedChange | None:
+        """The candidate that fits with a change, or else has the least memory; None without one, or out of time."""
+        least: TriedChange | None = None
+        try:
+            for candidate in self.candidates(change):
+                fits = candidate.figures.memory <= self.search.limit
+                fitting = candidate if fits else candidate.with_host(self.search.limit)
+                if fitting is not None:
+                    return TriedChange(change, fitting, fitting.figures)
+                figures = min(candidate.figures, candidate.all_on_host, key=lambda each: each.memory)
+                if least is None or figures.memory < least.figures.memory:
+                    least = TriedChange(change, candidate, figures)
+                if self.search.budget.is_spent:
+                    return None
+        except VnodeError:  # the step cannot be virtualized so, or there is no such machine
+            pass
+        return least
+
+    def candidates(self, change: Change) -> Iterator[Candidate]:
+        """The candidates with a change."""
+        machine, platform, times = self.search.machine, self.search.platform, self.search.times
+        for _ in range(change.doublings):
+            machine = double_machine(machine)
+        for subject in self.subjects(change):
+            pace = pace_of(subject, machine, platform, times)
+            for sizes in self.meshes(change, len(machine.devices)):
+                on = MeshSearch(subject, machine, sizes, platform, times, pace)
+                if on.axes:
+                    yield from self.search.divided(on)
+                else:
+                    yield on.candidate("FSDP" if on.replicas > 1 else "data parallel", on.undivided, on.replicas > 1)
+
+    def subjects(self, change: Change) -> Iterator[Subject]:
+        """The step with a change; then the same step with the fewest residuals."""
+        step = self.subject.step
+        reduction = "fast" if change.fast else step.options.reduction
+        options = dataclasses.replace(
+            step.options,
+            virtual_nodes=change.virtual_nodes,
+            reduction=reduction,
+            lanes=change.lanes or step.options.lanes,
+            automatic=False,
+        )
+        donated = (*step.spec.donate_argnums, *change.donated)
+        choices = dataclasses.replace(step.spec.plan, recomputed=(), offloaded=())
+        spec = dataclasses.replace(step.spec, options=options, donate_argnums=donated, plan=choices)
+        subject = subject_of(VirtualStep(spec, None), self.subject.args)
+        yield subject
+        keeping = MemoryPlanner(subject, self.search.machine, self.search.platform)
+        several = [keeping.plan_at_level(keeping.levels(host), SOLVING, host) for host in sorted({False, keeping.host})]
+        for less in dict.fromkeys(several):
+            if less != MemoryPlan():
+                yield subject_of(with_recomputation(subject.step, *less), self.subject.args)
+
+    def meshes(self, change: Change, devices: int) -> list[dict[str, int]]:
+        """All devices along the nodes' axis; and the smallest mesh, with more replicas or a longer other axis."""
+        before, more = dict(self.least.mesh), 2**change.doublings
+        replicas = {**before, NODES: before[NODES] * more}
+        longer = {**before, INNER[0]: before.get(INNER[0], 1) * more}
+        several = [{NODES: devices}, replicas, *([longer] if more > 1 else [])]
+        found = {tuple(each.items()): each for each in several if each[NODES] <= change.virtual_nodes}
+        return list(found.values())
+
+
+def double_machine(machine: Machine) -> Machine:
+    """A machine of twice the devices, joined by one network as slow as the slowest: remedies state memory, not time.
+
+    >>> double_machine(Machine.gpus("h100-sxm", hosts=2))
+    Machine(2 x (2 x 8 H100-SXM): 32 devices in 4 hosts)
+    """
+    hosts = 1 + max(device.host for device in machine.devices)
+    devices = (*machine.devices, *(Device(device.kind, device.host + hosts) for device in machine.devices))
+    kind = machine.devices[0].kind
+    bandwidth = min((each.bandwidth for each in machine.resources), default=kind.host_bandwidth)
+    latency = max((each.latency for each in machine.resources), default=kind.host_latency)
+    network = Link("slowest", bandwidth, latency).network(hosts_of(devices))
+    return Machine(f"2 x ({machine.name})", devices, (network,))

@@ -54,7 +54,7 @@ class StateOffload:
         Args:
           subject: the step.
           flow: layouts through the replica's program.
-          names: names of the inputs that may be offloaded.
+          names: names of the inputs, None for those that may not be offloaded.
           axes: sizes of the mesh axes other than the nodes', those longer than one.
           sharded: number of parts of inputs that are sharded over the replicas as well.
         """
@@ -99,13 +99,7 @@ class StateOffload:
         return 2 * most
 
     def figures(self, without: Figures, machine: Machine, count: int) -> Figures:
-        """The figures of a step with the leaves of the first names on the host.
-
-        Args:
-          without: its figures with all leaves on the devices.
-          machine: the machine.
-          count: number of names.
-        """
+        """The figures of a step with the leaves of the first `count` names on the host; `without` has none there."""
         away = self.offloaded(count)
         total = sum(away.values())
         beside = sum(
@@ -126,15 +120,9 @@ class StateOffload:
         )
 
     def fewest(self, without: Figures, machine: Machine, limit: float) -> tuple[tuple[str, ...], Figures] | None:
-        """The fewest names of leaves to offload so that the step fits, and its figures.
+        """The fewest names of leaves to offload so that the step fits in `limit` bytes of a device, and its figures.
 
-        Args:
-          without: its figures with all leaves on the devices.
-          machine: the machine.
-          limit: bytes that a device may hold.
-
-        Returns:
-          The names and the figures; None if offloading all leaves does not suffice.
+        None if offloading all leaves does not suffice.
         """
         counts = range(1, len(self.inputs_by_name) + 1)
         at = bisect.bisect_left(counts, True, key=lambda n: self.figures(without, machine, n).memory <= limit)
