@@ -27,8 +27,7 @@ from tests.spmd.reference import collectives, mesh_of
 from tests.spmd.test_groups import axes_of_collectives, conv, numbers, program_of
 from vnode.errors import PartitionError
 from vnode.spmd import device_program
-from vnode.spmd.dimension_propagation import propagate_dimension
-from vnode.spmd.factor_blocks import InBlocks, equations_in_blocks, in_blocks
+from vnode.spmd.factor_blocks import InBlocks, in_blocks
 from vnode.spmd.layout import Layout, from_spec
 from vnode.spmd.resharding_collectives import index_along
 from vnode.spmd.sharded_program import flow_over_mesh
@@ -372,19 +371,6 @@ def test_shares_by_speed_are_the_best(rates: list[float], blocks: int) -> None:
     every = [counts for counts in np.ndindex(*[blocks + 1] * len(rates)) if sum(counts) == blocks]
     least = min(max(c / r for c, r in zip(counts, rates, strict=True)) for counts in every)
     assert max(c / r for c, r in zip(share.counts, rates, strict=True)) == pytest.approx(least)
-
-
-@given(st.data())
-@settings(max_examples=examples(9), deadline=None)
-def test_some_equations_in_blocks(data: st.DataObject) -> None:
-    """Any of those that have the factor; between them and the others values change their form."""
-    values, step = CASES["hidden units"].flat
-    program = program_of(step, *values)
-    every = propagate_dimension(program, {program.inputs[0]: 1}, 8).factors
-    some = data.draw(st.sets(st.sampled_from(sorted(every)), min_size=1))
-    share = data.draw(shares(("x",), 2, 8))
-    split = equations_in_blocks(program, share, {number: every[number] for number in some})
-    assert_same(carried_out(split, {"x": 2})(*values), step, *values)
 
 
 class TestErrors:

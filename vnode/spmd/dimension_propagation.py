@@ -68,28 +68,6 @@ def propagate_dimension(program: Program, dims: Mapping[Var, int], blocks: int) 
             continue
 
 
-def tie_factors(program: Program, factors: Mapping[int, int], blocks: int) -> TiedDimensions:
-    """Finds the dimensions tied to given factors of single equations; other equations stay as they are.
-
-    Args:
-      program: with calls inlined.
-      factors: for equations, by number, the factor.
-      blocks: number of equal blocks.
-
-    Raises:
-      PartitionError: as `propagate_dimension`.
-    """
-    follower = _Follower(program, blocks, _Decisions({}, set()))
-    for number, factor in factors.items():
-        place = program, number
-        description = follower.described(place)
-        if description.sizes[factor] % blocks:
-            eqn = program.equations[number]
-            refuse(eqn, f"has a factor of {description.sizes[factor]} there, which is not {blocks} equal blocks")
-        follower.cut(place, description, factor)
-    return follower.result(program)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Decisions:
     """Decisions where two propagated dimensions meet.

@@ -38,7 +38,6 @@ from vnode.spmd.dimension_propagation import (
     partial,
     propagate_dimension,
     refuse,
-    tie_factors,
 )
 from vnode.spmd.op_sharding import is_narrow
 from vnode.spmd.uneven_blocks import Share, check_divides, restore, store
@@ -166,27 +165,6 @@ def in_blocks(
     return _Builder(program, share, found, inputs, outputs).build()
 
 
-def equations_in_blocks(program: Program, share: Share, factors: Mapping[int, int]) -> InBlocks:
-    """Computes single equations block by block; others stay as they are.
-
-    Values that both kinds read or compute are converted in between; inputs read in blocks are stored in blocks.
-
-    Args:
-      program: with calls inlined.
-      share: the number of blocks of each device.
-      factors: for equations, by number, the factor that is cut.
-
-    Returns:
-      The program, and which of its inputs and outputs are stored in blocks. Other equations are the same objects as
-      before.
-
-    Raises:
-      PartitionError: as `in_blocks`.
-    """
-    found = tie_factors(program, factors, share.blocks)
-    return _Builder(program, share, found, [found.dims.get(var) for var in program.inputs]).build()
-
-
 @dataclasses.dataclass(frozen=True)
 class PlannedLoop:
     """A loop over blocks.
@@ -210,7 +188,7 @@ class _Builder:
       share: the number of blocks of each device.
       found: the dimensions and factors that are cut.
       inputs: the form in which each input is given.
-      outputs: the form of each output; by default the form in which it is computed.
+      outputs: the form of each output.
     """
 
     def __init__(
@@ -219,13 +197,13 @@ class _Builder:
         share: Share,
         found: TiedDimensions,
         inputs: Sequence[int | None],
-        outputs: Sequence[int | None] | None = None,
+        outputs: Sequence[int | None],
     ) -> None:
         self.program, self.share, self.found, self.factors = program, share, found, found.factors
         self.monoids = {number: self.monoid(number) for number in self.factors}
         self.makers = {var: number for number, eqn in enumerate(program.equations) for var in eqn.outvars}
         self.made = self.made_in(inputs)
-        self.outputs = [self.made.get(a) for a in self.vars(program.outputs)] if outputs is None else list(outputs)
+        self.outputs = list(outputs)
         self.readers: dict[Var, dict[int, None]] = {}
         for number in range(len(program.equations)):
             for var, _ in self.reads(number):
