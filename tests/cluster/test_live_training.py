@@ -36,7 +36,7 @@ def hash_of(output: str) -> list[str]:
 def test_jobs_that_share_workers_end_with_their_own_bits(served: Served) -> None:  # noqa: F811
     """Seven jobs on four workers, and one that is stopped for another: arrivals, another priority, a cancel, a worker
     and the scheduler killed, the scheduler begun again with a policy that stops jobs."""
-    steps = {"1": 120, "2": 80, "3": 60, "4": 10**5, "5": 60, "6": 40, "7": 40}
+    steps = {"1": 240, "2": 80, "3": 60, "4": 10**5, "5": 60, "6": 40, "7": 40}
 
     def submit(name: str, workers: tuple[int, int] = (1, 4), priority: float = 1) -> None:
         job = Submission(command=command(steps[name], int(name)), workers=workers, priority=priority)
