@@ -102,7 +102,8 @@ def search(
       virtual_nodes: V; ``"auto"`` for the fewest nodes with which a plan fits. A `VirtualStep` has its own.
       memory: bytes that one device may hold, or a string such as ``"12GiB"``; by default the memory of its kind.
       budget: seconds for the whole search, compilations included. Nothing is begun that would take longer, judged by
-        earlier durations. The plan's notes list everything that was not tried for lack of time.
+        earlier durations. A compilation for GPUs or TPUs of this process that has begun ends even beyond `budget`. The
+        plan's notes list everything that was not tried for lack of time.
       times: source of the times of fused operations (`vnode.partition.Times`), perhaps measured; by default the
         roofline, calibrated for the kind of device. Times are measured once and kept (`vnode.partition.Cache`); a
         measurement that has begun ends after its mesh, even beyond `budget`.
