@@ -135,7 +135,8 @@ def difference(got: Any, want: Any, moved: Sequence[Any], size: float) -> str | 
     shifts = [np.abs(other.astype(wide) - want)[finite] for other in moved]
     noise = size * np.max(np.abs(want[finite]), initial=0.0) + np.max(shifts, initial=0.0, where=np.isfinite(shifts))
     if error > (FEW if size > 1e-4 else ROUNDINGS) * noise:
-        return f"off by {error:.1e}, {error / noise:.1f} roundings, in {kind}: {_head(got)} instead of {_head(want)}"
+        times = error / noise if noise else np.inf
+        return f"off by {error:.1e}, {times:.1f} roundings, in {kind}: {_head(got)} instead of {_head(want)}"
     return None
 
 
