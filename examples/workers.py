@@ -105,12 +105,12 @@ def main():
     sys.exit(not same)
 
 
-def wait(done, seconds=60):
+def wait(done, seconds=180):
     """Waits until something has happened."""
     end = time.monotonic() + seconds
     while not done():
         if time.monotonic() > end:
-            raise TimeoutError("the workers have not come so far in a minute")
+            raise TimeoutError(f"the workers have not come so far in {seconds} s")
         time.sleep(0.05)
 
 
