@@ -1,23 +1,20 @@
-"""What a program exchanges -> bytes by kind of collective and size of a group, whatever is combined.
+"""Collectives of a program -> bytes by kind and by size of a group, whatever is combined.
 
 Knows collectives. Must not know who planned or compiled them.
 """
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from vnode.partition.accept import Acceptance
-from vnode.partition.hlo import Collective
+from vnode.partition.hlo import Collective, bytes_by_kind
 
 
-def bytes_by_group(several: Iterable[Collective]) -> dict[tuple[str, int], int]:
-    """Bytes of one device's arrays in all runs, by kind and by the number of devices that exchange."""
-    found: collections.Counter[tuple[str, int]] = collections.Counter()
-    for each in several:
-        found[each.kind.removeprefix("collective-"), each.devices] += each.bytes * each.runs
-    return dict(found)
+def bytes_by_group(several: Sequence[Collective]) -> dict[int, dict[str, int]]:
+    """Bytes of one device's arrays in all runs, by the number of devices that exchange and by kind."""
+    sizes = {each.devices for each in several}
+    return {n: bytes_by_kind(each for each in several if each.devices == n) for n in sizes}
 
 
 def assert_as_planned(found: Acceptance) -> None:

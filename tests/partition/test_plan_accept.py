@@ -202,7 +202,8 @@ def test_rows_with_different_numbers_of_nodes_are_accepted() -> None:
 @pytest.mark.thorough
 def test_small_gradients_of_a_sharded_state_are_not_gathered_to_be_clipped() -> None:
     """Every device has them whole anyway, so that their norm needs no gather, of which there is one for large ones."""
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    # with the usual `eps`, Adam would divide gradients near zero, which are differences of large terms, by their size
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2, eps=1e-3))
 
     def step(state: Any, x: Any, y: Any) -> Any:
         params, slots = state
@@ -222,9 +223,8 @@ def test_small_gradients_of_a_sharded_state_are_not_gathered_to_be_clipped() -> 
     assert_as_planned(plan.accept())
     state = plan.step().put(args[0])
     want = jax.jit(step)(*args)
-    # Adam divides a gradient by its size: one near zero, a difference of large terms, differs by more than rounding
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), plan.step()(state, *args[1:]), want
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5), plan.step()(state, *args[1:]), want
     )
 
 

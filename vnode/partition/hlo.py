@@ -267,9 +267,8 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that one device sends in a step, around a ring (Thakur et al., "Optimization of collectives", 2005)."""
-        others = 1 - 1 / self.devices if self.devices else 1.0
-        return self.runs * self.bytes * others * (2 if self.kind == "all-reduce" else 1)
+        """Bytes that one device sends in a step; see `bytes_sent`."""
+        return self.runs * bytes_sent(self.kind, self.bytes, self.devices)
 
     @staticmethod
     def from_json(content: Any) -> Collective:
@@ -281,6 +280,22 @@ class Collective:
         groups = tuple(tuple(map(int, group)) for group in content.get("groups", ()))
         numbers = {name: int(content[name]) for name in ("bytes", "devices", "runs")}
         return Collective(str(content["kind"]), **numbers, groups=groups)
+
+
+def bytes_sent(kind: str, size: int, devices: int) -> float:
+    """Bytes that each device sends in a collective, by the algorithms that send least, as rings do.
+
+    Source: Chan, Heimlich, Purkayastha, van de Geijn, "Collective communication: theory, practice, and experience"
+    (2007), section 4.
+
+    Args:
+        kind: The kind of collective, as of `Collective`.
+        size: Bytes of one device's array, as of `Collective`.
+        devices: Number of devices in a group; a permute has none.
+    """
+    if kind.endswith("permute"):
+        return size
+    return size * (2 if kind == "all-reduce" else 1) * (devices - 1) / devices
 
 
 def merge(collectives: Iterable[Collective]) -> tuple[Collective, ...]:

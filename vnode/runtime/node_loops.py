@@ -472,7 +472,7 @@ def unwritten_buffers(
       after: values; the first one is waited for. If there are none, or the buffers are small, nothing is waited for.
       number: non-negative int32 that compilers do not know. XLA's CPU backend writes something to each buffer. If it
         were the same number, it would write one buffer and copy it to the others. If it were a constant of each, it
-        would compile code for each. So the numbers come from a loop that never runs.
+        would compile code for each. So a barrier makes as many numbers of this one.
     """
 
     def empty(_: Any) -> list[jax.Array]:

@@ -319,14 +319,17 @@ class Generations(Decisions):
 
         A worker that is busy by itself has longer, and looks for losses only after that: its time to leave begins then.
         """
-        limits = self.limits
+        limits, since = self.limits, now - leave.started
         others_left = leave.first is not None and now - leave.first >= limits.left
 
         def is_late(worker: Worker) -> bool:
-            if worker.busy or worker.free_since > leave.started:
-                free = not worker.busy and now - worker.free_since >= limits.leave
-                return free or now - leave.started >= limits.busy
-            return others_left or now - leave.started >= limits.leave
+            if since >= limits.busy:
+                return True
+            if worker.busy:
+                return False
+            if worker.free_since > leave.started:
+                return now - worker.free_since >= limits.leave
+            return others_left or since >= limits.leave
 
         return [w for w in leave.asked if w.is_usable and w not in leave.steps and is_late(w)]
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from jax.extend.core import JaxprEqn
 
 from vnode.operators.cost import nbytes
+from vnode.partition.hlo import bytes_sent
 from vnode.partition.machine import Machine, MachineMesh
 from vnode.partition.machine.collective_times import Cost
 from vnode.spmd.layout import Axes, count
@@ -57,9 +58,8 @@ class Transfer:
 
     @property
     def bytes_sent(self) -> float:
-        """Bytes that each device sends, by the algorithms that move the least (`resharding.Move.elements_sent`)."""
-        rest = (self.devices - 1) / self.devices
-        return self.bytes * {"all-reduce": 2 * rest, "permute": 1.0}.get(self.kind, rest)
+        """Bytes that each device sends, by the algorithms that move the least."""
+        return bytes_sent(self.kind, self.bytes, self.devices)
 
     def cost(self, machine: Machine, mesh: MachineMesh) -> Cost:
         """Latency, seconds a byte and links on a machine, all groups of the mesh at once.

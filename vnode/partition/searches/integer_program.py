@@ -58,16 +58,16 @@ def least_time(problem: Problem, scale: float, gap: float, seconds: float, pause
       seconds: the time after which the solver ends.
       pause: called now and then while the solver runs; may raise.
     """
-    return least(problem, problem.edges, problem.limit, SCALE / scale if scale > 0 else 1.0, gap, seconds, pause)
+    return minimize(problem, problem.edges, problem.limit, SCALE / scale if scale > 0 else 1.0, gap, seconds, pause)
 
 
 def least_memory(problem: Problem, seconds: float, pause: Callable[[], None]) -> Solved:
     """The assignment of smallest footprint among those of finite cost; arguments as for `least_time`."""
     binding = [edge for edge in problem.edges if not np.isfinite(edge.seconds).all()]
-    return least(problem, binding, math.inf, 0.0, 1e-6, seconds, pause)
+    return minimize(problem, binding, math.inf, 0.0, 1e-6, seconds, pause)
 
 
-def least(
+def minimize(
     problem: Problem,
     edges: Sequence[Edge],
     limit: float,
