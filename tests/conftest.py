@@ -92,6 +92,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Names a test that failed at once, with its error: a run that is stopped has no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        error = getattr(report.longrepr, "reprcrash", None)
+        print(f"\nFAILED {report.nodeid} ({report.when}): {getattr(error, 'message', '')[:2000]}", flush=True)
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays, and is looked at by the garbage collector no more."""
     gc.collect()

@@ -411,6 +411,11 @@ def test_source_lines_are_seen_from_the_working_directory(monkeypatch: Any, tmp_
     environment = tmp_path / ".venv/lib/python3.11/site-packages"
     monkeypatch.chdir(tmp_path)
     assert display_path(str(environment / "diffrax/_integrate.py")) == "diffrax/_integrate.py"
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert display_path(__file__) == "tests/test_explain.py"
 
 
 def test_columns_of_a_comparison_are_not_repeated() -> None:

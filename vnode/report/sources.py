@@ -5,6 +5,7 @@ Knows paths of files, and of packages. Must not know what is written there.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -37,7 +38,7 @@ def display_path(file: str) -> str:
     for index, part in enumerate(path.parts):
         if part in ("site-packages", "dist-packages"):
             return str(Path(*path.parts[index + 1 :]))
-    if path.is_relative_to(Path.cwd()):
+    with contextlib.suppress(FileNotFoundError, ValueError):  # no working directory any more, or not in there
         return str(path.relative_to(Path.cwd()))
     root = path.parent
     while (root / "__init__.py").exists():
