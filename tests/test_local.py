@@ -246,7 +246,7 @@ STATISTICS: dict[str, Callable[..., jax.Array]] = {
 }
 
 
-@pytest.mark.sampled(3, thorough=5)
+@pytest.mark.sampled(3, thorough=2)
 @pytest.mark.parametrize("nodes", [2, 4])
 @pytest.mark.parametrize("name", STATISTICS)
 def test_statistics_are_those_of_the_nodes(name: str, nodes: int) -> None:

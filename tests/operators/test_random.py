@@ -103,7 +103,7 @@ def test_one_generator_for_many_keys_is_drawn_whole(impl):
     assert describe(eqn).whole == {0, 1}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, thorough=1)
 @pytest.mark.parametrize("words", [2, 4])
 @pytest.mark.parametrize("x64", [False, True])
 def test_philox_is_that_of_jax(words, x64):
@@ -128,7 +128,7 @@ def test_philox_is_that_of_jax(words, x64):
             np.testing.assert_allclose(*gamma, rtol=1e-6)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, thorough=0)
 @pytest.mark.parametrize("impl", ["philox2x32", "philox4x32"])
 def test_philox_on_several_devices(impl):
     """Draws for every node, with dropout's mask, keys that are split, and a gamma variate, beside the plain step."""

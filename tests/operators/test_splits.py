@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +25,7 @@ from tests.operators.examples import array, weighted
 
 pytestmark = pytest.mark.quickly
 
-ALL = os.environ.get("VNODE_TEST_ALL") == "1"
-drawn, few = settings(max_examples=examples(25 if ALL else 15)), settings(max_examples=examples(9 if ALL else 6))
+drawn, few = settings(max_examples=examples(20)), settings(max_examples=examples(8))
 """Each example is a program of some ten copies to compile; those of convolutions take long."""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,8 +37,6 @@ from vnode.remat.apply_memory_plan import apply_memory_plan
 from vnode.remat.offload import offload_residuals, offloadable_residuals
 from vnode.remat.residual_remat import loop_residuals
 from vnode.step.virtual import VirtualStep
-
-ALL = os.environ.get("VNODE_TEST_ALL") == "1"
 
 P = PartitionSpec
 ONE = Machine.tpu("v5e:1x1")
@@ -153,8 +150,8 @@ def on_two() -> Any:
     return vnode.virtualize(train, virtual_nodes=2, placement=vnode.Placement(2, jax.devices()[:2]))
 
 
-@pytest.mark.thorough
-@settings(max_examples=6 if ALL else 3, deadline=None)
+@pytest.mark.sweep
+@settings(max_examples=6, deadline=None)
 @given(st.integers(0, 3**12))
 def test_the_bits_are_the_same_whichever_are_chosen(on_two: Any, seed: int) -> None:
     state, batch = arguments()
@@ -310,7 +307,7 @@ def test_a_host_that_is_not_apart_is_told() -> None:
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("reduction", ["fast", "invariant"])
+@pytest.mark.parametrize("reduction", ["fast", pytest.param("invariant", marks=pytest.mark.sweep)])
 def test_memory_of_a_tpu_falls_and_that_of_its_host_is_taken(reduction: str) -> None:
     """By the TPU compiler: what is kept, computed again, with beginnings on the host, and all on the host."""
     found = said("offload_on_tpus", reduction, hasty=True)

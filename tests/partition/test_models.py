@@ -277,7 +277,7 @@ def prepared(request: pytest.FixtureRequest) -> Callable[[], tuple[Model, Callab
 ALWAYS = ("lstm-4k",)
 
 
-@pytest.mark.parametrize("prepared", models(ALWAYS, seldom=("inception-v3", "resnet-101")), indirect=True)
+@pytest.mark.parametrize("prepared", models(ALWAYS, seldom=VISION), indirect=True)
 def test_a_batch_is_learned(prepared: Any) -> None:
     _, step, state, batch = prepared()  # of Inception-v3, half a minute to compile
     losses = []
@@ -288,7 +288,7 @@ def test_a_batch_is_learned(prepared: Any) -> None:
     assert np.mean(losses[-5:]) < 0.99 * np.mean(losses[:5]), losses
 
 
-@pytest.mark.parametrize("prepared", models(ALWAYS, seldom=("inception-v3", "resnet-101")), indirect=True)
+@pytest.mark.parametrize("prepared", models(ALWAYS, seldom=(*VISION, "transformer")), indirect=True)
 def test_virtual_nodes_compute_the_same(prepared: Any) -> None:
     """The 94 normalizations of Inception-v3 take 95 passes, and minutes."""
     model, step, state, batch = prepared()

@@ -112,7 +112,7 @@ def said(error: Any) -> dict[str, Any]:
     return changed
 
 
-@pytest.mark.sampled(0, thorough=2)
+@pytest.mark.sampled(0, thorough=1)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_named_fits_and_nothing_cheaper_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]

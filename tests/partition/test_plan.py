@@ -154,7 +154,7 @@ def test_random_plans_are_carried_out(name: str, sizes: dict[str, int]) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.quickly
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(st.sampled_from(sorted(CASES)), st.integers(2, 10_000), st.sampled_from([3, 5, 16]))
 def test_random_plans_for_any_number_of_nodes(name: str, seed: int, nodes: int) -> None:
     step, (state, batch) = example(name)
@@ -301,7 +301,7 @@ def test_as_few_nodes_as_fit() -> None:
     assert more.virtual_nodes == fewest
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, thorough=1)
 @pytest.mark.quickly
 @pytest.mark.parametrize("around", ["mesh", "leaks", "no jit", "nans", "explicit mesh"])
 def test_a_plan_is_found_and_carried_out_within_what_a_caller_sets(around: str) -> None:
@@ -321,7 +321,7 @@ def test_a_plan_is_found_and_carried_out_within_what_a_caller_sets(around: str) 
     assert_same(got, step, *args)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, thorough=1)
 @pytest.mark.quickly  # the programs are the same: so are the bits, however they are compiled
 @pytest.mark.parametrize("around", ["explicit mesh", "no jit"])
 @pytest.mark.parametrize("name", CASES)

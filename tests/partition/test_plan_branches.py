@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from hypothesis import strategies as st
 
 import vnode
 from benchmarks.partition import possible
+from tests.budget import examples
 from tests.partition.test_plan import V5E, normal
 from tests.rounding import assert_same
 from vnode.analysis.program import scope
@@ -185,7 +185,7 @@ def test_values_and_gradients(name: str, mesh: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.quickly
-@settings(max_examples=12 if os.environ.get("VNODE_TEST_ALL") == "1" else 6, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(
     st.sampled_from(sorted(CASES)),
     st.sampled_from([("2x4", "model"), ("2x2x2", "model"), ("2x2x2", "model2")]),

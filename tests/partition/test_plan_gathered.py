@@ -132,7 +132,7 @@ EVERY = [
 ]
 
 
-@pytest.mark.sampled(0, thorough=10)
+@pytest.mark.sampled(0, thorough=5)
 @pytest.mark.parametrize(("name", "mesh", "kind", "reduction", "nodes", "batch"), EVERY)
 def test_what_is_needed_of_all_examples_is_exchanged_as_planned(
     name: str, mesh: str, kind: str, reduction: str, nodes: int, batch: int
@@ -148,7 +148,7 @@ def test_what_is_needed_of_all_examples_is_exchanged_as_planned(
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.sampled(0, thorough=3)
+@pytest.mark.sampled(0, thorough=2)
 @pytest.mark.parametrize("batch", [128, 125])
 @pytest.mark.parametrize("name", ["all_pairs", "ranked", "fixed_point"])
 def test_bits_do_not_depend_on_how_many_devices_put_values_together(name: str, batch: int) -> None:
@@ -312,7 +312,7 @@ def a_number_of_each_branch(params: Params, x: jax.Array) -> Any:
     return params - gradient, found
 
 
-@pytest.mark.sampled(2, thorough=5)
+@pytest.mark.sampled(2, thorough=2)
 @pytest.mark.quickly
 @pytest.mark.parametrize("sizes", [{"vnode": 1, "model": 4}, {"vnode": 2, "model": 2, "model2": 2}], ids=str)
 @pytest.mark.parametrize(

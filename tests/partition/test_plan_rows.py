@@ -47,7 +47,7 @@ def test_lanes_stay_whole(seconds: list[float], nodes: int, lane: int) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.quickly
-@pytest.mark.parametrize("name", ["mlp", "layers"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("layers", marks=pytest.mark.sweep)])
 def test_fast_devices_have_more_nodes(name: str, tmp_path: Path) -> None:
     step, (state, batch) = example(name)
     # So that what is computed once, which shares do not help, decides nothing.

@@ -25,7 +25,8 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.thorough] * (n != "llama")) for n in REALISTIC])
+@pytest.mark.sampled(1, thorough=1)
+@pytest.mark.parametrize("name", REALISTIC)
 def test_loss_falls(name: str) -> None:
     """A model whose loss does not fall on one batch is not what its users train."""
     model = REALISTIC[name](**SMALL[name])

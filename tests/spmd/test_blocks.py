@@ -239,7 +239,7 @@ def shares(draw: st.DrawFn, axes: tuple[str, ...], devices: int, size: int) -> S
     return Share(axes, tuple(b - a for a, b in zip([0, *ends], [*ends, blocks], strict=True)))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, thorough=5)
 @pytest.mark.parametrize("name", list(CASES))
 @given(st.data())
 @settings(max_examples=3, deadline=None)

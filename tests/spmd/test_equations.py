@@ -181,7 +181,7 @@ def runs(few: int) -> list[Any]:
     ]
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(24, thorough=24)
 @pytest.mark.parametrize(("example", "shape"), runs(10))
 def test_equation(example: Example, shape: str) -> None:
     checked: dict[str, int] = {}
@@ -190,7 +190,7 @@ def test_equation(example: Example, shape: str) -> None:
             checked[instance.signature] = check_over(instance, mesh_of(MESHES[shape]), len(checked))
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(24, thorough=12)
 @pytest.mark.parametrize(("example", "shape"), runs(13))
 def test_gradient(example: Example, shape: str) -> None:
     checked: dict[str, bool] = {}
