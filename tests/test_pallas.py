@@ -273,7 +273,7 @@ def test_index_maps_are_part_of_a_steps_identity() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["flash", "splash"])
+@pytest.mark.parametrize("name", [pytest.param("flash", marks=pytest.mark.sweep), "splash"])
 def test_attention_as_jax_has_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted, in a scan over layers, forward and backward, with a padded node, over devices and over heads."""
     interpreted = dict(vars(pl)) | {"pallas_call": functools.partial(pl.pallas_call, interpret=True)}
