@@ -162,9 +162,7 @@ class Candidate:
             if slots is not None:
                 prediction = dataclasses.replace(each.prediction, figures=slots[1])
                 found.append(dataclasses.replace(each, host=slots[0], prediction=prediction))
-            if far and each.figures.memory <= memory:
-                found.append(each)
-            elif far and slots is None:
+            elif far:
                 break
         return min(found, key=lambda each: (each.figures.seconds, each.host_sums), default=None)
 

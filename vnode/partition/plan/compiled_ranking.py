@@ -53,9 +53,6 @@ HOPELESS = 2.0
 """An expert's candidate is compiled in any case up to this factor on the best candidate's time, both by the model: the
 model's error may differ for it."""
 
-HOPELESS_DRAFT = 3.0
-"""The same for an expert's draft, which takes less time."""
-
 ALIKE = 1.15
 """Two times whose ratio is smaller are not told apart by drafts: the ratio of drafts to optimized programs of one step
 varied by 5 to 25 % (four models on v5e)."""
@@ -198,7 +195,7 @@ class CompiledRanking:
         near.sort(key=lambda each: (self.memory(each) > self.limit, self.seconds(each), self.memory(each)))
         if not near:
             return []
-        enough = HOPELESS_DRAFT * min(self.seconds(each) for each in near)
+        enough = HOPELESS * min(self.seconds(each) for each in near)
         best_of_kinds = first_of_each_kind(each for each in near if self.seconds(each) <= enough)
         faster = sorted(near, key=self.seconds)[:1]  # by the model it nearly fits
         wanted = dict.fromkeys([near[0], *faster, *best_of_kinds, *near])
