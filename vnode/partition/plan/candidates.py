@@ -69,10 +69,6 @@ HOPELESS = 2.0
 """Candidates with unequal shares are dropped beyond this factor on the best time without them."""
 
 
-WORSE = 1.25
-"""A number of blocks is dropped if its first candidate takes longer than this factor on other numbers' times."""
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Candidate:
     """A plan that could be chosen.
@@ -166,9 +162,7 @@ class Candidate:
             if slots is not None:
                 prediction = dataclasses.replace(each.prediction, figures=slots[1])
                 found.append(dataclasses.replace(each, host=slots[0], prediction=prediction))
-            if far and each.figures.memory <= memory:
-                found.append(each)
-            elif far and slots is None:
+            elif far:
                 break
         return min(found, key=lambda each: (each.figures.seconds, each.host_sums), default=None)
 
@@ -430,7 +424,6 @@ class MeshSearch:
             return found
         best = min((each.figures.seconds for each in evens), default=math.inf)
         seen: list[Mapping[int, int]] = []
-        took = 0.0
         for even in evens:
             seeds = divided_state(even.flow, self.subject, axis)
             if not seeds or seeds in seen:
@@ -438,14 +431,11 @@ class MeshSearch:
             seen.append(seeds)
             several: list[UnevenCandidate] = []
             for blocks in block_numbers([self.subject.inputs[i].aval.shape[dim] for i, dim in seeds.items()]):
-                began = time.monotonic()
-                if began + took > until:
+                if time.monotonic() > until:
                     break
                 dims = tied_inputs(self.subject, seeds, blocks)
-                near = min((WORSE * each.prediction.figures.seconds for each in several), default=HOPELESS * best)
-                one = shares.best(dims, blocks, memory, min(near, HOPELESS * best)) if dims else None
+                one = shares.best(dims, blocks, memory, HOPELESS * best) if dims else None
                 several += [one] if one is not None else []
-                took = max(took, time.monotonic() - began)
             if several:  # the fastest that fits, or what takes least
                 figures = [each.prediction.figures for each in several]
                 order = [(max(each.memory - memory, 0), each.seconds) for each in figures]

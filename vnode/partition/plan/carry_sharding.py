@@ -62,8 +62,6 @@ def shard_carries(flow: Flow, axes: Axes) -> Flow:
             split = [i for i in step.region.scanned if step.eqn.invars[i] not in kept]
             kept.update(step.eqn.outvars[len(step.region.carried) :])
             step = shard_loop_carry(step, totals, split, axes)
-        elif step.region is not None and kind_of_step(step, passes) == "around":
-            step = follow_bodies(step)
         elif step.eqn.primitive is SUM_OVER_REPLICAS and (there := lies.get(step.eqn.invars[0])) is not None:
             step = dataclasses.replace(step, operands=(there,), made=(there,), results=(there.without_partial,))
         steps.append(step)
@@ -79,12 +77,11 @@ def shard_loop_carry(step: Step, totals: Mapping[int, Layout], split: Sequence[i
     (body,) = step.bodies
     (numbers,) = step.region.inputs
     operands, made, results = list(step.operands), list(step.made), list(step.results)
-    inputs, outputs, steps = list(body.inputs), list(body.outputs), list(body.steps)
+    inputs, outputs = list(body.inputs), list(body.outputs)
     for i in split:
         operands[i] = replicated(len(operands[i].dims))
         inputs[numbers.index(i)] = replicated(len(operands[i].dims) - 1)
-    makers = {var: k for k, each in enumerate(steps) for var in each.eqn.outvars}
-    lying = {var: layout for each in steps for var, layout in zip(each.eqn.outvars, each.results, strict=True)}
+    lying = {var: layout for each in body.steps for var, layout in zip(each.eqn.outvars, each.results, strict=True)}
     for j, atom in enumerate(body.program.outputs[len(step.region.carried) :], len(step.region.carried)):
         if isinstance(atom, Var) and atom in lying:
             outputs[j] = result_layout(lying[atom], None, axes)
@@ -92,44 +89,8 @@ def shard_loop_carry(step: Step, totals: Mapping[int, Layout], split: Sequence[i
     for j, layout in totals.items():
         i = step.region.carried[j]
         operands[i] = made[j] = results[j] = outputs[j] = inputs[numbers.index(i)] = layout
-        var, total = body.program.outputs[j], body.program.inputs[numbers.index(i)]
-        k = makers.get(var) if isinstance(var, Var) else None
-        if k is not None and total in steps[k].eqn.invars:
-            steps[k] = same_layout_step(steps[k], layout, axes)
-    bodies = (dataclasses.replace(body, inputs=tuple(inputs), outputs=tuple(outputs), steps=tuple(steps)),)
+    bodies = (dataclasses.replace(body, inputs=tuple(inputs), outputs=tuple(outputs)),)
     return dataclasses.replace(step, operands=tuple(operands), made=tuple(made), results=tuple(results), bodies=bodies)
-
-
-def follow_bodies(step: Step) -> Step:
-    """Gives a loop or branch around passes the operand and result layouts of its bodies."""
-    region = step.region
-    assert region is not None
-    operands, made, bodies = list(step.operands), list(step.made), []
-    for k, (body, numbers) in enumerate(zip(step.bodies, region.inputs, strict=True)):
-        asked = {
-            atom: e.results[0] for e in body.steps if e.is_constraint for atom in (e.eqn.invars[0], e.eqn.outvars[0])
-        }
-        inputs = [asked.get(var, layout) for var, layout in zip(body.program.inputs, body.inputs, strict=True)]
-        ends = [asked.get(atom) if isinstance(atom, Var) else None for atom in body.program.outputs]
-        outputs = [layout if end is None else end for end, layout in zip(ends, body.outputs, strict=True)]
-        for i, var in zip(numbers, body.program.inputs, strict=True):
-            if var in asked:
-                operands[i] = Layout((None, *asked[var].dims)) if i in region.scanned else asked[var]
-        for j, end in enumerate(ends if k >= region.tests else ()):
-            if end is not None:
-                stacked = region.stacks and j >= len(region.carried)
-                made[j] = Layout((None, *end.dims)) if stacked else end
-        bodies.append(dataclasses.replace(body, inputs=tuple(inputs), outputs=tuple(outputs)))
-    results = [new if new != old else end for old, new, end in zip(step.made, made, step.results, strict=True)]
-    lie = {"operands": operands, "made": made, "results": results, "bodies": bodies}
-    return dataclasses.replace(step, **{name: tuple(several) for name, several in lie.items()})
-
-
-def same_layout_step(step: Step, layout: Layout, axes: Axes) -> Step:
-    """An equation of arrays of one shape, computed in one layout if it has one; else unchanged."""
-    operands = [*dict.fromkeys(atom for atom in step.eqn.invars if isinstance(atom, Var))]
-    flow = follow_layouts(Program(operands, {}, [step.eqn], [*step.eqn.outvars]), [layout] * len(operands), axes)
-    return flow.steps[0] if flow.ends[0] == layout else step
 
 
 def shard_replicated_region(
@@ -142,7 +103,8 @@ def shard_replicated_region(
 ) -> Flow:
     """Shards the replicated region of a replica's flow as `vnode.runtime.replicated_region` does.
 
-    The layouts of totals and of the state decide. Passes gather state that is sharded over the replicas as well.
+    The layouts of totals and of the state decide. Passes gather state that is sharded over the replicas as well. Loops
+    and branches around passes stay as they are.
 
     Args:
       flow: layouts through the program of a replica.
@@ -162,32 +124,7 @@ def shard_replicated_region(
         lies[var] = from_spec(spec, var.aval.shape, axes)
     inputs = [lies[var] for var in program.inputs]
     ends = [inputs[state[j]] if j in state else None for j in range(len(program.outputs))]
-    return shard_around_passes(
-        flow, inputs, ends, [None if end is None or end.is_whole else end for end in ends], axes, across, wait
-    )
-
-
-def shard_around_passes(
-    flow: Flow,
-    inputs: Sequence[Layout],
-    ends: Sequence[Layout | None],
-    wanted: Sequence[Layout | None],
-    axes: Axes,
-    across: ReplicaReduction,
-    wait: bool,
-) -> Flow:
-    """Leaves the passes of a flow unchanged, and shards the steps around them by the layouts of inputs and totals.
-
-    Args:
-      flow: layouts through the program of a replica, or through a body in it that has passes.
-      inputs: layouts of the inputs.
-      ends: final layouts of the outputs; None for outputs that keep their layout.
-      wanted: those of `ends` that decide about layouts, too.
-      axes: sizes of the mesh axes.
-      across: the reduction across replicas.
-      wait: whether a pass gathers its state only after the totals of the passes before it.
-    """
-    program, lies = flow.program, dict(zip(flow.program.inputs, inputs, strict=True))
+    wanted = [None if end is None or end.is_whole else end for end in ends]
     exact = frozenset({NODES} & axes.keys() if across.invariant else ())
     inner = {name: n for name, n in axes.items() if name != NODES}
     among = SummingDevices(NODES, axes, across.invariant)
@@ -214,13 +151,10 @@ def shard_around_passes(
                 totals, layout_of, lambda *how, of=readers: read_layouts(of(*how)), inner, axes, exact
             )
             steps = [scatter_total(step, handed[step.eqn.outvars[0]], among) for step in steps]
-        elif kind == "around":
-            steps = [shard_bodies(step, axes, across, wait) for step in steps]
-        elif wait and any(gathers(step, layout_of, axes) for step in steps):
+            unawaited += [var for var in totals if can_be_awaited(var.aval)]
+        elif kind == "loop" and wait and any(gathers(step, layout_of, axes) for step in steps):
             steps = [dataclasses.replace(step, gather_after=tuple(unawaited)) for step in steps]
             unawaited = []
-        if kind == "totals":
-            unawaited += [var for step in steps for var in step.eqn.outvars if can_be_awaited(var.aval)]
         for step in steps:
             lies.update(zip(step.eqn.outvars, step.results, strict=True))
         passes += steps
@@ -237,17 +171,6 @@ def gathers(step: Step, lying: Lying, axes: Axes) -> bool:
     whole = {*range(len(step.eqn.invars))} - {*step.region.carried, *step.region.scanned}
     several = ((atom, step.operands[i]) for i in whole if isinstance(atom := step.eqn.invars[i], Var))
     return any(grows(lying(var), end, var.aval.shape, axes, var.aval.dtype) for var, end in several)
-
-
-def shard_bodies(step: Step, axes: Axes, across: ReplicaReduction, wait: bool) -> Step:
-    """Shards the bodies of a loop or branch around passes in the same way."""
-    bodies = (
-        shard_around_passes(body, body.inputs, body.outputs, [None] * len(body.outputs), axes, across, wait)
-        if has_passes(body)
-        else body
-        for body in step.bodies
-    )
-    return dataclasses.replace(step, bodies=tuple(bodies))
 
 
 def layouts_through(

@@ -21,7 +21,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 
@@ -52,9 +52,6 @@ CLOSE = 1.1
 HOPELESS = 2.0
 """An expert's candidate is compiled in any case up to this factor on the best candidate's time, both by the model: the
 model's error may differ for it."""
-
-HOPELESS_DRAFT = 3.0
-"""The same for an expert's draft, which takes less time."""
 
 ALIKE = 1.15
 """Two times whose ratio is smaller are not told apart by drafts: the ratio of drafts to optimized programs of one step
@@ -138,7 +135,9 @@ class CompiledRanking:
         first = [each for each in waiting if each.jobs and each not in self.drafted]  # begun during the search
         try:
             if self.pool.target.has_drafts:
-                drafts = [*first, *self.promising(waiting)][:DRAFTS]
+                near = self.near(waiting)
+                others = [each for each in self.promising(near) if DRAFT not in each.jobs] if near else []
+                drafts = [*first, *others][:DRAFTS]
                 self.drafted += drafts
                 over, first = not self.compile(drafts, DRAFT), []
             while not over and (batch := [*first, *(each for each in self.batch(waiting) if each not in first)]):
@@ -188,21 +187,29 @@ class CompiledRanking:
         fits = [each for each in began if source in each.known and each.known[source].memory <= self.limit]
         return min(fits, key=lambda each: each.known[source].seconds, default=None)
 
-    def promising(self, waiting: Sequence[Entry]) -> list[Entry]:
-        """The entries to draft: the fastest by the model, of each kind the best, then the next ones.
+    def promising(self, near: Collection[Entry]) -> list[Entry]:
+        """The fastest by the model that fits, the fastest of all, of each untried expert the best, then the next ones.
 
         Args:
-          waiting: the entries that were not compiled.
+          near: the entries that were not compiled and nearly fit; not empty.
         """
-        near = [each for each in waiting if self.memory(each) <= NEAR * self.limit]
-        near.sort(key=lambda each: (self.memory(each) > self.limit, self.seconds(each), self.memory(each)))
-        if not near:
-            return []
-        enough = HOPELESS_DRAFT * min(self.seconds(each) for each in near)
-        best_of_kinds = first_of_each_kind(each for each in near if self.seconds(each) <= enough)
-        faster = sorted(near, key=self.seconds)[:1]  # by the model it nearly fits
-        wanted = dict.fromkeys([near[0], *faster, *best_of_kinds, *near])
-        return [each for each in wanted if DRAFT not in each.jobs][:DRAFTS]
+        order = sorted(near, key=lambda each: (self.memory(each) > self.limit, self.seconds(each), self.memory(each)))
+        faster = sorted(near, key=self.seconds)[:1]
+        return [*dict.fromkeys([order[0], *faster, *self.experts(order), *order])]
+
+    def experts(self, near: Collection[Entry]) -> list[Entry]:
+        """Of each kind of expert of which none was compiled the first, unless it is hopeless by the model."""
+        least = min(each.candidate.figures.seconds for each in (*near, *self.tried))
+        found = {each.kind: each for each in self.tried}
+        for each in near:
+            if each.kind in EXPERTS and each.candidate.figures.seconds <= HOPELESS * least:
+                found.setdefault(each.kind, each)
+        return [each for each in found.values() if each not in self.tried]
+
+    def near(self, waiting: Sequence[Entry]) -> list[Entry]:
+        """Those of some entries that nearly fit by their corrected memory, the fastest first."""
+        near = [each for each in waiting if self.memory(each) <= (CLOSE if self.known(each) else NEAR) * self.limit]
+        return sorted(near, key=lambda each: (self.seconds(each), self.memory(each)))
 
     def batch(self, waiting: Sequence[Entry]) -> list[Entry]:
         """The next entries to compile; empty if none can be better than the best so far.
@@ -210,30 +217,18 @@ class CompiledRanking:
         Args:
           waiting: the entries that were not compiled.
         """
-        near = [each for each in waiting if self.memory(each) <= (CLOSE if self.known(each) else NEAR) * self.limit]
-        near.sort(key=lambda each: (self.seconds(each), self.memory(each)))
+        near, best = self.near(waiting), self.fastest(FULL)
         if len(self.tried) >= self.most or not near:
             return []
-        best = self.fastest(FULL)
         drafts = [each for each in near if each.draft is not None]
         if drafts:
             least = min(self.seconds(drafts[0]), best.figures.seconds if best and best.figures else math.inf)
             return [each for each in drafts if self.seconds(each) < ALIKE * least][:TOGETHER]
         if best is None or best.figures is None:
-            # the fastest that fits by the model, and one that would be faster if it fitted, or an expert's: the model
-            # may be wrong about what it ranks first
-            fits = [each for each in near if self.memory(each) <= self.limit]
-            others = [each for each in near if fits and each.kind != fits[0].kind and each.kind in EXPERTS]
-            wanted = [*fits[:1], *near[:1], *others[:1], *near[1:2]]
-        elif best.figures.timed:
-            enough = HOPELESS * best.candidate.figures.seconds
-            known = {each.kind for each in self.tried}
-            untried = (each for each in near if each.kind in EXPERTS and each.kind not in known)
-            experts = first_of_each_kind(each for each in untried if each.candidate.figures.seconds <= enough)
-            better = [each for each in near if self.seconds(each) < best.figures.seconds]
-            wanted = [*experts, *better, *near[: max(LEAST - len(self.tried), 0)]]
-        else:  # times are the model's: only candidates that it has as faster can be better
-            wanted = [each for each in near if self.seconds(each) < best.figures.seconds]
+            return self.promising(near)[:TOGETHER]
+        wanted = [each for each in near if self.seconds(each) < best.figures.seconds]
+        if best.figures.timed:  # else times are the model's: only candidates that it has as faster can be better
+            wanted = [*self.experts(near), *wanted, *near[: max(LEAST - len(self.tried), 0)]]
         return list(dict.fromkeys(wanted))[:TOGETHER]
 
     def compile(self, batch: Collection[Entry], source: str) -> bool:
@@ -295,11 +290,3 @@ class CompiledRanking:
     def seconds(self, each: Entry) -> float:
         """Seconds that a candidate is expected to take, corrected."""
         return each.expected.seconds * self.ratio(each, lambda figures: figures.seconds)
-
-
-def first_of_each_kind(entries: Iterable[Entry]) -> list[Entry]:
-    """The first entry of each kind, in order."""
-    found: dict[str, Entry] = {}
-    for each in entries:
-        found.setdefault(each.kind, each)
-    return list(found.values())

@@ -13,11 +13,11 @@ from vnode.partition.cost.program_memory import Level
 from vnode.partition.simulator.drawing import MOST_NAMED, WIDTH, picture
 from vnode.show.units import several, size
 
-LEFT, RIGHT, TOP, HEIGHT, BELOW = 76, 46, 26, 160, 44
+LEFT, RIGHT, TOP, HEIGHT, BELOW = 76, 46, 26, 160, 12
 """Pixels: the margin beside, the margin above, the height, and the margin below the area in which bytes are drawn."""
 STYLE = (
     "svg.levels .always{fill:currentColor;fill-opacity:.14}svg.levels .held{fill:hsla(210,70%,55%,.55)}"
-    "svg.levels .loop{fill:currentColor;fill-opacity:.28}svg.levels .over{fill:transparent}"
+    "svg.levels .over{fill:transparent}"
     "svg.levels .limit{stroke:hsl(0,70%,55%);stroke-width:1.5;stroke-dasharray:5 4;fill:none}"
 )
 
@@ -57,7 +57,6 @@ def draw(levels: Sequence[Level], always: int, limit: int) -> str:
     if shown:
         parts.append(f'<path class="limit" d="M{LEFT} {y(limit):.1f}h{inner}"/>')
         parts.append(f'<text x="{LEFT + inner}" y="{y(limit) - 4:.1f}" text-anchor="end">may hold {size(limit)}</text>')
-    parts += loops(levels, x, bottom)
     if len(levels) <= MOST_NAMED:
         for k, level in enumerate(levels):
             where = " in a loop or branch" if level.depth else ""
@@ -85,25 +84,4 @@ def rules(ceiling: float, y: Callable[[float], float], inner: int) -> list[str]:
         found.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + inner}" y1="{at:.1f}" y2="{at:.1f}"/>')
         place = f'x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end"'
         found.append(f'<text class="quiet" {place}>{size(k * step)}</text>')
-    return found
-
-
-def loops(levels: Sequence[Level], x: Callable[[float], float], bottom: int) -> list[str]:
-    """Bars below the picture for loops and branches; nested ones have a row of their own."""
-    found = []
-    for depth in range(1, min(max(level.depth for level in levels), 3) + 1):
-        start = None
-        for k, level in enumerate([*levels, Level(0, "")]):
-            inside = level.depth >= depth
-            if inside and start is None:
-                start = k
-            if not inside and start is not None:
-                place = f'x="{x(start):.1f}" y="{bottom + 4 + 7 * (depth - 1)}" width="{x(k) - x(start):.1f}"'
-                found.append(f'<rect class="loop" {place} height="4" rx="2"/>')
-                start = None
-    if found:
-        found.append(
-            f'<text class="quiet" x="{LEFT}" y="{bottom + 38}">bars: loops and branches, one iteration of each; '
-            "nested ones stand lower</text>"
-        )
     return found

@@ -39,28 +39,16 @@ TRIES = 4
 ALMOST = 1.001
 """Factor on the least possible memory that a search is allowed at least, as sums of bytes are rounded."""
 
-FLATTEST = 0.2
-"""If the search's cost model saves a byte, the prediction is taken to save at least this share of a byte."""
-
 PREDICTED = 2
 """Number of predictions for which time is left after the meshes are searched: one solution and one expert's split."""
-
-MORE_AXES = 2.5
-"""Factor on the time of a search for each further axis of the mesh (1.8 to 2.7 were measured)."""
 
 LEAST = 0.1
 """Least seconds for one search on a mesh."""
 
-SHARES = 12
-"""Number of predictions that a search for unequal shares needs, roughly, for one number of blocks."""
-
-BRANCHES = 0.5
-"""The share of the budget that must be left for branches side by side: few models are faster so."""
-
-NEAR, NEAR_UNEQUAL = 1.25, 1.5
-"""A candidate is not predicted if its cost exceeds that of one of its name on another mesh by this factor; the second
-is for machines with several kinds of devices. The ratio of predictions to costs differed by up to 1.3 from mesh to mesh
-(nine models on v5e), and was smaller on meshes with more replicas, which are cheaper as a rule."""
+NEAR = 1.25
+"""A candidate is not predicted if its cost exceeds that of one of its name on another mesh by this factor: the ratio of
+predictions to costs differed by up to 1.3 from mesh to mesh (nine models on v5e), and was smaller on meshes with more
+replicas, which are cheaper as a rule."""
 
 OUTDONE = 2.0
 """An expert's split, other than Megatron's, is predicted up to this factor on the cost of the mesh's solution."""
@@ -95,11 +83,6 @@ class MeshesSearch:
     undivided: str = ""
     method: Method = METHODS["exact"]
 
-    @property
-    def cost_ratio_limit(self) -> float:
-        """The factor on the least cost up to which a candidate may be the best by its prediction."""
-        return NEAR if len(self.machine.kinds) == 1 else NEAR_UNEQUAL
-
     def candidates(self, subject: Subject) -> list[Candidate]:
         """All candidates that are found in time."""
         found: list[Candidate] = []
@@ -123,7 +106,7 @@ class MeshesSearch:
     def on_meshes(self, subject: Subject, pace: Mapping[str, float], found: list[Candidate]) -> list[MeshSearch]:
         """Adds the candidates that divide the batch alone, and searches the other meshes while there is time."""
         waiting: list[MeshSearch] = []
-        took, before = 0.0, 0
+        took = 0.0
         every = [*meshes(len(self.machine.devices), subject.virtual_nodes)]
         for number, sizes in enumerate(every):
             began, inner = time.monotonic(), len(sizes) - 1
@@ -131,9 +114,7 @@ class MeshesSearch:
                 break
             if inner > 1 and not self.is_worth_further_axes(sizes, waiting):
                 continue
-            took *= MORE_AXES ** max(inner - before, 0)
-            unknown = 0.0 if self.budget.predictions else PREDICTED * took  # a prediction takes about as long
-            if (found or waiting) and self.budget.lacks(took + unknown, predictions=PREDICTED):
+            if (found or waiting) and self.budget.lacks(took, predictions=PREDICTED):
                 self.budget.leave_out(*(f"{mesh_text(each)}: not searched" for each in every[number:]))
                 break
             self.say(sizes, found)
@@ -162,7 +143,7 @@ class MeshesSearch:
                         self.early(candidate)
                 self.with_host(found, found)
                 continue
-            took, before = time.monotonic() - began, inner
+            took = time.monotonic() - began
             if solution is not None and solution.cut_short:
                 gap = f", at most {solution.gap:.1%} above the best by its own cost" if solution.lower_bound else ""
                 self.budget.leave_out(f"{mesh_text(sizes)}: not searched to the end{gap}")
@@ -180,7 +161,7 @@ class MeshesSearch:
         """
         least = min((on.cost for on in searched), default=math.inf)
         alike = [on.cost for on in searched if on.replicas == sizes[NODES]]
-        return not alike or alike[0] <= self.cost_ratio_limit * least
+        return not alike or alike[0] <= NEAR * least
 
     def divided(self, on: MeshSearch) -> list[Candidate]:
         """The solution and the experts' candidates on one mesh, as far as there is time."""
@@ -221,7 +202,7 @@ class MeshesSearch:
         Predictions are finer and take longer, but do not reverse so large a difference.
         """
         fits = (c.estimate for c in fitting_first(found, self.limit) if kind_of(c.name) == name)
-        return self.cost_ratio_limit * min(fits, default=math.inf)
+        return NEAR * min(fits, default=math.inf)
 
     def with_host(self, several: Sequence[Candidate], found: list[Candidate]) -> None:
         """Adds some candidates with as much on the host as they need, where nothing fits otherwise."""
@@ -243,28 +224,22 @@ class MeshesSearch:
         """Adds the best candidate on one mesh; searches again with less memory if its prediction exceeds the limit.
 
         The search's model of memory is coarser than the prediction. If nothing fits by that model, the search runs
-        without a limit. The next limit is lower by the predicted excess, times the ratio of the two models in the last
-        two tries. The last try asks for the fastest candidate among those with the least memory by the search's model.
+        without a limit. The next limit is lower by the predicted excess, then by twice the excess. The last try asks
+        for the fastest candidate among those with the least memory by the search's model.
 
         Returns:
           Whether Ctrl-C ended it.
         """
-        allowed, tried, least = float(self.limit), list[tuple[float, int]](), 0.0
-
-        def left() -> float:
-            return max(self.budget.left, LEAST)
-
-        while len(tried) < TRIES:
-            if (tried or (self.budget.more and fitting_first(found, self.limit))) and self.budget.lacks():
+        allowed, least = float(self.limit), 0.0
+        for tried in range(1, TRIES + 1):
+            again = tried > 1 or (self.budget.more and fitting_first(found, self.limit))
+            if again and self.budget.lacks():
                 self.budget.leave_out(f"{mesh_text(on.sizes)}: not searched with less memory")
                 break
-            solution = on.solution(allowed, left(), GAP)
-            if solution is None:
-                if tried or allowed == math.inf:
-                    break
-                allowed = math.inf
-                continue
-            if tried and solution.cost > self.slowest_worth_predicting(SEARCHED, found):
+            solution = on.solution(allowed, max(self.budget.left, LEAST), GAP)
+            if solution is None and tried == 1:
+                solution = on.solution(math.inf, max(self.budget.left, LEAST), GAP)
+            if solution is None or (tried > 1 and solution.cost > self.slowest_worth_predicting(SEARCHED, found)):
                 break
             known = len(found)
             candidate = on.searched(solution)
@@ -272,19 +247,16 @@ class MeshesSearch:
             if solution.interrupted:
                 self.budget.interrupt()
                 return True
-            predicted = min(each.figures.memory for each in found[known:])
-            tried.append((candidate.account, predicted))
-            if predicted <= self.limit or candidate.account <= ALMOST * least:
+            excess = min(each.figures.memory for each in found[known:]) - self.limit
+            if excess <= 0 or candidate.account <= ALMOST * least:
                 break
-            least = least or on.least(left())
-            allowed = (
-                max(smaller_account(tried, self.limit), ALMOST * least) if len(tried) < TRIES - 1 else ALMOST * least
-            )
+            least = least or on.least(max(self.budget.left, LEAST))
+            allowed = max(candidate.account - tried * excess if tried < TRIES - 1 else 0.0, ALMOST * least)
         return False
 
     def unequally(self, on: MeshSearch, found: list[Candidate]) -> None:
         """Adds the best candidates of a mesh with larger shares for the faster devices along its axis."""
-        if len(on.axes) != 1 or on.subject.step.spec.plan.offloaded or self.budget.lacks(predictions=SHARES):
+        if len(on.axes) != 1 or on.subject.step.spec.plan.offloaded or self.budget.lacks():
             return
         evens = [each for each in found if each.mesh == on.sizes and each.records and "+" not in each.name]
         self.say(on.sizes, found)
@@ -305,7 +277,7 @@ class MeshesSearch:
             stages = on.stages_within(axis, fastest(found, self.limit) - compute) if compute < math.inf else []
             if not stages:
                 continue
-            if self.budget.lacks(took) or self.budget.left < BRANCHES * self.budget.seconds:
+            if self.budget.lacks(took):
                 self.budget.leave_out(f"{mesh_text(on.sizes)}: branches side by side not tried further")
                 return self.budget.is_spent
             began = time.monotonic()
@@ -363,22 +335,6 @@ def in_turn(searched: Sequence[MeshSearch]) -> list[tuple[str, MeshSearch, float
         kept.sort(key=lambda each: each[0])
         found += [(turn, name, on, cost) for turn, (cost, on) in enumerate(kept)]
     return [(name, on, cost) for _, name, on, cost in sorted(found, key=lambda each: each[0])]
-
-
-def smaller_account(tried: Sequence[tuple[float, int]], limit: int) -> float:
-    """The memory by the search's model at which the prediction should be a little below a limit.
-
-    Args:
-      tried: (bytes by the search's model, predicted bytes) of each try; the last prediction exceeds the limit.
-      limit: bytes that may be predicted.
-
-    >>> smaller_account([(100.0, 90)], 80), smaller_account([(100.0, 90), (80.0, 86)], 80)
-    (89.5, 48.5)
-    """
-    account, predicted = tried[-1]
-    before, first = tried[-2] if len(tried) > 1 else (account, predicted)
-    steep = (first - predicted) / (before - account) if before > account else 1.0
-    return account - 1.05 * (predicted - limit) / min(max(steep, FLATTEST), 1.0)
 
 
 def fastest(candidates: Sequence[Candidate], memory: float) -> float:

@@ -32,34 +32,31 @@ from vnode.step.virtual import VirtualStep
 DOUBLINGS = 4
 """Most doublings of the number of devices."""
 
-STEP = 0.05
-"""The difference in memory, as a share of the limit, that makes one change better than another."""
-
 
 def nothing_fits_error(search: MeshesSearch, subject: Subject, least: Candidate) -> MemoryLimitError:
     """The error for a step that no plan fits, with changes that would fit, as far as the budget for them allows."""
     limit, kept, away = search.limit, least.figures, least.all_on_host
     search.budget.extend()
     search.shown.update(1000, "nothing fits; what would?")
-    tries = Remedies(search, subject, least)
+    remedies = Remedies(search, subject, least)
     try:
-        fits = tries.found()
+        found = remedies.found()
     except KeyboardInterrupt:
-        fits = None
-    help_ = [f"what would fit: {tries.in_words(fits)}"] if fits else []
-    if not fits:
+        found = None
+    help_ = [f"what would fit: {found}"] if found else []
+    if not found:
         about = {
             "donated": f"the state given away, donate_argnums: about {size(min(kept.state, kept.results))} less",
             "nodes": f"more virtual nodes: there are {subject.virtual_nodes} for {subject.examples:,} examples",
-            "lanes": f"fewer lanes, lanes={tries.devices}: about {size(kept.pending)} less",
+            "lanes": f"fewer lanes, lanes={remedies.devices}: about {size(kept.pending)} less",
             "fast": f'sums in any order, reduction="fast": about {size(kept.pending)} less',
-            "devices": f"about {-(-kept.memory // limit) * tries.devices} devices" * (kept.state > 0),
+            "devices": f"about {-(-kept.memory // limit) * remedies.devices} devices" * (kept.state > 0),
         }
-        untried = [tuple(tries.parts(change)) for change in tries.left]
+        untried = [tuple(remedies.parts(change)) for change in remedies.left]
         help_ += [text for kind, text in about.items() if text and (kind,) in untried]
     if search.budget.untried:
         help_.insert(0, f"more time: {several(len(search.budget.untried), 'thing')} not tried within the budget")
-    failed = ", ".join(tries.in_words(each) for each in tries.failed())
+    failed = ", ".join(f"{', '.join(kinds.values())} ({size(n)})" for n, kinds in remedies.failed.values())
     only_batch = " ".join(search.undivided.split("What to do")[0].split())
     return MemoryLimitError(
         layout_message(
@@ -70,7 +67,7 @@ def nothing_fits_error(search: MeshesSearch, subject: Subject, least: Candidate)
                 *[f"{size(away.memory)} with {away.on_host}"][: bool(away.on_host)],
                 *[f"not enough, as predicted: {failed}"][: bool(failed)],
                 *[f"only the batch was divided: {only_batch}"][: bool(only_batch)],
-                f"machine: {search.machine.name}, {several(tries.devices, 'device')}",
+                f"machine: {search.machine.name}, {several(remedies.devices, 'device')}",
             ],
             remedies=help_ or ["devices with more memory"],
         )
@@ -96,21 +93,6 @@ class Change:
     lanes: int | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class TriedChange:
-    """The result of a change.
-
-    Attributes:
-      change: the change.
-      candidate: the candidate that fits; or the one with the least memory.
-      figures: its figures; of one that does not fit with everything on the host that helps.
-    """
-
-    change: Change
-    candidate: Candidate
-    figures: Figures
-
-
 class Remedies:
     """Changes, tried one after another until one fits.
 
@@ -118,42 +100,37 @@ class Remedies:
       search: the search over the meshes, which found none; its budget is that of the remedies.
       subject: the step for which nothing fits.
       least: the candidate with the least memory.
+
+    Attributes:
+      left: the changes that were not tried.
+      failed: of those that do not suffice, by their kinds, the one that saves most: its bytes, and its parts in words.
     """
 
     def __init__(self, search: MeshesSearch, subject: Subject, least: Candidate) -> None:
         self.search, self.subject, self.least = search, subject, least
         self.nodes, self.devices = sum(least.counts), len(search.machine.devices)
         self.left = [*self.with_donation(), *self.more_nodes(), *self.more_devices()]
-        self.tried: list[TriedChange] = []
+        self.failed: dict[tuple[str, ...], tuple[int, dict[str, str]]] = {}
 
-    def found(self) -> TriedChange | None:
-        """The first change with which something fits; None if there is none, or none in time."""
+    def found(self) -> str:
+        """The first change with which something fits, in words; empty if there is none, or none in time."""
         slowest = 0.0
-        while self.left:
-            began = time.monotonic()
-            if self.search.budget.lacks(slowest, predictions=0):
-                return None
-            change = self.left.pop(0)
-            best = min(self.tried, key=self.size, default=None)
-            several = [change]
-            if change.doublings and best is not None:  # together with what has helped most, too
-                several.append(dataclasses.replace(best.change, doublings=change.doublings))
-            for each in dict.fromkeys(several):
-                result = self.result(each)
-                if result is None and self.search.budget.is_spent:
-                    if each == change:  # else it was tried itself, and only together with another it was not
-                        self.left.insert(0, change)
-                    return None
-                if result is not None:
-                    self.tried.append(result)
-                    if self.fits(result):
-                        return result
+        while self.left and not self.search.budget.lacks(slowest, predictions=0):
+            began, least = time.monotonic(), list[Figures]()
+            parts = self.parts(self.left[0])
+            for candidate, figures in self.candidates(self.left[0]):
+                if figures.memory <= self.search.limit:
+                    takes = filter(None, [size(figures.memory), figures.on_host, candidate.title])
+                    return f"{', '.join(parts.values())} ({', '.join(takes)})"
+                least.append(figures)
+                if self.search.budget.is_spent:
+                    return ""
+            if least:
+                result, kinds = (min(each.memory for each in least), parts), tuple(parts)
+                self.failed[kinds] = min(self.failed.get(kinds, result), result, key=lambda each: each[0])
+            self.left.pop(0)
             slowest = max(slowest, time.monotonic() - began)
-        return None
-
-    def fits(self, tried: TriedChange) -> bool:
-        """Whether a change suffices."""
-        return tried.figures.memory <= self.search.limit
+        return ""
 
     def parts(self, change: Change) -> dict[str, str]:
         """The parts of a change in words, by their kinds."""
@@ -165,25 +142,6 @@ class Remedies:
             "devices": f"{self.devices * 2**change.doublings} devices" * bool(change.doublings),
         }
         return {kind: text for kind, text in found.items() if text}
-
-    def in_words(self, tried: TriedChange) -> str:
-        """A change and its result, in words."""
-        takes = [size(tried.figures.memory)]
-        if self.fits(tried):
-            takes += filter(None, [tried.figures.on_host, tried.candidate.title])
-        return f"{', '.join(self.parts(tried.change).values())} ({', '.join(takes)})"
-
-    def failed(self) -> list[TriedChange]:
-        """The changes that did not suffice; of each kind, the one that saves most."""
-        found: dict[tuple[str, ...], list[TriedChange]] = {}
-        for each in self.tried:
-            if not self.fits(each):
-                found.setdefault(tuple(self.parts(each.change)), []).append(each)
-        return [min(several, key=self.size) for several in found.values()]
-
-    def size(self, tried: TriedChange) -> tuple[int, int]:
-        """The sort key of changes: memory in coarse steps, then the number of nodes."""
-        return int(tried.figures.memory / (STEP * self.search.limit)), tried.change.virtual_nodes
 
     def with_donation(self) -> Iterator[Change]:
         """Donates the state, if it is not donated: the new state then takes the old one's buffers."""
@@ -225,37 +183,30 @@ class Remedies:
         several = self.least.figures, self.least.all_on_host
         return min(each.state + each.results for each in several)
 
-    def result(self, change: Change) -> TriedChange | None:
-        """The candidate that fits with a change, or else has the least memory; None without one, or out of time."""
-        least: TriedChange | None = None
+    def candidates(self, change: Change) -> Iterator[tuple[Candidate, Figures]]:
+        """The candidates with a change, each with its figures: with as much on the host as it needs, or as helps."""
+        machine, search = self.search.machine, self.search
         try:
-            for candidate in self.candidates(change):
-                fits = candidate.figures.memory <= self.search.limit
-                fitting = candidate if fits else candidate.with_host(self.search.limit)
-                if fitting is not None:
-                    return TriedChange(change, fitting, fitting.figures)
-                figures = min(candidate.figures, candidate.all_on_host, key=lambda each: each.memory)
-                if least is None or figures.memory < least.figures.memory:
-                    least = TriedChange(change, candidate, figures)
-                if self.search.budget.is_spent:
-                    return None
+            for _ in range(change.doublings):
+                machine = double_machine(machine)
+            for subject in self.subjects(change):
+                pace = pace_of(subject, machine, search.platform, search.times)
+                for sizes in self.meshes(change, len(machine.devices)):
+                    on = MeshSearch(subject, machine, sizes, search.platform, search.times, pace)
+                    if on.axes:
+                        found = search.divided(on)
+                    elif on.replicas > 1:
+                        found = [on.candidate("FSDP", on.undivided, shard_state=True)]
+                    else:
+                        found = [on.candidate("data parallel", on.undivided)]
+                    for each in found:
+                        fitting = each if each.figures.memory <= search.limit else each.with_host(search.limit)
+                        if fitting is not None:
+                            yield fitting, fitting.figures
+                        else:
+                            yield each, min(each.figures, each.all_on_host, key=lambda figures: figures.memory)
         except VnodeError:  # the step cannot be virtualized so, or there is no such machine
-            pass
-        return least
-
-    def candidates(self, change: Change) -> Iterator[Candidate]:
-        """The candidates with a change."""
-        machine, platform, times = self.search.machine, self.search.platform, self.search.times
-        for _ in range(change.doublings):
-            machine = double_machine(machine)
-        for subject in self.subjects(change):
-            pace = pace_of(subject, machine, platform, times)
-            for sizes in self.meshes(change, len(machine.devices)):
-                on = MeshSearch(subject, machine, sizes, platform, times, pace)
-                if on.axes:
-                    yield from self.search.divided(on)
-                else:
-                    yield on.candidate("FSDP" if on.replicas > 1 else "data parallel", on.undivided, on.replicas > 1)
+            return
 
     def subjects(self, change: Change) -> Iterator[Subject]:
         """The step with a change; then the same step with the fewest residuals."""

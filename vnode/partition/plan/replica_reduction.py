@@ -98,18 +98,10 @@ class ReplicaReduction:
         if not self.waiting or not sums:
             return node_loops.PartialBlocks(list(last), [], list(last), height)
         first, others = list(last), []
-        held = {
-            i: LOOP_BUFFERS.bind(v, count=self.waiting_on_device(s) - 1)
-            for i, (s, v) in enumerate(zip(sums, last, strict=True))
-            if self.waiting_on_device(s)
-        }
-        if held:
-            some, added = [sums[i] for i in held], [last[i] for i in held]
-            begun = [each[0] for each in held.values()]
-            begun = jax.lax.fori_loop(0, 1, lambda _, given: node_loops.add_all(some, given, added), begun)
-            for i, value in zip(held, begun, strict=True):
-                first[i] = value
-            others = [each[1] for each in held.values() if not self.sums_on_host and self.waiting > 1]
+        for i, (s, v) in enumerate(zip(sums, last, strict=True)):
+            if on_device := self.waiting_on_device(s):
+                first[i], *more = LOOP_BUFFERS.bind(v, count=on_device - 1)
+                others += [] if self.sums_on_host else more
         return node_loops.PartialBlocks(first, others, list(last), height)
 
     def in_any_order(self, sums: Sequence[node_loops.Sum], values: Sequence[Any], parts: Parts) -> list[Any]:

@@ -12,8 +12,8 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, SupportsFloat, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, SupportsFloat
 
 from vnode.errors import MemoryLimitError, PartitionError, PlacementError, layout_message
 from vnode.partition.compiler.pool import CompilePool
@@ -63,11 +63,6 @@ LEAST_SECONDS = 0.1
 
 LESS = 0.95
 """Factor on the allowed memory, if nothing fits as compiled."""
-
-T = TypeVar("T")
-
-Ways = Generator[list[Candidate], None, T]
-"""A generator of the candidates of each form of a step, and its result."""
 
 
 @with_jit
@@ -271,11 +266,7 @@ class _Search:
         nodes = len(self.machine.devices) if searched else virtual_nodes
         while True:  # fewer nodes are fewer turns, each of more examples
             self.last = subject = subject_of(on_nodes(self.given, nodes, self.options), self.args)
-            for found in self.in_lanes(subject) if self.fewer_lanes else self.ways(subject):
-                self.found += found
-                fits = fitting_first(found, self.limit)[:1]
-                if fits and (self.chosen is None or fits[0].figures.seconds < self.chosen.figures.seconds):
-                    self.chosen = fits[0]
+            self.in_lanes(subject) if self.fewer_lanes else self.in_less_memory(subject)
             nodes = 2 * subject.virtual_nodes
             over = not searched or nodes > min(subject.examples, MOST_NODES) or self.budget.lacks()
             plain = False
@@ -330,39 +321,35 @@ class _Search:
                 beside[name] = figures[0]
         return beside
 
-    def in_lanes(self, subject: Subject) -> Ways[None]:
+    def in_lanes(self, subject: Subject) -> None:
         """A step with as many lanes as nodes; if no candidate fits, the forms with as many lanes as devices."""
         devices = len(self.machine.devices)
         if subject.virtual_nodes > devices and subject.step.options.reduction == "invariant":
-            found = self.candidates(subject)
-            yield found
-            if any(not each.uses_host for each in fitting_first(found, self.limit)):
+            if self.fits(subject):
                 return
             options = dataclasses.replace(subject.step.options, lanes=devices)
             step = VirtualStep(dataclasses.replace(subject.step.spec, options=options), None)
             subject = subject_of(step, self.args)
-        yield from self.ways(subject)
+        self.in_less_memory(subject)
 
-    def ways(self, subject: Subject) -> Ways[None]:
+    def in_less_memory(self, subject: Subject) -> None:
         """A step with its candidates; if none fits with its state on the devices, also steps with fewer residuals.
 
         A bisection finds how many residuals to give up: first by recomputation alone, and if that does not suffice also
         by offloading to the host.
         """
-        found = self.candidates(subject)
-        yield found
-        if any(not each.uses_host for each in fitting_first(found, self.limit)):
+        if self.fits(subject):
             return
         keeping = MemoryPlanner(subject, self.machine, self.over_meshes.platform)
         self.fitted = {MemoryPlan(): False}
-        level = yield from self.bisected(keeping, False)
+        level = self.bisect(keeping, False)
         if keeping.host and level is None:
-            yield from self.bisected(keeping, True)
+            self.bisect(keeping, True)
         elif keeping.host and level is not None:  # what is dear to compute again may be cheaper there
-            yield from self.with_memory_plan(keeping, level, True)
+            self.fits_at_level(keeping, level, True)
 
-    def bisected(self, keeping: MemoryPlanner, host: bool) -> Ways[int | None]:
-        """Steps with fewer and fewer residuals, until one fits.
+    def bisect(self, keeping: MemoryPlanner, host: bool) -> int | None:
+        """Tries steps with fewer and fewer residuals, until one fits.
 
         Args:
           keeping: the planner of the step's memory plans.
@@ -376,7 +363,7 @@ class _Search:
         for _ in range(BISECTIONS):
             if count == low:
                 break
-            fits = yield from self.with_memory_plan(keeping, count, host)
+            fits = self.fits_at_level(keeping, count, host)
             if fits is None or (count == keeping.levels(host) and not fits):
                 break
             level = count if fits else level
@@ -384,16 +371,13 @@ class _Search:
             count = (low + high) // 2
         return level
 
-    def with_memory_plan(self, keeping: MemoryPlanner, level: int, host: bool) -> Ways[bool | None]:
-        """The step with the memory plan of a level, if that plan was not tried.
+    def fits_at_level(self, keeping: MemoryPlanner, level: int, host: bool) -> bool | None:
+        """Whether the step with the memory plan of a level fits; None if time is over, or Ctrl-C ended the search.
 
         Args:
           keeping: the planner of the step's memory plans.
           level: the level: the higher, the fewer residuals.
           host: whether residuals may be offloaded to the host.
-
-        Returns:
-          Whether a candidate fits with its state on the devices; None if time is over, or Ctrl-C ended the search.
         """
         if self.budget.lacks():
             self.budget.leave_out("keeping less for the backward pass: not tried further")
@@ -404,16 +388,18 @@ class _Search:
             self.budget.interrupt()
             return None
         if several not in self.fitted:
-            found = self.candidates(subject_of(with_recomputation(keeping.subject.step, *several), self.args))
-            yield found
-            self.fitted[several] = any(not each.uses_host for each in fitting_first(found, self.limit))
+            less = subject_of(with_recomputation(keeping.subject.step, *several), self.args)
+            self.fitted[several] = self.fits(less)
         return self.fitted[several]
 
-    def candidates(self, subject: Subject) -> list[Candidate]:
-        """All candidates of a step that are found in time."""
-        found = self.over_meshes.candidates(subject)
-        self.smallest = min(filter(None, [self.smallest, *found]), key=lambda each: each.figures.memory)
-        return found
+    def fits(self, subject: Subject) -> bool:
+        """Finds all candidates of a step; returns whether one fits with its state on the devices."""
+        several = self.over_meshes.candidates(subject)
+        self.found += several
+        self.smallest = min(filter(None, [self.smallest, *several]), key=lambda each: each.figures.memory)
+        fits = fitting_first(several, self.limit)
+        self.chosen = min(filter(None, [self.chosen, *fits[:1]]), key=lambda each: each.figures.seconds, default=None)
+        return any(not each.uses_host for each in fits)
 
 
 def plan_of(chosen: Candidate, limit: int) -> Plan:

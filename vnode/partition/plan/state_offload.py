@@ -124,8 +124,6 @@ class StateOffload:
 
         None if offloading all leaves does not suffice.
         """
-        counts = range(1, len(self.inputs_by_name) + 1)
-        at = bisect.bisect_left(counts, True, key=lambda n: self.figures(without, machine, n).memory <= limit)
-        if at == len(counts):
-            return None
-        return tuple([*self.inputs_by_name][: counts[at]]), self.figures(without, machine, counts[at])
+        counts = range(len(self.inputs_by_name) + 1)
+        n = bisect.bisect_left(counts, True, key=lambda n: self.figures(without, machine, n).memory <= limit)
+        return (tuple([*self.inputs_by_name][:n]), self.figures(without, machine, n)) if n in counts else None
