@@ -31,6 +31,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from rich.console import Console
 
+from benchmarks.paper_clusters import k80, p100
 from benchmarks.partition_models import MODELS
 from benchmarks.program_seconds import seconds_of
 from benchmarks.report import Sheet
@@ -187,7 +188,7 @@ CASES = [
     Case("transformer", {"a": 2, "b": 2, "c": 2, "d": 2}, sizes={"batch": 32}),
     Case("transformer-scan", GRID, sizes={"batch": 32}),
     Case("alexnet", GRID),
-    Case("alexnet", GRID, machine=lambda: Machine.flexflow("p100")),
+    Case("alexnet", GRID, machine=p100),
     Case("wresnet-50-x4", GRID),
     Case("lstm-4k", GRID),
 ]
@@ -250,8 +251,8 @@ def plans(case: Case, proposals: int, seed: int) -> list[list[str]]:
 
 
 MACHINES: dict[str, tuple[Callable[[], Machine], dict[str, int]]] = {
-    "p100": (lambda: Machine.flexflow("p100"), {"x": 4, "y": 4}),
-    "k80": (lambda: Machine.flexflow("k80"), {"x": 16, "y": 4}),
+    "p100": (p100, {"x": 4, "y": 4}),
+    "k80": (k80, {"x": 16, "y": 4}),
     "v5e": (lambda: Machine.tpu("v5e:4x4"), {"x": 4, "y": 4}),
 }
 PAPERS = (
