@@ -21,9 +21,6 @@ from vnode.partition.searches.solution import Solution, Watch, run_search
 PROVEN = 1e-9
 """A relative gap that is only rounding."""
 
-ENTRIES = 2_000_000, 20_000_000
-"""The most entries of elimination's tables, and again if they were too few for the gap: 16 and 160 MB."""
-
 VARIABLES = 1_500_000
 """The most variables of an integer program."""
 
@@ -95,13 +92,9 @@ def best_within(problem: Problem, watch: Watch, gap: float) -> str:
 
     if problem.bounded:
         find_something_that_fits(problem, watch, pause)
-    for entries in ENTRIES:
-        elimination = Elimination(problem.sizes, problem.edges, entries)
-        bound, chosen = elimination.least(problem.seconds, pause)
-        if is_done(chosen, bound):
-            return "elimination"
-        if elimination.exact:
-            break
+    bound, chosen = Elimination(problem.sizes, problem.edges).least(problem.seconds, pause)
+    if is_done(chosen, bound):
+        return "elimination"
     if variables(problem) > VARIABLES:
         return f"an integer program of {variables(problem)} variables was not tried"
     scale = watch.cost if math.isfinite(watch.cost) else 1.0
