@@ -5,11 +5,10 @@ Knows one device's program, machines, times of timed ops, the simulator. Must no
 All devices run the same program, so one timeline stands for all. A fused op has its time on the slowest kind of device;
 a collective has the time of the busiest link. The timeline has three resources: the device computes, its links exchange
 one collective at a time, and its host link transfers. Fused ops start in the program's order when their operands are
-ready; collectives overlap with them unless `overlap` is False. A transfer to or from the host's
-memory takes the time of its bytes on the host link. It overlaps with the other operations of the same loop iteration:
-compilers start it when the value is ready, and wait for it at the reader or at the end of the iteration. Iterations of
-a loop do not overlap: the timeline of the body counts once per iteration. A loop without collectives has its measured
-time, if one is known.
+ready, and collectives overlap with them. A transfer to or from the host's memory takes the time of its bytes on the
+host link. It overlaps with the other operations of the same loop iteration: compilers start it when the value is ready,
+and wait for it at the reader or at the end of the iteration. Iterations of a loop do not overlap: the timeline of the
+body counts once per iteration. A loop without collectives has its measured time, if one is known.
 """
 
 from __future__ import annotations
@@ -152,7 +151,6 @@ def program_cost(
     times: Times | None = None,
     donated: Collection[int] = (),
     platform: str = "tpu",
-    overlap: bool = True,
 ) -> ProgramCost:
     """The cost of a split program.
 
@@ -163,7 +161,6 @@ def program_cost(
       times: source of the times of fused ops; by default `Times()`.
       donated: numbers of the donated inputs, if `program` is a flow.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``; decides which equations are fused.
-      overlap: whether devices compute while they exchange.
 
     Returns:
       The cost.
@@ -189,7 +186,7 @@ def program_cost(
         axes = {name: n for name, n in mesh.shape.items() if n > 1}
         program = device_program(program, axes, platform=platform, donated=donated)
     calibration = Calibration.for_platform(platform, machine.kinds[0].name)
-    taken = _CostSum(machine, mesh, program.axes, times or Times(), calibration.recomputes, overlap)
+    taken = _CostSum(machine, mesh, program.axes, times or Times(), calibration.recomputes)
     timeline = taken.timeline(program.program, 1)
     compute = sum(time.seconds * runs for time, runs in taken.times)
     exchange, transfer = (
@@ -234,7 +231,6 @@ class _CostSum:
     axes: Mapping[str, int]
     source: Times
     recomputes: bool
-    overlap: bool
     times: list[tuple[Time, float]] = dataclasses.field(default_factory=list)
     collectives: list[PlannedCollective] = dataclasses.field(default_factory=list)
     others: list[PlannedCollective] = dataclasses.field(default_factory=list)  # of bodies that are not the slowest
@@ -247,9 +243,8 @@ class _CostSum:
         fused, graph, made = fuse_program(program, self.recomputes), TaskGraph(RESOURCES), dict[Var, int]()
         for op, reads in zip(fused.fused_ops, fused.reads, strict=True):
             work = self.add_fused_op(op, program, runs)
-            on = work.on if self.overlap else {COMPUTE, *work.on}
             after = sorted({made[var] for var in reads if var in made})
-            number = graph.add(int(picoseconds(work.seconds)), tuple(on), after=after, label=str(op.timed_op))
+            number = graph.add(int(picoseconds(work.seconds)), work.on, after=after, label=str(op.timed_op))
             made.update(dict.fromkeys(op.timed_op.writes, number))
         return simulate(graph)
 
@@ -296,7 +291,7 @@ class _CostSum:
             counts = [1] * len(bodies)
         found = list[tuple[float, _CostSum]]()
         for body, turns in zip(bodies, counts, strict=True):
-            inner = _CostSum(self.machine, self.mesh, self.axes, self.source, self.recomputes, self.overlap)
+            inner = _CostSum(self.machine, self.mesh, self.axes, self.source, self.recomputes)
             found.append((inner.timeline(body, runs * turns).seconds * turns, inner))
         chosen = [max(found, key=lambda each: each[0])] if region.chooser is not None else found
         for each in found:

@@ -31,7 +31,6 @@ def exact(
     gap: float = 0.0,
     budget: float = 60.0,
     candidates: Sequence[Sequence[int] | Array] = (),
-    progress: bool | None = None,
 ) -> Solution:
     """Finds the best assignment, or a good one with a bound on its distance from the best.
 
@@ -40,7 +39,6 @@ def exact(
       gap: the search ends when the solution's gap is this or less; 0 for the best assignment.
       budget: seconds after which the search ends with the best assignment so far.
       candidates: assignments; the result is not worse than any of them that fits.
-      progress: whether to show a bar; by default in notebooks and on terminals.
 
     Returns:
       The best assignment, with its lower bound.
@@ -68,7 +66,7 @@ def exact(
             watch.lower_bound = watch.cost  # they differ by rounding
         return ended
 
-    return run_search(problem, "exact", body, candidates=candidates, budget=budget, progress=progress)
+    return run_search(problem, "exact", body, candidates=candidates, budget=budget)
 
 
 class BudgetSpent(Exception):
@@ -79,7 +77,6 @@ def best_within(problem: Problem, watch: Watch, gap: float) -> str:
     """Offers better and better assignments until the gap is reached; returns how that was done."""
 
     def pause() -> None:
-        watch.show()
         if watch.left < 0:
             raise BudgetSpent
 

@@ -84,7 +84,6 @@ def metropolis(
     cost: Walk | None = None,
     candidates: Sequence[Sequence[int] | Array] = (),
     budget: float = math.inf,
-    progress: bool | None = None,
 ) -> Solution:
     """Walks through assignments at random, seldom to a worse one.
 
@@ -99,7 +98,6 @@ def metropolis(
       cost: the seconds of an assignment, in place of the problem's sum.
       candidates: assignments; the result is not worse than any of them that fits. `starts` are among them.
       budget: seconds after which the search ends.
-      progress: whether to show a bar; by default in notebooks and on terminals.
 
     Returns:
       The best assignment met; its lower bound is 0.
@@ -128,7 +126,7 @@ def metropolis(
         return ""
 
     everyone = [*candidates, *given]
-    return run_search(problem, "Metropolis", body, candidates=everyone, cost=cost, budget=budget, progress=progress)
+    return run_search(problem, "Metropolis", body, candidates=everyone, cost=cost, budget=budget)
 
 
 def walk_from(
@@ -152,7 +150,6 @@ def walk_from(
         since += 1
         if not movable or since > max(proposals // 2, 1) or watch.left < 0:
             break
-        watch.show()
         i = rng.choice(movable)
         s = (chosen[i] + rng.randrange(1, problem.sizes[i])) % problem.sizes[i]  # never the present strategy
         after = used + problem.memory[i][:, s] - problem.memory[i][:, chosen[i]]
