@@ -77,11 +77,6 @@ class Estimate:
         self._slowest: dict[Any, float] = {}
         self._transfers = functools.cache(self._ask)
 
-    @property
-    def memory(self) -> int:
-        """The memory of each device, bytes."""
-        return min(kind.memory for kind in self.machine.kinds)
-
     def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
         """See `CostModel`."""
         return self._kernel(eqn, choice) + sum(self._seconds(each) for each in fetched(eqn, choice, self.axes))
