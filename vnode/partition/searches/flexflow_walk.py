@@ -130,7 +130,7 @@ def metropolis(
 
 
 def walk_from(
-    problem: Problem, of: Walk, start: Array, beta: float, proposals: int, rng: random.Random, watch: Watch
+    problem: Problem, of: Walk | LocalCost, start: Array, beta: float, proposals: int, rng: random.Random, watch: Watch
 ) -> None:
     """Walks from one start, and offers each assignment that is the best so far and fits."""
     limit = problem.limit * (1 + SLACK)
