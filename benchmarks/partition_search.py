@@ -8,7 +8,6 @@
            and the experts, what it moves, and how near Tofu's and FlexFlow's searches come. Predicted as well; with
            `--results FILE` each case is kept as it is done, and is not done again
   timeline the exact plan, data parallel, and a walk from the exact plan, on a timeline where exchanges overlap
-  groups   AccPar's shares between four v5e and four v5p chips, 100 GB/s between them: an assumption
 
 This file knows problems, models and clocks. It must not know how any search works.
 """
@@ -32,6 +31,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from rich.console import Console
 
+from benchmarks.paper_clusters import k80, p100
 from benchmarks.partition_models import MODELS
 from benchmarks.program_seconds import seconds_of
 from benchmarks.report import Sheet
@@ -39,23 +39,19 @@ from vnode.analysis.program import Program, inline
 from vnode.errors import MemoryLimitError
 from vnode.partition.cost import Roofline, Times
 from vnode.partition.machine import Machine
-from vnode.partition.machine.known_kinds import kind_named
 from vnode.partition.searches import (
     Edge,
     Estimate,
-    Group,
     Problem,
     Search,
     Simulated,
     Solution,
     as_problem,
-    between,
     bisection,
     exact,
     exhaustive,
     experts,
     metropolis,
-    shared,
 )
 from vnode.partition.searches.search_costs import fetched
 from vnode.spmd.layout import Layout
@@ -192,7 +188,7 @@ CASES = [
     Case("transformer", {"a": 2, "b": 2, "c": 2, "d": 2}, sizes={"batch": 32}),
     Case("transformer-scan", GRID, sizes={"batch": 32}),
     Case("alexnet", GRID),
-    Case("alexnet", GRID, machine=lambda: Machine.flexflow("p100")),
+    Case("alexnet", GRID, machine=p100),
     Case("wresnet-50-x4", GRID),
     Case("lstm-4k", GRID),
 ]
@@ -255,8 +251,8 @@ def plans(case: Case, proposals: int, seed: int) -> list[list[str]]:
 
 
 MACHINES: dict[str, tuple[Callable[[], Machine], dict[str, int]]] = {
-    "p100": (lambda: Machine.flexflow("p100"), {"x": 4, "y": 4}),
-    "k80": (lambda: Machine.flexflow("k80"), {"x": 16, "y": 4}),
+    "p100": (p100, {"x": 4, "y": 4}),
+    "k80": (k80, {"x": 16, "y": 4}),
     "v5e": (lambda: Machine.tpu("v5e:4x4"), {"x": 4, "y": 4}),
 }
 PAPERS = (
@@ -399,26 +395,10 @@ def timeline(seed: int) -> Sheet:
     return Sheet("Timeline", heads, rows, "simulated; the sum is without overlap")
 
 
-def groups() -> Sheet:
-    """Unequal shares between groups of unequal devices."""
-    rows, sizes = [], {"transformer": {"layers": 2}}
-    for name in ("alexnet", "lstm-4k", "transformer"):
-        program, leaves, batch = traced(name, **sizes.get(name, {}))
-        kinds = [Group(kind_named(kind), 4, 100e9) for kind in ("v5e", "v5p")]
-        search, cut = between(program, kinds, carried={i: i for i in range(leaves)})
-        found, plain = shared(cut), experts(search, batch)["data parallel"]
-        ratios = [found.equal / found.seconds, cut.seconds(plain, 0.5) / found.seconds]
-        rows.append([name, f"{found.share:.3f}", f"{1e3 * found.seconds:.4g}", *(f"{x:.2f}" for x in ratios)])
-    heads = ["model", "share of v5e", "ms", "equal shares / best", "equal data parallel / best"]
-    return Sheet("Groups", heads, rows, "times are simulated")
-
-
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", choices=["graphs", "scale", "models", "papers", "timeline", "groups"], help="one table"
-    )
+    parser.add_argument("--only", choices=["graphs", "scale", "models", "papers", "timeline"], help="one table")
     parser.add_argument("--models", nargs="*", default=PAPERS, choices=list(MODELS), help="of the papers")
     parser.add_argument("--machines", nargs="*", default=list(MACHINES), choices=list(MACHINES))
     parser.add_argument("--size", choices=["paper", "small"], default="paper")
@@ -436,8 +416,6 @@ def main() -> None:
         scale(args.seed, args.layers).draw(console)
     if args.only in (None, "timeline"):
         timeline(args.seed).draw(console)
-    if args.only in (None, "groups"):
-        groups().draw(console)
     if args.only in (None, "papers"):
         for name in args.models:
             paper(name, args.machines, args.size, args.proposals, args.seed, args.results)

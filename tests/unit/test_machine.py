@@ -23,9 +23,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.paper_clusters import k80, p100
 from tests.ahead import program
 from vnode.errors import MachineError
-from vnode.partition import Axis, Device, Kind, Link, Machine, Pairs, Switch, Torus
+from vnode.partition import Axis, Device, Kind, Link, Machine, Switch, Torus
 from vnode.partition.machine.collective_times import COLLECTIVES
 from vnode.partition.machine.known_kinds import JAX_NAMES, KINDS, kind_named
 
@@ -385,9 +386,9 @@ def test_groups_that_are_no_box_go_around_a_ring():
 
 
 def test_links_between_all_pairs_are_used_at_once():
-    cost = Machine.flexflow("p100").collective("all_gather", [range(4)])
+    cost = p100().collective("all_gather", [range(4)])
     assert cost.per_byte == pytest.approx(1 / 4 / 20e9)
-    assert cost.latency == Machine.flexflow("p100").route(0, 1).latency
+    assert cost.latency == p100().route(0, 1).latency
     assert len(cost.resources) == 12
 
 
@@ -451,9 +452,7 @@ def machines(draw: st.DrawFn) -> Machine:
     networks: list[Any] = []
     for host in hosts:
         if len(host) > 1 and (len(hosts) == 1 or draw(st.booleans())):
-            near = draw(st.sampled_from([Switch, Pairs]))
-            members = tuple((i,) for i in host) if near is Switch else host
-            networks.append(near("near", members, draw(bandwidth), draw(latency)))
+            networks.append(Switch("near", tuple((i,) for i in host), draw(bandwidth), draw(latency)))
     if len(hosts) > 1:
         ports = tuple(hosts) if draw(st.booleans()) else tuple((i,) for i in range(len(devices)))
         networks.append(Switch("far", ports, draw(bandwidth), draw(latency)))
@@ -510,7 +509,7 @@ def test_how_collectives_relate(data):
     assert reduce == pytest.approx(gather + scatter)
     # Nowhere does it take longer that devices send their part to one other than that they send it to all.
     size = len(groups[0])
-    if size > 1 and all(isinstance(network, Switch | Pairs) for network in machine.networks):
+    if size > 1 and all(isinstance(network, Switch) for network in machine.networks):
         assert machine.collective("permute", groups).latency <= found["all_gather"].latency * (1 + 1e-9)
 
 
@@ -637,20 +636,18 @@ def test_there_is_no_such_axis():
         (lambda: Machine("m", (TOY,)), "devices[0]"),
         (lambda: Machine("m", (Device(TOY), Device(TOY))), "networks"),
         (lambda: Machine("m", (Device(TOY), Device(dataclasses.replace(SLOW, name="toy")))), "devices[1].kind"),
-        (lambda: Machine("m", (Device(TOY),) * 2, (Pairs("p", (0, 2), 1e9, 0),)), "networks[0]"),
+        (lambda: Machine("m", (Device(TOY),) * 2, (Switch("p", ((0,), (2,)), 1e9, 0),)), "networks[0]"),
         (lambda: Machine("m", (Device(TOY),) * 2, ("PCIe",)), "networks[0]"),
         (
             lambda: Machine(
                 "m",
                 (Device(TOY),) * 3,
-                tuple(Pairs("p", members, 1e9, 0) for members in [(0, 1), (1, 2), (0, 1, 2)]),
+                tuple(Switch("p", tuple((n,) for n in members), 1e9, 0) for members in [(0, 1), (1, 2), (0, 1, 2)]),
             ),
             "networks[1]",
         ),
-        (lambda: Machine("m", (Device(TOY),) * 3, (Pairs("p", (0, 1), 1e9, 0),)), "networks"),
-        (lambda: Pairs("p", (0, 0), 1e9, 0), "devices"),
-        (lambda: Pairs("p", range(1000), 1e9, 0), ""),
-        (lambda: Pairs("p", (0, 1), 0, 0), "bandwidth"),
+        (lambda: Machine("m", (Device(TOY),) * 3, (Switch("p", ((0,), (1,)), 1e9, 0),)), "networks"),
+        (lambda: Switch("s", ((0,), (1,)), 0, 0), "bandwidth"),
         (lambda: Switch("s", ((0,), (0,)), 1e9, 0), "ports"),
         (lambda: Switch("s", ((0,), ()), 1e9, 0), "ports[1]"),
         (lambda: Switch("s", ((0,), (1.5,)), 1e9, 0), "ports[1][0]"),
@@ -669,7 +666,6 @@ def test_there_is_no_such_axis():
         (lambda: Machine.gpus("h200", hosts=0), "hosts"),
         (lambda: Machine.gpus("h200", per_host=1.5), "per_host"),  # pyright: ignore
         (lambda: Machine.tpu("v5e:2x2", slices=0), "slices"),
-        (lambda: Machine.flexflow("v100"), ""),  # pyright: ignore
         (lambda: Machine.tpu("v5e:2x2").route(0, 4), "target"),
     ],
 )
@@ -685,8 +681,6 @@ EXAMPLES = {
     "tpu": lambda: Machine.tpu("v5e:2x4"),
     "slices": lambda: Machine.tpu("v4:2x2x1", slices=2),
     "gpus": lambda: Machine.gpus("a100-40gb", hosts=2, per_host=2),
-    "p100": lambda: Machine.flexflow("p100"),
-    "k80": lambda: Machine.flexflow("k80"),
     "single": lambda: Machine("one", (Device(TOY, 3),)),
 }
 
@@ -810,7 +804,7 @@ def test_damaged_bytes_are_refused(data, tmp_path):
         (("kinds", "P100", "peak", "float32"), 'kinds["P100"].peak.float32', "operations a second"),
         (("devices", 1, "kind"), "devices[1].kind", "P100"),
         (("devices", 1, "count"), "devices[1].count", "devices"),
-        (("networks", 0, "type"), "networks[0].type", "switch or pairs or torus"),
+        (("networks", 0, "type"), "networks[0].type", "switch or torus"),
         (("networks", 2, "bandwidth"), "networks[2].bandwidth", "bytes a second"),
         (("networks", 2, "ports", 1, 0), "networks[2].ports[1][0]", "device"),
     ],
@@ -951,20 +945,20 @@ def test_slices_are_those_of_the_tpu_compiler():
 
 def test_flexflow():
     """Its experimental setup: 4 nodes of 4 P100 on 100 Gb/s, 16 of 4 K80 on 56 Gb/s."""
-    p100, k80 = Machine.flexflow("p100"), Machine.flexflow("k80")
-    assert [len(host) for host in p100.hosts] == [4] * 4 and [len(host) for host in k80.hosts] == [4] * 16
-    assert p100.networks[-1].bandwidth * 8 == 100e9 and k80.networks[-1].bandwidth * 8 == 56e9
-    assert [p100.resources[r].name for r in p100.route(0, 3).resources] == ["NVLink: 0 to 3"]
-    sibling, other = (k80.route(4, target).resources for target in (5, 6))
-    assert [k80.resources[r].name for r in sibling] == ["PCI Express of a card: 4 to 5"]
-    assert [k80.resources[r].name for r in other] == ["PCI Express: out of 4-5", "PCI Express: into 6-7"]
+    pascal, kepler = p100(), k80()
+    assert [len(host) for host in pascal.hosts] == [4] * 4 and [len(host) for host in kepler.hosts] == [4] * 16
+    assert pascal.networks[-1].bandwidth * 8 == 100e9 and kepler.networks[-1].bandwidth * 8 == 56e9
+    assert [pascal.resources[r].name for r in pascal.route(0, 3).resources] == ["NVLink: 0 to 3"]
+    sibling, other = (kepler.route(4, target).resources for target in (5, 6))
+    assert [kepler.resources[r].name for r in sibling] == ["PCI Express of a card: 4 to 5"]
+    assert [kepler.resources[r].name for r in other] == ["PCI Express: out of 4-5", "PCI Express: into 6-7"]
 
 
 def test_printed():
-    machine = Machine.flexflow("k80")
+    machine = k80()
     assert repr(machine) == "Machine(FlexFlow's K80 cluster: 64 devices in 16 hosts)"
     text = str(machine)
-    assert "every pair of 2 devices, 32 times" in text and "16 ports of 4 devices" in text and "7.0 GB/s" in text
+    assert "2 devices, 32 times" in text and "16 ports of 4 devices" in text and "7.0 GB/s" in text
     for other in (machine, Machine.tpu("v5p:4x4x4", slices=2), Machine.gpus("h100-sxm", hosts=4)):
         assert max(map(len, str(other).splitlines())) <= 80
     assert "<table" in machine._repr_html_()

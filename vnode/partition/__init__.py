@@ -2,7 +2,7 @@
 
 from vnode.partition.accept import Acceptance, accept
 from vnode.partition.cost import Cache, Measured, Memory, ProgramCost, Roofline, Times, program_cost
-from vnode.partition.machine import Axis, Device, Kind, Link, Machine, MachineMesh, Pairs, Switch, Torus
+from vnode.partition.machine import Axis, Device, Kind, Link, Machine, MachineMesh, Switch, Torus
 from vnode.partition.plan import Figures, Plan, search
 from vnode.partition.uneven_shares.blocked import Blocked, blocked
 from vnode.partition.uneven_shares.uneven_leaves import uneven
@@ -20,7 +20,6 @@ __all__ = [
     "MachineMesh",
     "Measured",
     "Memory",
-    "Pairs",
     "Plan",
     "ProgramCost",
     "Roofline",

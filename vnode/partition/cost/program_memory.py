@@ -172,12 +172,6 @@ def body_moments(
     stacked = {var for var in ends[count:] if var is not None}
     kept = frozenset(var for var in ends[:count] if var is not None) - {*body.inputs}
     operations = memory_operations(fused, calibration, {*body.inputs, *(stacked - kept)}, {*begins.values()})
-    for i, end in zip(region.carried, ends[:count], strict=False):
-        k = fused.writers.get(end, -1) if end in kept else -1
-        if k >= 0 and begins[i] not in fused.reads[k]:  # the old carry is no longer read
-            own = operations[k]
-            pairs = ((end, begins[i]), *own.in_place)
-            operations[k] = dataclasses.replace(own, reads=own.reads | {begins[i]}, in_place=pairs)
     return fused, liveness_in_best_order(operations, kept)
 
 

@@ -3,20 +3,18 @@
 Knows one device's program, machines, times of timed ops, the simulator. Must not know how the split was found.
 
 All devices run the same program, so one timeline stands for all. A fused op has its time on the slowest kind of device;
-a collective has the time of the busiest link. One resource of the timeline computes. Links that the same collectives
-use are one resource, so two collectives that share a link wait for each other. Fused ops start in the program's order
-when their operands are ready; collectives overlap with them unless `overlap` is False. A transfer to or from the host's
-memory takes the time of its bytes on the host link. It overlaps with the other operations of the same loop iteration:
-compilers start it when the value is ready, and wait for it at the reader or at the end of the iteration. Iterations of
-a loop do not overlap: the timeline of the body counts once per iteration. A loop without collectives has its measured
-time, if one is known.
+a collective has the time of the busiest link. The timeline has three resources: the device computes, its links exchange
+one collective at a time, and its host link transfers. Fused ops start in the program's order when their operands are
+ready, and collectives overlap with them. A transfer to or from the host's memory takes the time of its bytes on the
+host link. It overlaps with the other operations of the same loop iteration: compilers start it when the value is ready,
+and wait for it at the reader or at the end of the iteration. Iterations of a loop do not overlap: the timeline of the
+body counts once per iteration. A loop without collectives has its measured time, if one is known.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -153,7 +151,6 @@ def program_cost(
     times: Times | None = None,
     donated: Collection[int] = (),
     platform: str = "tpu",
-    overlap: bool = True,
 ) -> ProgramCost:
     """The cost of a split program.
 
@@ -164,7 +161,6 @@ def program_cost(
       times: source of the times of fused ops; by default `Times()`.
       donated: numbers of the donated inputs, if `program` is a flow.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``; decides which equations are fused.
-      overlap: whether devices compute while they exchange.
 
     Returns:
       The cost.
@@ -190,17 +186,20 @@ def program_cost(
         axes = {name: n for name, n in mesh.shape.items() if n > 1}
         program = device_program(program, axes, platform=platform, donated=donated)
     calibration = Calibration.for_platform(platform, machine.kinds[0].name)
-    taken = _CostSum(machine, mesh, program.axes, times or Times(), calibration.recomputes, overlap)
-    timeline, links = taken.timeline(program.program, 1)
+    taken = _CostSum(machine, mesh, program.axes, times or Times(), calibration.recomputes)
+    timeline = taken.timeline(program.program, 1)
     compute = sum(time.seconds * runs for time, runs in taken.times)
-    works = [compute, *(max(map(taken.link_seconds, each)) for each in links)]
+    exchange, transfer = (
+        sum(each.seconds * each.runs for each in several) for several in (taken.collectives, taken.moves)
+    )
+    works = picoseconds([compute, exchange, transfer])
     sources = collections.Counter[str]()
     for time, runs in taken.times:
         sources[time.source] += time.seconds * runs  # pyright: ignore[reportArgumentType]
     return ProgramCost(
         compute=compute,
-        exchange=sum(each.seconds * each.runs for each in taken.collectives),
-        timeline=dataclasses.replace(timeline, idle=np.maximum(timeline.busy - picoseconds(works), 0)),
+        exchange=exchange,
+        timeline=dataclasses.replace(timeline, idle=np.maximum(timeline.busy - works, 0)),
         collectives=tuple(taken.collectives),
         memory=memory_of(program, calibration),
         sources=sources,
@@ -212,16 +211,15 @@ def program_cost(
     )
 
 
-HOST_LINK = -1
-"""The number of a device's link to its host, beside the machine's resources."""
+RESOURCES = "compute", "links", "host link"
+COMPUTE, LINKS, HOST_LINK = range(3)
 
 
 class _Work(NamedTuple):
-    """The seconds of a fused operation, the links that it occupies, and whether the device computes."""
+    """The seconds of a fused operation, and the resources that it occupies."""
 
     seconds: float
-    links: tuple[int, ...] = ()
-    computes: bool = True
+    on: tuple[int, ...] = (COMPUTE,)
 
 
 @dataclasses.dataclass(eq=False)
@@ -233,7 +231,6 @@ class _CostSum:
     axes: Mapping[str, int]
     source: Times
     recomputes: bool
-    overlap: bool
     times: list[tuple[Time, float]] = dataclasses.field(default_factory=list)
     collectives: list[PlannedCollective] = dataclasses.field(default_factory=list)
     others: list[PlannedCollective] = dataclasses.field(default_factory=list)  # of bodies that are not the slowest
@@ -241,36 +238,15 @@ class _CostSum:
     unknown: set[str] = dataclasses.field(default_factory=set)
     open_loops: int = 0
 
-    def timeline(self, program: Program, runs: int) -> tuple[Timeline, list[list[int]]]:
-        """The timeline of a program, whose costs are counted `runs` times; and the links of all but its first resource.
-
-        Links that the same tasks occupy are one resource.
-        """
-        fused = fuse_program(program, self.recomputes)
-        works = [self.add_fused_op(op, program, runs) for op in fused.fused_ops]
-        several = {work.links: frozenset(work.links) for work in works if work.links}
-        alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-        for link in dict.fromkeys(itertools.chain(*several)):
-            alike.setdefault(tuple(links for links, own in several.items() if link in own), []).append(link)
-        resources = {links: [i for i, users in enumerate(alike, 1) if links in users] for links in several}
-        graph = TaskGraph(["compute", *(f"links {i}" for i in range(1, len(alike) + 1))])
-        made: dict[Var, int] = {}
-        for op, reads, work in zip(fused.fused_ops, fused.reads, works, strict=True):
-            on = [0] * (work.computes or not self.overlap) + resources.get(work.links, [])
+    def timeline(self, program: Program, runs: int) -> Timeline:
+        """The timeline of a program, whose costs are counted `runs` times."""
+        fused, graph, made = fuse_program(program, self.recomputes), TaskGraph(RESOURCES), dict[Var, int]()
+        for op, reads in zip(fused.fused_ops, fused.reads, strict=True):
+            work = self.add_fused_op(op, program, runs)
             after = sorted({made[var] for var in reads if var in made})
-            number = graph.add(int(picoseconds(work.seconds)), on, after=after, label=str(op.timed_op))
+            number = graph.add(int(picoseconds(work.seconds)), work.on, after=after, label=str(op.timed_op))
             made.update(dict.fromkeys(op.timed_op.writes, number))
-        return simulate(graph), [*alike.values()]
-
-    def link_seconds(self, link: int) -> float:
-        """The seconds for which a link is busy in all."""
-        if link == HOST_LINK:
-            return sum(each.seconds * each.runs for each in self.moves)
-        return sum(each.seconds * each.runs for each in self.collectives if link in self.links_of(each.transfer))
-
-    def links_of(self, transfer: Transfer) -> tuple[int, ...]:
-        """The links that a collective occupies."""
-        return transfer.cost(self.machine, self.mesh).resources
+        return simulate(graph)
 
     def add_fused_op(self, op: FusedOp, program: Program, runs: int) -> _Work:
         """Adds the cost of a fused op."""
@@ -282,11 +258,11 @@ class _CostSum:
             for transfer in transfers:
                 share = transfer.bytes * cost.per_byte + cost.latency / len(transfers)
                 self.collectives.append(PlannedCollective(transfer, runs, share))
-            return _Work(cost.seconds(sum(transfer.bytes for transfer in transfers)), cost.resources, False)
+            return _Work(cost.seconds(sum(transfer.bytes for transfer in transfers)), (LINKS,))
         if op.kind is OpKind.HOST_TRANSFER:
             (move,) = [self.host_transfer(each, runs) for each in piece.equations]
             self.moves.append(move)
-            return _Work(move.seconds, (HOST_LINK,), False)
+            return _Work(move.seconds, (HOST_LINK,))
         region = region_of(eqn) if op.kind is OpKind.REGION else None
         if region is None and (eqn.effects or eqn.primitive is LOOP_BUFFERS):  # `axis_index`; a loop's buffers
             return _Work(0.0)
@@ -315,9 +291,8 @@ class _CostSum:
             counts = [1] * len(bodies)
         found = list[tuple[float, _CostSum]]()
         for body, turns in zip(bodies, counts, strict=True):
-            inner = _CostSum(self.machine, self.mesh, self.axes, self.source, self.recomputes, self.overlap)
-            timeline, _ = inner.timeline(body, runs * turns)
-            found.append((timeline.seconds * turns, inner))
+            inner = _CostSum(self.machine, self.mesh, self.axes, self.source, self.recomputes)
+            found.append((inner.timeline(body, runs * turns).seconds * turns, inner))
         chosen = [max(found, key=lambda each: each[0])] if region.chooser is not None else found
         for each in found:
             _, inner = each
@@ -330,9 +305,8 @@ class _CostSum:
                 self.moves += inner.moves
             else:
                 self.others += inner.collectives
-        sent = [each.transfer for _, inner in chosen for each in inner.collectives]
-        links = {link for transfer in dict.fromkeys(sent) for link in self.links_of(transfer)}
-        return _Work(sum(seconds for seconds, _ in chosen), tuple(sorted(links)))
+        on = (COMPUTE, LINKS) if any(inner.collectives for _, inner in chosen) else (COMPUTE,)
+        return _Work(sum(seconds for seconds, _ in chosen), on)
 
 
 def has_host_transfer(eqn: JaxprEqn) -> bool:

@@ -10,7 +10,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from vnode import files
 from vnode.errors import MachineError
@@ -27,7 +27,7 @@ from vnode.partition.machine.description_checks import nonempty_list as some
 from vnode.partition.machine.device_kind import Kind
 from vnode.partition.machine.machine_builders import Device, Link
 from vnode.partition.machine.machine_mesh import MachineMesh, lay_out_mesh
-from vnode.partition.machine.networks import Network, Pairs, Resource, Switch
+from vnode.partition.machine.networks import Network, Resource, Switch
 from vnode.partition.machine.torus import Torus
 from vnode.show.drawable import Drawn
 from vnode.show.page import Cell, Column, Page, Table
@@ -79,7 +79,7 @@ class Machine(Drawn):
         everyone = frozenset(range(len(devices)))
         for i, network in enumerate(networks):
             if not isinstance(network, Network):
-                raise wrong_value(f"networks[{i}]", "a Switch, Pairs or Torus", network)
+                raise wrong_value(f"networks[{i}]", "a Switch or a Torus", network)
             with error_context(f"networks[{i}]"):
                 if not network.members <= everyone:
                     raise MachineError(
@@ -164,7 +164,6 @@ class Machine(Drawn):
         By default they are joined as in NVIDIA's own hosts of that kind (sources:
         `vnode.partition.machine.machine_builders`). NVLink without a switch (P100, V100) counts as if it had one. That
         is right for rings, which use all links of a GPU at once, and too fast for one pair of GPUs.
-        ``Link(..., of="pair")`` describes it exactly.
 
         Args:
           kind: a kind, or the name of a known one.
@@ -184,27 +183,6 @@ class Machine(Drawn):
           'InfiniBand'
         """
         return Machine(*machine_builders.gpus(kind, hosts, per_host, within, between))
-
-    @staticmethod
-    def flexflow(cluster: Literal["p100", "k80"]) -> Machine:
-        """A cluster on which FlexFlow was measured (Jia, Zaharia, Aiken, SysML 2019, experimental setup).
-
-        ``"p100"`` has 4 hosts with 4 P100 each, NVLink within hosts and 100 Gb/s InfiniBand between them. The number of
-        NVLinks between two GPUs is an assumption: one, 20 GB/s in each direction, as among the four of half a DGX-1.
-        ``"k80"`` has 16 hosts with 4 K80 each (a device is one die). Two dies share a PCI Express switch of their own;
-        hosts have 56 Gb/s InfiniBand.
-
-        Args:
-          cluster: ``"p100"`` or ``"k80"``.
-
-        Raises:
-          MachineError: there is no such cluster.
-
-        Example:
-          >>> Machine.flexflow("k80")
-          Machine(FlexFlow's K80 cluster: 64 devices in 16 hosts)
-        """
-        return Machine(*machine_builders.flexflow(cluster))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a JSON file that people can read and change; `load` reads it.
@@ -393,8 +371,6 @@ def in_words(network: Network) -> tuple[str, str, float, float]:
                 joins += (
                     ", all wrapped" if len(wrapped) == len(network.axes) else f", wrapped along {', '.join(wrapped)}"
                 )
-        case Pairs():
-            joins = f"every pair of {several(len(network.devices), 'device')}"
         case Switch():
             most = max(map(len, network.ports))
             joins = f"{several(len(network.ports), 'port')}" + (f" of {several(most, 'device')}" if most > 1 else "")

@@ -1,4 +1,4 @@
-"""Names of TPU slices, GPU hosts and papers' clusters -> the devices and networks of a machine.
+"""Names of TPU slices and GPU hosts -> the devices and networks of a machine.
 
 Knows the wiring of slices and hosts, with sources. Must not know machines as such, nor the devices of this one.
 
@@ -33,7 +33,7 @@ from vnode.partition.machine.description_checks import (
 )
 from vnode.partition.machine.device_kind import Kind
 from vnode.partition.machine.known_kinds import KINDS, PCIE3, PCIE5, kind_named
-from vnode.partition.machine.networks import Network, Pairs, Switch
+from vnode.partition.machine.networks import Network, Switch
 from vnode.partition.machine.torus import Axis, Point, Torus
 
 NVLINK, PCIE, NETWORK, HOP, DCN = 1.9e-6, 2.5e-6, 4e-6, 1e-6, 5e-5
@@ -66,7 +66,7 @@ class Link:
       name: the network's name.
       bandwidth: bytes a second in each direction.
       latency: seconds of a transfer without bytes.
-      of: the owner of one such link: each ``"device"``, each ``"pair"`` of devices, or each ``"host"``.
+      of: the owner of one such link: each ``"device"`` or each ``"host"``.
 
     Example:
       >>> Link("Ethernet", 12.5e9, 3e-5, of="host").bandwidth
@@ -76,21 +76,18 @@ class Link:
     name: str
     bandwidth: float
     latency: float
-    of: Literal["device", "pair", "host"] = "device"
+    of: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
         one_line(self.name, "name")
         positive_number(self.bandwidth, "bandwidth", "bytes a second")
         positive_number(self.latency, "latency", "seconds", SLOWEST, zero=True)
-        if self.of not in ("device", "pair", "host"):
-            raise wrong_value("of", "'device', 'pair' or 'host'", self.of)
+        if self.of not in ("device", "host"):
+            raise wrong_value("of", "'device' or 'host'", self.of)
 
     def network(self, hosts: list[list[int]]) -> Network:
         """The network of these devices, by host."""
-        everyone = list(itertools.chain(*hosts))
-        if self.of == "pair":
-            return Pairs(self.name, tuple(everyone), self.bandwidth, self.latency)
-        ports = hosts if self.of == "host" else [[device] for device in everyone]
+        ports = hosts if self.of == "host" else [[device] for device in itertools.chain(*hosts)]
         return Switch(self.name, tuple(map(tuple, ports)), self.bandwidth, self.latency)
 
 
@@ -239,25 +236,3 @@ def hosts_of(devices: Any) -> list[list[int]]:
     for i, device in enumerate(devices):
         found.setdefault(device.host, []).append(i)
     return list(found.values())
-
-
-def flexflow(cluster: str) -> Parts:
-    """See `Machine.flexflow`."""
-    if cluster == "p100":
-        _, devices, networks = gpus(
-            *("P100", 4, 4),
-            within=Link("NVLink", 20e9, NVLINK, of="pair"),
-            between=Link("InfiniBand", 12.5e9, NETWORK, of="host"),
-        )
-        return "FlexFlow's P100 cluster", devices, networks
-    if cluster == "k80":
-        _, devices, networks = gpus("K80", 16, 4, None, Link("InfiniBand", 7e9, NETWORK, of="host"))
-        cards: list[Network] = [
-            Pairs("PCI Express of a card", (first, first + 1), PCIE3, PCIE) for first in range(0, len(devices), 2)
-        ]
-        hosts: list[Network] = [
-            Switch("PCI Express", ((first, first + 1), (first + 2, first + 3)), PCIE3, PCIE)
-            for first in range(0, len(devices), 4)
-        ]
-        return "FlexFlow's K80 cluster", devices, (*cards, *hosts, networks[-1])
-    raise MachineError(f"FlexFlow was measured on 'p100' and 'k80', not {cluster!r}")

@@ -17,8 +17,8 @@ A file looks like this::
       {"kind": "P100", "host": 1, "count": 4}
      ],
      "networks": [
-      {"type": "pairs", "name": "NVLink", "devices": [0, 1, 2, 3], "bandwidth": 2e10, "latency": 2e-06},
-      {"type": "pairs", "name": "NVLink", "devices": [4, 5, 6, 7], "bandwidth": 2e10, "latency": 2e-06},
+      {"type": "switch", "name": "NVLink", "ports": [[0], [1], [2], [3]], "bandwidth": 6e10, "latency": 2e-06},
+      {"type": "switch", "name": "NVLink", "ports": [[4], [5], [6], [7]], "bandwidth": 6e10, "latency": 2e-06},
       {"type": "switch", "name": "InfiniBand", "ports": [[0, 1, 2, 3], [4, 5, 6, 7]], "bandwidth": 1.25e10,
        "latency": 4e-06}
      ]
@@ -46,13 +46,13 @@ from vnode.partition.machine.description_checks import (
 )
 from vnode.partition.machine.device_kind import Kind
 from vnode.partition.machine.machine_builders import Device, Parts
-from vnode.partition.machine.networks import Network, Pairs, Switch
+from vnode.partition.machine.networks import Network, Switch
 from vnode.partition.machine.torus import Axis, Torus
 
 FORMAT = "vnode machine"
 VERSION = 1
 
-TYPES: dict[str, type[Network]] = {"switch": Switch, "pairs": Pairs, "torus": Torus}
+TYPES: dict[str, type[Network]] = {"switch": Switch, "torus": Torus}
 
 
 def machine_to_json(name: str, devices: Sequence[Device], networks: Sequence[Network]) -> str:

@@ -1,4 +1,4 @@
-"""Switches and pairwise links -> the routes, latencies and loads of transfers and collectives on them.
+"""Switches, and networks as such -> the routes, latencies and loads of transfers and collectives on them.
 
 Knows ports, links, their bandwidth and latency. Must not know kinds of devices, or other networks of a machine.
 
@@ -20,7 +20,6 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from vnode.errors import MachineError
 from vnode.partition.machine.description_checks import (
     SLOWEST,
     device_numbers,
@@ -30,8 +29,6 @@ from vnode.partition.machine.description_checks import (
     positive_number,
 )
 from vnode.show.units import number_range
-
-MOST_IN_PAIRS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,64 +196,6 @@ class Switch(Network):
             for device in part:
                 found.add(self.route(device, device), size - len(part))
         return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Pairs(Network):
-    """A link between every two devices, as NVLink joins four GPUs without a switch.
-
-    Attributes:
-      name: the network's name.
-      devices: numbers of the devices that it joins.
-      bandwidth: bytes a second of each link in each direction.
-      latency: seconds of a transfer without bytes.
-
-    Raises:
-      MachineError: an attribute is wrong.
-
-    Example:
-      >>> network = Pairs("NVLink", (4, 5, 6), bandwidth=20e9, latency=2e-6)
-      >>> [network.resources[r].name for r in network.route(6, 4)], len(network.resources)
-      (['NVLink: 6 to 4'], 6)
-    """
-
-    name: str
-    devices: tuple[int, ...]
-    bandwidth: float
-    latency: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "devices", device_numbers(self.devices, "devices"))
-        if len(self.devices) > MOST_IN_PAIRS:
-            raise MachineError(f"expected at most {MOST_IN_PAIRS} devices, each of which has a link to each other")
-        check_network(self)
-
-    @functools.cached_property
-    def members(self) -> frozenset[int]:
-        """The devices that the links join."""
-        return frozenset(self.devices)
-
-    @functools.cached_property
-    def _between(self) -> dict[tuple[int, int], int]:
-        return {pair: i for i, pair in enumerate(itertools.permutations(self.devices, 2))}
-
-    @functools.cached_property
-    def resources(self) -> tuple[Resource, ...]:
-        """One resource for each ordered pair."""
-        return tuple(Resource(f"{self.name}: {a} to {b}", self.bandwidth, self.latency) for a, b in self._between)
-
-    def route(self, source: int, target: int) -> tuple[int, ...]:
-        """The link from the source to the target."""
-        return (self._between[source, target],)
-
-    def gather(self, group: Sequence[int]) -> tuple[Phase, ...]:
-        """All devices send to all others at once, over separate links: latency + bytes / p / bandwidth."""
-        links = [self._between[pair] for pair in itertools.permutations(group, 2)]
-        return (Phase(self.latency, dict.fromkeys(links, 1 / len(group))),)
-
-    def exchange(self, parts: Sequence[Sequence[int]]) -> Phase:
-        """All messages at once, over separate links."""
-        return Phase(self.latency, super().exchange(parts).loads)
 
 
 def check_network(network: Any) -> None:

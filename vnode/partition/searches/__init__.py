@@ -10,25 +10,19 @@ from vnode.partition.searches.search_costs import CostModel, Estimate
 from vnode.partition.searches.simulated_cost import Simulated
 from vnode.partition.searches.solution import Solution
 from vnode.partition.searches.tofu_bisection import bisection
-from vnode.partition.uneven_shares.accpar import Cut, Group, SharedEdge, between, shared
 
 __all__ = [
     "CostModel",
-    "Cut",
     "Edge",
     "Estimate",
-    "Group",
     "Problem",
     "Search",
-    "SharedEdge",
     "Simulated",
     "Solution",
     "as_problem",
-    "between",
     "bisection",
     "exact",
     "exhaustive",
     "experts",
     "metropolis",
-    "shared",
 ]

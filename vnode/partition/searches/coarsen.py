@@ -2,17 +2,14 @@
 
 Knows lists of equations and the sizes of values. Must not know layouts, costs, nor strategies.
 
-A contraction, a convolution or a look-up starts a cluster of its own. Every other equation joins a neighbour along a
-value that they share, the largest values first. A chain of element-wise and data-moving equations so becomes one
-cluster; its forward and backward parts join too, since both read the same activations. A value that is small beside
-the values on both sides (a mean, a learning rate) joins nothing.
+A contraction, a convolution or a look-up starts a cluster of its own. Every other equation joins the maker of a value
+that it reads, the largest values first. A chain of element-wise and data-moving equations so becomes one cluster. A
+value that is small beside the values on both sides (a mean, a learning rate) joins nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-
-from jax.extend.core import Var
 
 from vnode.partition.searches.flattened_program import FlatProgram, UnionFind, has_own_strategy, size_of, variables
 
@@ -37,37 +34,12 @@ def clusters(program: FlatProgram) -> list[list[int]]:
         for _, var in variables(node.eqn.invars)
         if var in makers and not alone[makers[var]] and nodes[makers[var]].path[:-1] == node.path[:-1]
     ]
-    _join(names, largest, pairs)
-    shared = _siblings(program, alone)
-    _join(names, largest, shared)
+    for size, a, b in sorted(pairs, key=lambda pair: -pair[0]):
+        first, second = names.find(a), names.find(b)
+        if first != second and size >= SMALL * min(largest[first], largest[second]):
+            names.join(first, second)
+            largest[names.find(first)] = max(largest[first], largest[second])
     found: dict[Hashable, list[int]] = {}
     for number in range(len(nodes)):
         found.setdefault(names.find(number), []).append(number)
     return sorted(found.values())
-
-
-def _join(names: UnionFind, largest: dict[Hashable, float], pairs: list[tuple[int, int, int]]) -> None:
-    for size, a, b in sorted(pairs, key=lambda pair: -pair[0]):
-        first, second = names.find(a), names.find(b)
-        if first == second or size < SMALL * min(largest[first], largest[second]):
-            continue
-        most = max(largest[first], largest[second])
-        names.join(first, second)
-        largest[names.find(first)] = most
-
-
-def _siblings(program: FlatProgram, alone: list[bool]) -> list[tuple[int, int, int]]:
-    """Pairs of equations without strategies of their own that read one computed value in the same body."""
-    read: dict[Var, list[int]] = {}
-    for number, node in enumerate(program.nodes):
-        if not alone[number]:
-            for _, var in variables(node.eqn.invars):
-                read.setdefault(var, []).append(number)
-    inputs = set(program.program.inputs)
-    return [
-        (size_of(var), numbers[0], other)
-        for var, numbers in read.items()
-        if var not in inputs
-        for other in numbers[1:]
-        if program.nodes[numbers[0]].path[:-1] == program.nodes[other].path[:-1]
-    ]

@@ -21,9 +21,6 @@ from vnode.partition.searches.solution import Solution, Watch, run_search
 PROVEN = 1e-9
 """A relative gap that is only rounding."""
 
-ENTRIES = 2_000_000, 20_000_000
-"""The most entries of elimination's tables, and again if they were too few for the gap: 16 and 160 MB."""
-
 VARIABLES = 1_500_000
 """The most variables of an integer program."""
 
@@ -34,7 +31,6 @@ def exact(
     gap: float = 0.0,
     budget: float = 60.0,
     candidates: Sequence[Sequence[int] | Array] = (),
-    progress: bool | None = None,
 ) -> Solution:
     """Finds the best assignment, or a good one with a bound on its distance from the best.
 
@@ -43,7 +39,6 @@ def exact(
       gap: the search ends when the solution's gap is this or less; 0 for the best assignment.
       budget: seconds after which the search ends with the best assignment so far.
       candidates: assignments; the result is not worse than any of them that fits.
-      progress: whether to show a bar; by default in notebooks and on terminals.
 
     Returns:
       The best assignment, with its lower bound.
@@ -71,7 +66,7 @@ def exact(
             watch.lower_bound = watch.cost  # they differ by rounding
         return ended
 
-    return run_search(problem, "exact", body, candidates=candidates, budget=budget, progress=progress)
+    return run_search(problem, "exact", body, candidates=candidates, budget=budget)
 
 
 class BudgetSpent(Exception):
@@ -82,7 +77,6 @@ def best_within(problem: Problem, watch: Watch, gap: float) -> str:
     """Offers better and better assignments until the gap is reached; returns how that was done."""
 
     def pause() -> None:
-        watch.show()
         if watch.left < 0:
             raise BudgetSpent
 
@@ -95,13 +89,9 @@ def best_within(problem: Problem, watch: Watch, gap: float) -> str:
 
     if problem.bounded:
         find_something_that_fits(problem, watch, pause)
-    for entries in ENTRIES:
-        elimination = Elimination(problem.sizes, problem.edges, entries)
-        bound, chosen = elimination.least(problem.seconds, pause)
-        if is_done(chosen, bound):
-            return "elimination"
-        if elimination.exact:
-            break
+    bound, chosen = Elimination(problem.sizes, problem.edges).least(problem.seconds, pause)
+    if is_done(chosen, bound):
+        return "elimination"
     if variables(problem) > VARIABLES:
         return f"an integer program of {variables(problem)} variables was not tried"
     scale = watch.cost if math.isfinite(watch.cost) else 1.0

@@ -25,7 +25,6 @@ def exhaustive(
     *,
     cost: Cost | None = None,
     candidates: Sequence[Sequence[int] | Array] = (),
-    progress: bool | None = None,
 ) -> Solution:
     """Costs every assignment and returns the best.
 
@@ -33,7 +32,6 @@ def exhaustive(
       problem: a problem with at most `MOST` assignments.
       cost: the cost of an assignment; by default the problem's sum.
       candidates: assignments that are costed first.
-      progress: whether to show a bar; by default in notebooks and on terminals.
 
     Returns:
       The best assignment; its lower bound is its cost.
@@ -74,4 +72,4 @@ def exhaustive(
         watch.lower_bound = watch.cost
         return ""
 
-    return run_search(problem, "exhaustive", body, cost=cost, candidates=candidates, progress=progress)
+    return run_search(problem, "exhaustive", body, cost=cost, candidates=candidates)

@@ -13,21 +13,24 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 
 from vnode.errors import SearchError
-from vnode.partition.searches.problem import SLACK, Array, Cost, Edge, Problem
+from vnode.partition.searches.problem import SLACK, Array, Edge, Problem
 from vnode.partition.searches.solution import Solution, Watch, run_search
 
 COLD = 20.0
 """The default of `beta`, per operator."""
 
 
-@runtime_checkable
 class Walk(Protocol):
     """The cost of an assignment, one change after another."""
+
+    def __call__(self, strategies: Array) -> float:
+        """The seconds of an assignment."""
+        ...
 
     def start(self, strategies: Array) -> float:
         """Starts from an assignment; returns its seconds."""
@@ -70,33 +73,6 @@ class LocalCost:
         self.chosen[operator] = strategy
 
 
-class FullCost:
-    """A cost function that takes a whole assignment."""
-
-    def __init__(self, cost: Cost) -> None:
-        self.cost = cost
-
-    def start(self, strategies: Array) -> float:
-        """See `Walk`."""
-        self.chosen = strategies.copy()
-        return self.cost(self.chosen)
-
-    def changed(self, operator: int, strategy: int) -> float:
-        """See `Walk`."""
-        self.last = self.chosen.copy()
-        self.last[operator] = strategy
-        return self.cost(self.last)
-
-    def take(self) -> None:
-        """See `Walk`."""
-        self.chosen = self.last
-
-
-def walk_of(cost: Cost) -> Walk:
-    """A cost that is asked for one change after another."""
-    return cost if isinstance(cost, Walk) else FullCost(cost)
-
-
 def metropolis(
     problem: Problem,
     *,
@@ -105,10 +81,9 @@ def metropolis(
     proposals: int = 100_000,
     beta: float | None = None,
     seed: int = 0,
-    cost: Cost | None = None,
+    cost: Walk | None = None,
     candidates: Sequence[Sequence[int] | Array] = (),
     budget: float = math.inf,
-    progress: bool | None = None,
 ) -> Solution:
     """Walks through assignments at random, seldom to a worse one.
 
@@ -120,10 +95,9 @@ def metropolis(
       beta: how seldom a change for the worse is accepted: one that costs a share x more than the walk's start is
         accepted with probability ``exp(-beta * x)``. By default 20 for each operator.
       seed: the seed of all random draws.
-      cost: the seconds of an assignment, in place of the problem's sum; if it is a `Walk`, it is asked for changes.
+      cost: the seconds of an assignment, in place of the problem's sum.
       candidates: assignments; the result is not worse than any of them that fits. `starts` are among them.
       budget: seconds after which the search ends.
-      progress: whether to show a bar; by default in notebooks and on terminals.
 
     Returns:
       The best assignment met; its lower bound is 0.
@@ -140,7 +114,7 @@ def metropolis(
         raise SearchError("proposals, random_starts and beta must be 0 or more")
     rng = random.Random(seed)
     given = [problem.checked(each) for each in starts]
-    of = LocalCost(problem) if cost is None else walk_of(cost)
+    of = LocalCost(problem) if cost is None else cost
     cold = COLD * max(problem.operators, 1) if beta is None else beta
 
     def body(watch: Watch) -> str:
@@ -152,11 +126,11 @@ def metropolis(
         return ""
 
     everyone = [*candidates, *given]
-    return run_search(problem, "Metropolis", body, candidates=everyone, cost=cost, budget=budget, progress=progress)
+    return run_search(problem, "Metropolis", body, candidates=everyone, cost=cost, budget=budget)
 
 
 def walk_from(
-    problem: Problem, of: Walk, start: Array, beta: float, proposals: int, rng: random.Random, watch: Watch
+    problem: Problem, of: Walk | LocalCost, start: Array, beta: float, proposals: int, rng: random.Random, watch: Watch
 ) -> None:
     """Walks from one start, and offers each assignment that is the best so far and fits."""
     limit = problem.limit * (1 + SLACK)
@@ -176,7 +150,6 @@ def walk_from(
         since += 1
         if not movable or since > max(proposals // 2, 1) or watch.left < 0:
             break
-        watch.show()
         i = rng.choice(movable)
         s = (chosen[i] + rng.randrange(1, problem.sizes[i])) % problem.sizes[i]  # never the present strategy
         after = used + problem.memory[i][:, s] - problem.memory[i][:, chosen[i]]

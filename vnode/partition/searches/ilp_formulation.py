@@ -131,10 +131,11 @@ class Search:
         """
         problem = self.problem
         if math.isinf(problem.cost(strategies)):
-            apart = [e for e in problem.edges if math.isinf(e.seconds[strategies[e.start], strategies[e.end]])]
-            facts = [f"{problem.name(e.start)} and {problem.name(e.end)}" for e in apart]
-            facts += [problem.name(i) for i, s in enumerate(strategies) if math.isinf(problem.seconds[i][s])]
-            raise SearchError(layout_message("these strategies cannot be chosen together.", facts=facts[:12]))
+            pairs = (
+                (e.start, e.end) for e in problem.edges if math.isinf(e.seconds[strategies[e.start], strategies[e.end]])
+            )
+            apart = [f"operators {start} and {end}" for start, end in pairs]
+            raise SearchError(layout_message("these strategies cannot be chosen together.", facts=apart[:12]))
         chosen, layouts = self.spread(strategies)
         asked = {}
         for cluster, s in zip(self.clusters, chosen.tolist(), strict=True):
@@ -177,7 +178,7 @@ def as_problem(
     made = _Builder(program, axes, model, carried or {}, fixed or {}, together, donated)
     made.hand_over()
     edges = [Edge(each.start, each.end, each.seconds) for each in made.handed if each.end is not None]
-    problem = Problem(tuple(made.seconds), tuple(edges), tuple(made.live_bytes()), memory, tuple(made.names()))
+    problem = Problem(tuple(made.seconds), tuple(edges), tuple(made.live_bytes()), memory)
     groups = made.groups(tied)
     return Search(
         program,
@@ -432,16 +433,6 @@ class _Builder:
             if var in number:
                 held[number[var]] += bytes_of(var)
         return held
-
-    def names(self) -> list[str]:
-        """Names for people: the primitive with most operations of each cluster, and the type of each value."""
-
-        def work(n: int) -> float:
-            d = self.flat.nodes[n].description
-            return 0.0 if d is None else d.flops
-
-        main = [self.flat.nodes[max(c.nodes, key=work)].eqn.primitive.name for c in self.clusters]
-        return main + [value.var.aval.str_short(short_dtypes=True) for value in self.values]
 
     def groups(self, tied: bool) -> list[int]:
         """The operator of each cluster and value; equal ones with equal neighbours share an operator if `tied`.

@@ -76,16 +76,12 @@ def minimize(
     seconds: float,
     pause: Callable[[], None],
 ) -> Solved:
-    """The assignment of least cost.
+    """The assignment of least cost; other arguments as for `least_time`.
 
     Args:
-      problem: the problem.
       edges: the edges that count.
       limit: the most bytes that there may be at any point.
       unit: the factor that scales costs; with 0 the footprint is the cost.
-      gap: the relative gap at which the solver ends.
-      seconds: the time after which the solver ends.
-      pause: called now and then while the solver runs; may raise.
     """
     first = np.cumsum([0, *problem.sizes])
     total = width = int(first[-1])
@@ -138,16 +134,7 @@ def milp(
     options: dict[str, Any],
     pause: Callable[[], None],
 ) -> Any:
-    """Runs `scipy.optimize.milp` in a thread, so that this one receives Ctrl-C.
-
-    Args:
-      cost: the objective, float ``[variables]``.
-      whole: 1 for variables that have to be whole numbers, ``[variables]``.
-      bounds: the bounds of variables.
-      constraints: the rows.
-      options: the solver's options.
-      pause: called now and then while the solver runs; may raise.
-    """
+    """Runs `scipy.optimize.milp` in a thread, so that this one receives Ctrl-C; calls `pause`, which may raise."""
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def work() -> None:

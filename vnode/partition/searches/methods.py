@@ -35,7 +35,7 @@ def by_integer_program(
     search: Search, problem: Problem, budget: float, gap: float, candidates: Sequence[Array]
 ) -> Solution:
     """Elimination, then an integer program: the best assignment with a lower bound."""
-    return exact(problem, gap=gap, budget=budget, candidates=candidates, progress=False)
+    return exact(problem, gap=gap, budget=budget, candidates=candidates)
 
 
 def by_walk(search: Search, problem: Problem, budget: float, gap: float, candidates: Sequence[Array]) -> Solution:
@@ -49,18 +49,17 @@ def by_walk(search: Search, problem: Problem, budget: float, gap: float, candida
         cost=Simulated(search),
         candidates=candidates,
         budget=budget,
-        progress=False,
     )
 
 
 def by_bisection(search: Search, problem: Problem, budget: float, gap: float, candidates: Sequence[Array]) -> Solution:
     """Tofu's recursive partitioning: one mesh axis after another. The experts' assignments are not considered."""
-    return bisection(problem, search.steps(), budget=budget, progress=False)
+    return bisection(problem, search.steps(), budget=budget)
 
 
 def by_exhaustion(search: Search, problem: Problem, budget: float, gap: float, candidates: Sequence[Array]) -> Solution:
     """Every assignment; an error for problems with too many."""
-    return exhaustive(problem, candidates=candidates, progress=False)
+    return exhaustive(problem, candidates=candidates)
 
 
 METHODS: Mapping[str, Method] = MappingProxyType(

@@ -51,7 +51,6 @@ class Problem:
       memory: for each operator the bytes that a strategy holds at each of several points of time, float64
         ``[points, strategies]``; empty by default.
       limit: the most bytes that there may be at any point.
-      names: the operators' names, for people.
 
     Raises:
       SearchError: the arrays do not fit together, or a figure is negative or not a number.
@@ -67,7 +66,6 @@ class Problem:
     edges: tuple[Edge, ...] = ()
     memory: tuple[Array, ...] = ()
     limit: float = math.inf
-    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         seconds = [np.array(each, float) for each in self.seconds]
@@ -95,8 +93,6 @@ class Problem:
                 raise SearchError(f"memory[{i}]: expected bytes, 0 or more, at {points} points for each strategy")
         if not self.limit >= 0:
             raise SearchError(f"limit: expected bytes, not {self.limit}")
-        if self.names and len(self.names) != len(seconds):
-            raise SearchError(f"names: expected {len(seconds)}, not {len(self.names)}")
         object.__setattr__(self, "seconds", tuple(seconds))
         object.__setattr__(self, "edges", tuple(Edge(i, j, m) for (i, j), m in sorted(pairs.items())))
         object.__setattr__(self, "memory", tuple(memory))
@@ -176,7 +172,6 @@ class Problem:
             tuple(Edge(e.start, e.end, e.seconds[np.ix_(kept[e.start], kept[e.end])]) for e in self.edges),
             tuple(each[:, k] for each, k in zip(self.memory, kept, strict=True)),
             self.limit,
-            self.names,
         )
 
     def tied(self, groups: Sequence[int]) -> Problem:
@@ -208,12 +203,7 @@ class Problem:
             tuple(Edge(groups[e.start], groups[e.end], e.seconds) for e in self.edges),
             tuple(np.sum([self.memory[i] for i in group], axis=0) for group in members),
             self.limit,
-            tuple(self.names[group[0]] for group in members) if self.names else (),
         )
-
-    def name(self, operator: int) -> str:
-        """The operator's name."""
-        return self.names[operator] if self.names else f"operator {operator}"
 
     def checked(self, strategies: Sequence[int] | Array) -> Array:
         """An assignment as an array, int64 ``[operators]``.
@@ -226,7 +216,7 @@ class Problem:
             raise SearchError(f"expected a strategy for each of {self.operators} operators, as whole numbers")
         for i, (s, n) in enumerate(zip(chosen, self.sizes, strict=True)):
             if not 0 <= s < n:
-                raise SearchError(f"{self.name(i)} has strategies 0 to {n - 1}, not {s}")
+                raise SearchError(f"operator {i} has strategies 0 to {n - 1}, not {s}")
         return chosen.astype(np.int64)
 
     def nothing_fits(self, smallest: float, *, proven: bool = True) -> MemoryLimitError:

@@ -98,12 +98,7 @@ def spans_of(flat: FlatProgram, made: Mapping[Var, int], replaced: Collection[Va
 
 
 def points_of(spans: Sequence[Span], count: int) -> Array:
-    """The nodes at which memory is counted: the one with most bytes live if nothing is divided, and evenly spaced ones.
-
-    Args:
-      spans: the live values.
-      count: the number of nodes.
-    """
+    """The nodes at which memory is counted: where most bytes live if nothing is divided, and evenly spaced ones."""
     change = np.zeros(count + 2)
     for span in spans:
         size = span.turns * size_of(span.var)

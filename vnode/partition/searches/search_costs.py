@@ -77,11 +77,6 @@ class Estimate:
         self._slowest: dict[Any, float] = {}
         self._transfers = functools.cache(self._ask)
 
-    @property
-    def memory(self) -> int:
-        """The memory of each device, bytes."""
-        return min(kind.memory for kind in self.machine.kinds)
-
     def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
         """See `CostModel`."""
         return self._kernel(eqn, choice) + sum(self._seconds(each) for each in fetched(eqn, choice, self.axes))
@@ -122,12 +117,7 @@ class Estimate:
 
 
 def copy_cost(eqn: JaxprEqn, choice: OpSharding) -> Cost:
-    """The cost of one device's copy of an equation: its share of the operations, padding included, and its bytes.
-
-    Args:
-      eqn: the whole equation.
-      choice: the sharding.
-    """
+    """The cost of one device's copy of an equation: its share of the operations, padding included, and its bytes."""
     description = choice.description
     share = 1.0
     for way in choice.ways:
@@ -146,13 +136,7 @@ def copy_cost(eqn: JaxprEqn, choice: OpSharding) -> Cost:
 
 
 def fetched(eqn: JaxprEqn, choice: OpSharding, axes: Axes) -> list[Transfer]:
-    """The data that a device's copy of an equation fetches from neighbours: halos of windows, running sums.
-
-    Args:
-      eqn: the whole equation.
-      choice: the sharding.
-      axes: the mesh's axes.
-    """
+    """The data that a device's copy of an equation fetches from neighbours: halos of windows, running sums."""
     d, sent = choice.description, list[Transfer]()
     for atom, dims, lies in zip(eqn.invars, d.operands, choice.operands, strict=True):
         if not isinstance(atom, Var):

@@ -116,19 +116,11 @@ class Simulated:
         return self._first + row * self._width + column
 
     def taken(self, strategies: Array) -> Array:
-        """The seconds of each task; infinite where the assignment is impossible.
-
-        Args:
-          strategies: int64 ``[operators]`` of the problem.
-        """
+        """The seconds of each task; infinite where the assignment is impossible."""
         return self._seconds[self._entries(strategies)]
 
     def __call__(self, strategies: Array) -> float:
-        """The seconds of an assignment; infinite if it is impossible.
-
-        Args:
-          strategies: int64 ``[operators]`` of the problem.
-        """
+        """The seconds of an assignment; infinite if it is impossible."""
         return self._simulate(_State(strategies, self._entries(strategies)))
 
     def start(self, strategies: Array) -> float:

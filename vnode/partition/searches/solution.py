@@ -1,11 +1,10 @@
-"""A search's function -> its solution; gives every search a best so far, a budget, progress and interruption.
+"""A search's function -> its solution; gives every search a best so far, a budget and interruption.
 
 Knows problems. Must not know how any search works.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import time
@@ -15,10 +14,6 @@ import numpy as np
 
 from vnode.errors import SearchError
 from vnode.partition.searches.problem import Array, Cost, Problem
-from vnode.show.progress import Display, display
-
-STEPS = 1000
-"""The number of parts into which a progress bar divides the budget."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,8 +66,8 @@ class Watch:
       evaluations: the number of assignments costed.
     """
 
-    def __init__(self, problem: Problem, cost: Cost | None, budget: float, shown: Display) -> None:
-        self.problem, self.budget, self.shown = problem, budget, shown
+    def __init__(self, problem: Problem, cost: Cost | None, budget: float) -> None:
+        self.problem, self.budget = problem, budget
         self.of: Cost = cost or problem.cost
         self.best: Array | None = None
         self.cost = math.inf
@@ -100,13 +95,6 @@ class Watch:
         cost = self.of(strategies) if cost is None else cost
         if cost < self.cost:
             self.best, self.cost = np.array(strategies), cost
-        self.show()
-
-    def show(self) -> None:
-        """Shows the search's progress."""
-        if self.shown.due:
-            done = min(self.elapsed / self.budget, 1.0) if math.isfinite(self.budget) else 0.0
-            self.shown.update(round(STEPS * done), f"{self.cost:.4g} s, at least {self.lower_bound:.4g} s")
 
 
 def run_search(
@@ -117,7 +105,6 @@ def run_search(
     candidates: Sequence[Sequence[int] | Array] = (),
     cost: Cost | None = None,
     budget: float = math.inf,
-    progress: bool | None = None,
 ) -> Solution:
     """Runs a search.
 
@@ -128,7 +115,6 @@ def run_search(
       candidates: assignments; the result is not worse than any of them that fits.
       cost: the cost of an assignment; by default the problem's sum.
       budget: seconds after which the search ends.
-      progress: whether to show a bar; by default in notebooks and on terminals.
 
     Returns:
       The best assignment. After Ctrl-C it is the best so far, if there is one.
@@ -140,16 +126,15 @@ def run_search(
     if not budget > 0:
         raise SearchError(f"budget: expected seconds, not {budget}")
     given = [problem.checked(each) for each in candidates]
-    with contextlib.ExitStack() as stack:
-        watch = Watch(problem, cost, budget, stack.enter_context(display(progress, 0, STEPS)))
-        try:
-            for each in given:
-                watch.offer(each)
-            end = body(watch)
-        except KeyboardInterrupt:
-            if watch.best is None:
-                raise
-            end = "interrupted"
+    watch = Watch(problem, cost, budget)
+    try:
+        for each in given:
+            watch.offer(each)
+        end = body(watch)
+    except KeyboardInterrupt:
+        if watch.best is None:
+            raise
+        end = "interrupted"
     if watch.best is None:
         if watch.smallest < math.inf:
             raise problem.nothing_fits(watch.smallest, proven=False)

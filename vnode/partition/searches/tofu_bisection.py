@@ -34,7 +34,6 @@ def bisection(
     *,
     candidates: Sequence[Sequence[int] | Array] = (),
     budget: float = math.inf,
-    progress: bool | None = None,
 ) -> Solution:
     """Chooses the division of every operator for each halving of the devices, one halving after another.
 
@@ -44,7 +43,6 @@ def bisection(
         of the devices do the same. Of strategies with equal rows, the cheaper one is taken.
       candidates: assignments; the result is not worse than any of them that fits.
       budget: seconds after which the search ends.
-      progress: whether to show a bar; by default in notebooks and on terminals.
 
     Returns:
       The assignment found; its lower bound is 0.
@@ -77,7 +75,7 @@ def bisection(
             price = 2 * price or (first if math.isfinite(first) else 1.0) / 64
         return ""
 
-    return run_search(problem, "bisection", body, candidates=candidates, budget=budget, progress=progress)
+    return run_search(problem, "bisection", body, candidates=candidates, budget=budget)
 
 
 def halved(problem: Problem, steps: Sequence[Array], times: Sequence[Array], watch: Watch) -> Array:
@@ -90,7 +88,7 @@ def halved(problem: Problem, steps: Sequence[Array], times: Sequence[Array], wat
         offered = [representatives(w, does, t, step) for w, does, t in zip(within, steps, times, strict=True)]
         rest = problem.restricted(offered)
         elimination = Elimination(rest.sizes, rest.edges, STATES, order)
-        _, best = elimination.least([t[o] for t, o in zip(times, offered, strict=True)], watch.show)
+        _, best = elimination.least([t[o] for t, o in zip(times, offered, strict=True)])
         chosen = np.array([o[b] for o, b in zip(offered, best, strict=True)], np.int64)
         within = [w[does[w, step] == does[c, step]] for w, does, c in zip(within, steps, chosen, strict=True)]
         watch.evaluations += 1

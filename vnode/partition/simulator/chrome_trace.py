@@ -24,10 +24,6 @@ MICROSECOND = 10**6
 def write(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     """Writes one event a line: each task once on every resource that it occupies.
 
-    Args:
-      timeline: the timeline.
-      path: the path of the file.
-
     Raises:
       TaskGraphError: the file cannot be written.
     """

@@ -87,13 +87,7 @@ def specs_in_blocks(subject: Subject, dims: Mapping[int, int], share: Share) -> 
 
 
 def rooms_of_state(subject: Subject, dims: Mapping[int, int], share: Share) -> UnevenValues:
-    """The inputs of a step that are stored in blocks, and the outputs that replace them.
-
-    Args:
-      subject: the step.
-      dims: the dimension in blocks, by number of the input.
-      share: the number of blocks of each device.
-    """
+    """The inputs of a step that are stored in blocks, and the outputs that replace them; `dims` is by input."""
     inputs, outputs = range(len(subject.inputs)), range(len(subject.schedule.flow.program.outputs))
     ends = [dims.get(subject.carried[j]) if j in subject.carried else None for j in outputs]
     return UnevenValues(share, [dims.get(i) for i in inputs], ends)

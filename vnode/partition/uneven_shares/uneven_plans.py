@@ -36,9 +36,6 @@ from vnode.spmd.layout import replicated
 from vnode.spmd.sharding_flow import Flow, with_cut
 from vnode.spmd.uneven_blocks import Share
 
-TURNS = 4
-"""Most rounds of predicting times for counts, and choosing counts by these times."""
-
 
 def reduce_counts(counts: Sequence[int]) -> tuple[int, ...]:
     """The same proportions with the largest blocks."""
@@ -116,11 +113,11 @@ class UnevenSearch:
         self.across = ReplicaReduction(counts, options.lane, options.reduction == "invariant")
         self.known: dict[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], UnevenCandidate | None] = {}
 
-    def predicted(self, flow: Flow, kind: Kind, blocks: int, first: int = 0) -> Prediction:
+    def predicted(self, flow: Flow, kind: Kind, blocks: int) -> Prediction:
         """The prediction for a device with this many blocks."""
         return predict(
             self.subject,
-            flow_of_device(flow, (blocks, first)),
+            flow_of_device(flow, (blocks, 0)),
             of_one_kind(self.machine, kind),
             self.mesh,
             self.across,
@@ -188,32 +185,17 @@ class UnevenSearch:
           The candidate; None if the program cannot be carried out in blocks, or no unequal shares were found.
         """
         found: dict[tuple[int, ...], UnevenCandidate] = {}
-
-        def try_counts(counts: tuple[int, ...]) -> float:
-            one = self.with_counts(dims, counts) if is_unequal(counts) else None
-            if one is not None:
-                found[counts] = one
-            return math.inf if one is None else one.prediction.figures.seconds
-
-        def nearest_counts() -> tuple[int, ...]:
-            return min(found, key=lambda counts: found[counts].prediction.figures.seconds)
-
         counts = fastest_blocks([(0.0, 1 / rate) for rate in self.rates], blocks)
         if max(counts) == blocks:  # one for the next fastest, and not all for one
             first, second, *_ = sorted(range(len(counts)), key=lambda d: (-counts[d], -self.rates[d]))
             counts = tuple(n - (d == first) + (d == second) for d, n in enumerate(counts))
-        for _ in range(TURNS):  # shares and times follow each other
-            if counts in found or try_counts(counts) > hopeless or counts not in found:
+        while counts not in found and is_unequal(counts):  # counts and times follow each other
+            one = self.with_counts(dims, counts)
+            if one is None:
                 break
-            counts = fastest_blocks(self.lines(found[counts], blocks), blocks)
-        better = bool(found) and found[nearest_counts()].prediction.figures.seconds <= hopeless
-        while better:  # a block less for the last one
-            start = nearest_counts()
-            lines = self.lines(found[start], blocks)
-            late = max(range(len(start)), key=lambda d: lines[d][0] + start[d] * lines[d][1])
-            others = {(self.kinds[d].name, start[d]): d for d in range(len(start)) if d != late and start[late]}
-            moved = [tuple(n + (d == to) - (d == late) for d, n in enumerate(start)) for to in others.values()]
-            better = min(map(try_counts, moved), default=math.inf) < found[start].prediction.figures.seconds
+            found[counts] = one
+            if one.prediction.figures.seconds <= hopeless:
+                counts = fastest_blocks(self.lines(one, blocks), blocks)
         fits = [each for each in found.values() if each.prediction.figures.memory <= memory]
         return min(fits or found.values(), key=lambda each: each.prediction.figures.seconds, default=None)
 
