@@ -467,3 +467,42 @@ def test_derivatives_from_outside(reduction: str, layout: str) -> None:
     virtual = vnode.virtualize(loss, virtual_nodes=8, placement=placement, reduction=reduction)
     given = sharded({"params": params}, layout, over)["params"]
     assert_same(jax.grad(virtual)(given, x), jax.grad(loss), params, x)
+
+
+DIVISORS = {
+    "a row": lambda w, row: jnp.broadcast_to(row[None], w.shape),
+    "a norm of columns": lambda w, row: jnp.broadcast_to(jnp.linalg.norm(w, axis=0, keepdims=True), w.shape) + 1e-8,
+    "tiles": lambda w, row: jnp.tile(row[None], (len(w), 1)),
+    "an outer product": lambda w, row: jnp.outer(jnp.ones(len(w)), row),
+    "a number": lambda w, row: jnp.full_like(w, row.sum()),
+    "ones times a number": lambda w, row: jnp.ones_like(w) * row.sum(),
+    "a number or one": lambda w, row: jnp.where(row[0] > 0, row.sum(), jnp.ones_like(w)),
+    "a root": lambda w, row: jnp.sqrt(row.sum() ** 2 + jnp.zeros_like(w)),
+}
+
+
+def test_divisors_that_are_broadcasts() -> None:
+    """XLA multiplies by the reciprocal of a broadcast that two quotients share, if it sees that it is one."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        return {
+            name: w / d + w * w / d
+            for name, w in state.items()
+            for d in [DIVISORS[name](w, jnp.abs(jnp.tanh(x @ w)).sum(0))]
+        }
+
+    x, rng, seen = examples(), np.random.default_rng(0), collections.Counter[bytes]()
+    state = {name: rng.normal(size=(WIDTH, 64)).astype(np.float32) for name in DIVISORS}
+    for nodes, spec in (
+        (1, None),
+        (1, PartitionSpec("data")),
+        (4, PartitionSpec("data")),
+        (2, PartitionSpec(None, "data")),
+    ):
+        over = mesh_of(nodes, 1)
+        given = jax.device_put(state, NamedSharding(over, spec or PartitionSpec()))
+        placement = vnode.Placement(8, mesh=over, axis="data")
+        made = vnode.virtualize(step, virtual_nodes=8, placement=placement)(given, x)
+        seen[b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(made))] += 1
+    assert_same(made, step, state, x)
+    assert len(seen) == 1

@@ -22,6 +22,7 @@ from vnode.analysis.independent_subgraphs import Subgraph, split_subgraphs
 from vnode.analysis.low_precision_sums import is_narrow
 from vnode.analysis.program import Atom, Program, bind, context_of
 from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
+from vnode.analysis.visible_broadcasts import operands_to_hide, visible_broadcasts
 from vnode.operators import Algebra, OperatorDescription, Role, cast, evaluate_wide
 from vnode.operators import evaluate as evaluate_operator
 from vnode.operators.control_flow import Region, Run, region_of
@@ -58,7 +59,7 @@ class EvaluationMemo:
     """
 
     def __init__(self, program: Program) -> None:
-        self.describe, self.bodies, self.readers = program.describe, program.bodies, program.readers
+        self.program, self.describe, self.bodies = program, program.describe, program.bodies
         # keeps the operands, or another object could get the id of one
         self._results: dict[Any, tuple[list[Any], list[Any]]] = {}
         self._broadcasts: dict[int, Any] = {}
@@ -127,6 +128,19 @@ class EvaluationMemo:
             return value
         return self.convert(value, "hidden", lambda: self.rounding_in(node).hide_broadcast(value))
 
+    @functools.cached_property
+    def spread(self) -> frozenset[Var]:
+        """The values of the program that compilers may see to be broadcasts."""
+        return visible_broadcasts(self.program)
+
+    def hide_divisors(self, eqn: JaxprEqn, operands: Sequence[Any], rounding: Rounding) -> list[Any]:
+        """Hides from compilers which divisors are broadcasts, of an equation on whole values."""
+        shown = operands_to_hide(eqn, self.describe(eqn), self.spread)
+        hide = rounding.hide_broadcast
+        return [
+            self.convert(v, "hidden", functools.partial(hide, v)) if i in shown else v for i, v in enumerate(operands)
+        ]
+
     def broadcast(self, scalar: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Broadcasts a scalar once per shape."""
         return self._broadcast(scalar, shape, None)
@@ -176,33 +190,15 @@ def evaluate_once(
 
 def evaluate_equation(eqn: JaxprEqn, operands: list[Any], known: EvaluationMemo, place: WholeEvaluator) -> list[Any]:
     """Evaluates an equation, and the bodies of a loop or branch, on whole values."""
-    region, description = None if eqn.effects else region_of(eqn), known.describe(eqn)
+    region, rounding = None if eqn.effects else region_of(eqn), place.rounding
     if region is None:
-        run = functools.partial(evaluate_whole, eqn, description, place, broadcast=known.broadcast)
+        operands = operands if rounding is None else known.hide_divisors(eqn, operands, rounding)
+        run = functools.partial(evaluate_whole, eqn, known.describe(eqn), place, broadcast=known.broadcast)
     else:
         bodies = [functools.partial(evaluate_program, program, place) for program in known.bodies(eqn)]
         operands = [as_array(value, atom) for value, atom in zip(operands, eqn.invars, strict=True)]
         run = functools.partial(region.run, InProgram(eqn), bodies)
-    rounding = place.rounding
-    results = known.evaluate(eqn, operands, run, rounding=rounding)
-    spreads = description is not None and description.has(Algebra.MOVES) and is_scalar_broadcast(operands, results)
-    divides = rounding is not None and spreads and is_used_nonlinearly(eqn.outvars[0], known)
-    return [*map(rounding.hide_broadcast, results)] if rounding is not None and divides else results
-
-
-def is_scalar_broadcast(operands: Sequence[Any], results: Sequence[Any]) -> bool:
-    """Whether a computed result is one number everywhere."""
-    return [np.size(value) for value in operands if isinstance(value, jax.core.Tracer)] == [1] and results[0].size > 1
-
-
-def is_used_nonlinearly(var: Var, known: EvaluationMemo) -> bool:
-    """Whether some equation reads a value and is not linear in it, as a quotient is not linear in its divisor."""
-    for eqn in known.readers.get(var, ()):
-        description = known.describe(eqn) if region_of(eqn) is None else None
-        places = {i for i, atom in enumerate(eqn.invars) if atom is var}
-        if description is None or places & nonlinear_operands(description):
-            return True
-    return False
+    return known.evaluate(eqn, operands, run, rounding=rounding)
 
 
 def nonlinear_operands(description: OperatorDescription) -> frozenset[int]:

@@ -20,6 +20,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Atom, bind, context_of
+from vnode.analysis.visible_broadcasts import operands_to_hide, visible_broadcasts
 from vnode.operators import (
     Algebra,
     Free,
@@ -138,6 +139,7 @@ class _Run:
         self.last: dict[tuple[Var, Layout], int] = {}  # for each copy, the value of `computed` at its last use
         self.computed = 0  # bytes of results so far
         self.latest: Any = None  # the latest result with floating-point numbers
+        self.hidden: dict[int, tuple[Any, Any]] = {}  # divisors by their ids, and as compilers see them
 
     def run_all(self, values: Sequence[Any]) -> list[Any]:
         program = self.flow.program
@@ -310,6 +312,7 @@ class _Run:
             return self.in_blocks(step, step.loop)
         if step.choice is None:
             operands = [self.read(atom, layout) for atom, layout in zip(step.eqn.invars, step.operands, strict=True)]
+            operands = self.hide_divisors(step.eqn, operands)
             description = self.flow.program.describe(step.eqn)
             if description is not None and description.layout is not None:
                 return operands
@@ -321,7 +324,7 @@ class _Run:
     def evaluate_copy(self, eqn: JaxprEqn, choice: OpSharding) -> list[Any]:
         """Evaluates a device's copy of an equation."""
         d, sizes = choice.description, choice.sizes()
-        operands = [self.read_operand(eqn, choice, i) for i in range(len(eqn.invars))]
+        operands = self.hide_divisors(eqn, [self.read_operand(eqn, choice, i) for i in range(len(eqn.invars))])
         positions = {
             f: functools.partial(block_indices, way, choice.parts[f][0][0].length)
             for way in choice.ways
@@ -345,6 +348,23 @@ class _Run:
             if is_narrow(eqn.outvars[k].aval.dtype):
                 results[k] = self.combine_rounded(results[k].astype(jnp.float32), eqn.outvars[k], choice.results[k])
         return results
+
+    @functools.cached_property
+    def spread(self) -> frozenset[Var]:
+        """The values of the program that compilers may see to be broadcasts."""
+        return visible_broadcasts(self.flow.program)
+
+    def hide_divisors(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        """Hides from compilers which divisors are broadcasts, but for those that were hidden when they were made."""
+        if self.rounding is None:
+            return operands
+        for i in operands_to_hide(eqn, self.flow.program.describe(eqn), self.spread):
+            if eqn.invars[i] not in self.anyhow:
+                value = operands[i]
+                if id(value) not in self.hidden:
+                    self.hidden[id(value)] = value, self.rounding.hide_broadcast(value)
+                operands[i] = self.hidden[id(value)][1]
+        return operands
 
     def combine_rounded(self, value: Any, var: Var, layout: Layout) -> Any:
         """Combines partial sums before the sum is rounded."""
