@@ -477,6 +477,9 @@ DIVISORS = {
     "a number": lambda w, row: jnp.full_like(w, row.sum()),
     "ones times a number": lambda w, row: jnp.ones_like(w) * row.sum(),
     "a number or one": lambda w, row: jnp.where(row[0] > 0, row.sum(), jnp.ones_like(w)),
+    "quotients of broadcasts": lambda w, row: sum(
+        jnp.broadcast_to(numbers, w.shape) / (row[None] * jnp.ones_like(w)) for numbers in (row[:1], w[:, :1] ** 2 + 1)
+    ),
     "a root": lambda w, row: jnp.sqrt(row.sum() ** 2 + jnp.zeros_like(w)),
 }
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.program import Program
 from vnode.operators import Algebra, OperatorDescription
@@ -58,7 +58,7 @@ def operands_to_hide(eqn: JaxprEqn, description: OperatorDescription | None, spr
     """The operands of an equation in which it would show that they are broadcasts.
 
     An equation shows it if it is linear in another operand but not in this one, as a quotient is not linear in its
-    divisor, and if other operands are no broadcasts.
+    divisor.
 
     Args:
       eqn: the equation.
@@ -67,8 +67,6 @@ def operands_to_hide(eqn: JaxprEqn, description: OperatorDescription | None, spr
     """
     if description is None or not description.linear:
         return frozenset()
-    if all(isinstance(atom, Literal) or size_of(atom) <= 1 or atom in spread for atom in eqn.invars):
-        return frozenset()  # the result is a broadcast, too
     divisors = frozenset(range(len(eqn.invars))).difference(*description.linear)
     return frozenset(i for i in divisors if isinstance(atom := eqn.invars[i], Var) and atom in spread)
 
