@@ -70,7 +70,7 @@ def run_all(
     *,
     processes: int,
     devices: int = 1,
-    deadline: float = 120.0,
+    deadline: float = 300.0,
     missing: int = 0,
 ) -> list[list]:
     """Runs functions of `tests.process_cases` one after another in several processes at once.

@@ -26,7 +26,7 @@ from vnode.workers.launch import Job, launch
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.thorough
-DEADLINE = 120.0
+DEADLINE = 300.0
 until = functools.partial(jobs.until, seconds=DEADLINE)
 
 

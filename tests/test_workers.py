@@ -21,7 +21,7 @@ from vnode.errors import WorkerError
 from vnode.workers.job_registry import find
 from vnode.workers.launch import Job, launch
 
-DEADLINE = 60.0
+DEADLINE = 300.0
 until = functools.partial(jobs.until, seconds=DEADLINE)
 
 

@@ -98,7 +98,7 @@ def test_no_program_begins_in_a_process_where_one_has_failed() -> None:
         three = [
             subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True, env=alone) for rank in range(3)
         ]
-        said = [each.communicate(timeout=90)[0].splitlines()[-1] for each in three]
+        said = [each.communicate(timeout=300)[0].splitlines()[-1] for each in three]
     assert said[:2] == ["failed failed"] * 2, said
 
 

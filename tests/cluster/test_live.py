@@ -93,7 +93,7 @@ def served(home: Path) -> Iterator[Served]:
         found.end()
 
 
-def until(found: Callable[[], object], what: Callable[[], object], seconds: float = 60) -> None:
+def until(found: Callable[[], object], what: Callable[[], object], seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while not found():
         assert time.monotonic() < end, what()

@@ -44,12 +44,12 @@ def test_jobs_that_share_workers_end_with_their_own_bits(served: Served) -> None
 
     served.begin("--devices", "4", "--no-page", "--policy", "max_min")
     submit("1")
-    until(lambda: served.job("1")["training"] == 4, served.log, 120)
+    until(lambda: served.job("1")["training"] == 4, served.log, 300)
     submit("2")
     submit("3", priority=2)
     submit("4", (1, 2))
     request("priority", job="2", priority=5)
-    until(lambda: (served.job("1")["step"] or 0) > 20 and served.job("2")["training"], served.log, 120)
+    until(lambda: (served.job("1")["step"] or 0) > 20 and served.job("2")["training"], served.log, 300)
     found = job_registry.load(served.folder / "cluster.db.jobs" / "1" / "run-1" / "job")
     assert found is not None
     with contextlib.suppress(ProcessLookupError):

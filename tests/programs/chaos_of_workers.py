@@ -35,7 +35,7 @@ ROOT = SCRIPT.parents[2]
 EXAMPLES, BATCH = 256, 32
 """Of the script's data."""
 
-DEADLINE = 60.0
+DEADLINE = 300.0
 """Seconds within which a job must train again, or end."""
 
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
