@@ -10,6 +10,7 @@ from tests.ahead import said
 pytestmark = pytest.mark.tpu
 
 
+@pytest.mark.sweep
 def test_the_stored_calibration_is_what_the_compiler_says() -> None:
     """Otherwise `python -m vnode.partition.calibrate v5e` is due; and estimates are within a factor of two or so."""
     stored, found = said("calibration_on_tpus")
