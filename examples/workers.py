@@ -57,10 +57,18 @@ def train(steps):
     }
     state = {"params": params, "slots": OPTIMIZER.init(params), "key": keys[2]}
     batches = vnode.data.Batches(data, 120, seed=0)  # batch t depends on t and the seed only
-    pause = 0.01 if "VNODE_JOB" in os.environ else 0  # a larger model would need that long
-    return vnode.elastic.run(
-        train_step, state, batches, steps=steps, callback=lambda step, metrics: time.sleep(pause), progress=False
-    )
+    return vnode.elastic.run(train_step, state, batches, steps=steps, callback=pause, progress=False)
+
+
+def pause(step, metrics):
+    """Makes a worker's step as long as that of a larger model, so that a new worker joins before the last step."""
+    if "VNODE_JOB" in os.environ:
+        time.sleep(0.5 if slowly(os.environ["VNODE_JOB"]).exists() else 0.01)
+
+
+def slowly(job):
+    """While this file is in the folder of a job, its steps are long."""
+    return pathlib.Path(job) / "slowly"
 
 
 def sha256(state):
@@ -93,9 +101,11 @@ def main():
         print(f"  {time.monotonic() - began:5.1f} s  step {job.step}: worker {victim['worker']} is killed")
         os.kill(victim["pid"], signal.SIGKILL)
         there = job.step
+        slowly(job.folder).touch()
         wait(lambda: len(job.workers) == 2 and job.step > there)
         print(f"  {time.monotonic() - began:5.1f} s  step {job.step}: two workers go on")
         wait(lambda: len(job.workers) == 3)
+        slowly(job.folder).unlink()
         print(f"  {time.monotonic() - began:5.1f} s  step {job.step}: a new one has joined")
     result = job.result
     print(f"  {time.monotonic() - began:5.1f} s  step {result['step']}: the end, loss {result['loss']:.4f}")
