@@ -63,10 +63,10 @@ def train(steps):
 def pause(step, metrics):
     """Makes a worker's step as long as that of a larger model, so that a new worker joins before the last step."""
     if "VNODE_JOB" in os.environ:
-        time.sleep(0.5 if slowly(os.environ["VNODE_JOB"]).exists() else 0.01)
+        time.sleep(0.5 if slow_file(os.environ["VNODE_JOB"]).exists() else 0.01)
 
 
-def slowly(job):
+def slow_file(job):
     """While this file is in the folder of a job, its steps are long."""
     return pathlib.Path(job) / "slowly"
 
@@ -101,11 +101,11 @@ def main():
         print(f"  {time.monotonic() - began:5.1f} s  step {job.step}: worker {victim['worker']} is killed")
         os.kill(victim["pid"], signal.SIGKILL)
         there = job.step
-        slowly(job.folder).touch()
+        slow_file(job.folder).touch()
         wait(lambda: len(job.workers) == 2 and job.step > there)
         print(f"  {time.monotonic() - began:5.1f} s  step {job.step}: two workers go on")
         wait(lambda: len(job.workers) == 3)
-        slowly(job.folder).unlink()
+        slow_file(job.folder).unlink()
         print(f"  {time.monotonic() - began:5.1f} s  step {job.step}: a new one has joined")
     result = job.result
     print(f"  {time.monotonic() - began:5.1f} s  step {result['step']}: the end, loss {result['loss']:.4f}")

@@ -55,19 +55,14 @@ def visible_broadcasts(program: Program) -> frozenset[Var]:
 
 
 def operands_to_hide(eqn: JaxprEqn, description: OperatorDescription | None, spread: Collection[Var]) -> frozenset[int]:
-    """The operands of an equation in which it would show that they are broadcasts.
-
-    An equation shows it if it is linear in another operand but not in this one, as a quotient is not linear in its
-    divisor.
+    """The operands of an equation in which it would show that they are broadcasts: its divisors.
 
     Args:
       eqn: the equation.
       description: its description; without one nothing shows.
       spread: the visible broadcasts of its program.
     """
-    if description is None or not description.linear:
-        return frozenset()
-    divisors = frozenset(range(len(eqn.invars))).difference(*description.linear)
+    divisors = frozenset[int]() if description is None else description.divisors
     return frozenset(i for i in divisors if isinstance(atom := eqn.invars[i], Var) and atom in spread)
 
 

@@ -235,6 +235,16 @@ class OperatorDescription:
         """Whether each element of a result depends on at most one element of each operand."""
         return all(isinstance(x.split, Free | Shifted) for x in self.factors) and not self.has(Algebra.CONTRACTS)
 
+    @property
+    def nonlinear(self) -> frozenset[int]:
+        """The operands in which the equation is not linear, alone or together with others."""
+        return frozenset(range(len(self.operands))).difference(*self.linear)
+
+    @property
+    def divisors(self) -> frozenset[int]:
+        """The operands in which it is not linear though it is in another one, as a quotient is not in its divisor."""
+        return self.nonlinear if self.linear else frozenset()
+
     def adds_along(self, factor: int) -> frozenset[int]:
         """The operands that must be zero where a free factor has no index, since a result would sum over it."""
         lacking = [r for r in self.summed if not any(factor in dim for dim in self.results[r])]

@@ -86,7 +86,7 @@ class EvaluationMemo:
         description = self.describe(eqn)
         if description is not None and description.has(Algebra.SPREADS):
             shape = np.broadcast_shapes(*[np.shape(value) for value in operands])
-            others = nonlinear_operands(description)
+            others = description.nonlinear
             operands = [self._broadcast(v, shape, rounding if i in others else None) for i, v in enumerate(operands)]
         settings = eqn.ctx.threefry_partitionable
         key = (eqn.primitive, how, settings, tuple(eqn.params.items()), *map(value_key, operands))
@@ -199,11 +199,6 @@ def evaluate_equation(eqn: JaxprEqn, operands: list[Any], known: EvaluationMemo,
         operands = [as_array(value, atom) for value, atom in zip(operands, eqn.invars, strict=True)]
         run = functools.partial(region.run, InProgram(eqn), bodies)
     return known.evaluate(eqn, operands, run, rounding=rounding)
-
-
-def nonlinear_operands(description: OperatorDescription) -> frozenset[int]:
-    """The operands in which an operator is not linear, alone or together with others."""
-    return frozenset(range(len(description.operands))).difference(*description.linear)
 
 
 def evaluate_program(program: Program, place: WholeEvaluator, values: Sequence[Any]) -> list[Any]:
@@ -346,7 +341,7 @@ def evaluate_action(
             run = functools.partial(evaluate_split, action, node=node, wide=wide)
         if not node.hides_divisors:
             return known.evaluate(eqn, operands, run, how)
-        divisors = nonlinear_operands(description) if description.linear else frozenset[int]()
+        divisors = description.divisors
         operands = [known.hide_divisor(v, node) if i in divisors else v for i, v in enumerate(operands)]
         rounding = known.rounding_in(node) if divisors and description.has(Algebra.SPREADS) else None
         results = known.evaluate(eqn, operands, run, how, rounding)

@@ -135,7 +135,7 @@ class CompiledRanking:
         first = [each for each in waiting if each.jobs and each not in self.drafted]  # begun during the search
         try:
             if self.pool.target.has_drafts:
-                near = self.near(waiting)
+                near = self.nearly_fitting(waiting)
                 others = [each for each in self.promising(near) if DRAFT not in each.jobs] if near else []
                 drafts = [*first, *others][:DRAFTS]
                 self.drafted += drafts
@@ -206,7 +206,7 @@ class CompiledRanking:
                 found.setdefault(each.kind, each)
         return [each for each in found.values() if each not in self.tried]
 
-    def near(self, waiting: Sequence[Entry]) -> list[Entry]:
+    def nearly_fitting(self, waiting: Sequence[Entry]) -> list[Entry]:
         """Those of some entries that nearly fit by their corrected memory, the fastest first."""
         near = [each for each in waiting if self.memory(each) <= (CLOSE if self.known(each) else NEAR) * self.limit]
         return sorted(near, key=lambda each: (self.seconds(each), self.memory(each)))
@@ -217,7 +217,7 @@ class CompiledRanking:
         Args:
           waiting: the entries that were not compiled.
         """
-        near, best = self.near(waiting), self.fastest(FULL)
+        near, best = self.nearly_fitting(waiting), self.fastest(FULL)
         if len(self.tried) >= self.most or not near:
             return []
         drafts = [each for each in near if each.draft is not None]

@@ -266,7 +266,7 @@ class _Search:
         nodes = len(self.machine.devices) if searched else virtual_nodes
         while True:  # fewer nodes are fewer turns, each of more examples
             self.last = subject = subject_of(on_nodes(self.given, nodes, self.options), self.args)
-            self.in_lanes(subject) if self.fewer_lanes else self.in_less_memory(subject)
+            self.search_lanes(subject) if self.fewer_lanes else self.search_memory_plans(subject)
             nodes = 2 * subject.virtual_nodes
             over = not searched or nodes > min(subject.examples, MOST_NODES) or self.budget.lacks()
             plain = False
@@ -321,7 +321,7 @@ class _Search:
                 beside[name] = figures[0]
         return beside
 
-    def in_lanes(self, subject: Subject) -> None:
+    def search_lanes(self, subject: Subject) -> None:
         """A step with as many lanes as nodes; if no candidate fits, the forms with as many lanes as devices."""
         devices = len(self.machine.devices)
         if subject.virtual_nodes > devices and subject.step.options.reduction == "invariant":
@@ -330,9 +330,9 @@ class _Search:
             options = dataclasses.replace(subject.step.options, lanes=devices)
             step = VirtualStep(dataclasses.replace(subject.step.spec, options=options), None)
             subject = subject_of(step, self.args)
-        self.in_less_memory(subject)
+        self.search_memory_plans(subject)
 
-    def in_less_memory(self, subject: Subject) -> None:
+    def search_memory_plans(self, subject: Subject) -> None:
         """A step with its candidates; if none fits with its state on the devices, also steps with fewer residuals.
 
         A bisection finds how many residuals to give up: first by recomputation alone, and if that does not suffice also
