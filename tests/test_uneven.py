@@ -103,6 +103,8 @@ def attention(params: Any, x: Any) -> Any:
 
 
 WI, WO = vnode.UnevenSpec(1, "model", (10, 6)), vnode.UnevenSpec(0, "model", (10, 6))
+
+
 def contrastive(params: Any, x: Any) -> Any:
     """Every example meets every other one: a value that a pass collects in blocks is read whole between passes."""
     a, b = x @ params["wi"], x @ params["wo"].T
@@ -422,6 +424,23 @@ class TestErrors:
     def test_no_such_shares(self, spec: Any) -> None:
         with pytest.raises(ValueError, match="UnevenSpec takes a dimension"):
             vnode.UnevenSpec(*spec)
+
+    @pytest.mark.parametrize(
+        ("dims", "counts", "message"),
+        [
+            ({"w9": 1}, (5, 3), r"'w9' matches no leaf of the state(?s:.*)0/wi"),
+            ({"(": 1}, (5, 3), "is not a regular expression"),
+            (["wi"], (5, 3), "dims maps patterns"),
+            ({"wi": "1"}, (5, 3), "dims: expected integers, not "),
+            ({"wi": 1}, (5.0, 3.0), r"counts: expected integers, not \(5.0, 3.0\)"),
+            ({"wi": 1}, "53", "counts: expected integers"),
+            ({"wi": 1}, (4, 3), r"0/wi of shape \(4, 16\) has no dimension 1 of 7 equal blocks"),
+        ],
+    )
+    def test_no_leaves_that_are_tied(self, dims: Any, counts: Any, message: str) -> None:
+        args = state_of(MLP), numbers(16, 4)
+        with pytest.raises(vnode.PartitionError, match=message):
+            vnode.partition.uneven(trained(perceptron), args, dims, counts, "model")
 
     def test_counts_of_numpy(self) -> None:
         assert vnode.UnevenSpec(1, "model", np.array([10, 6])) == vnode.UnevenSpec(1, "model", (10, 6))  # type: ignore[arg-type]

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import Jaxpr, jaxprs_in_params
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from vnode.operators import Monoid
-from vnode.spmd.layout import Cut, Layout, cut_of, replicated
+from vnode.spmd.factor_blocks import InBlocks
+from vnode.spmd.layout import Cut, Layout, cut_of, from_spec, replicated
 
 MESHES: Mapping[str, Mapping[str, int]] = {
     "4": {"x": 4},
@@ -33,6 +34,18 @@ def mesh_of(axes: Mapping[str, int]) -> Mesh:
     """The first devices as a mesh."""
     devices = np.array(jax.devices()[: math.prod(axes.values())])
     return Mesh(devices.reshape(*axes.values()), tuple(axes))
+
+
+def layouts_of(split: InBlocks, axes: Mapping[str, int], specs: Mapping[int, PartitionSpec]) -> list[Layout]:
+    """Inputs in blocks lie along the share's axes, others as they are asked to."""
+    found = []
+    for number, (var, dim) in enumerate(zip(split.program.inputs, split.inputs, strict=True)):
+        layout = from_spec(specs.get(number, PartitionSpec()), var.aval.shape, axes)
+        if dim is not None:
+            cut = split.share.cut(var.aval.shape[dim], axes)
+            layout = Layout((*layout.dims[:dim], cut, *layout.dims[dim + 1 :]))
+        found.append(layout)
+    return found
 
 
 def devices_of(axes: Mapping[str, int]) -> Iterator[Device]:

@@ -23,30 +23,18 @@ from jax.sharding import PartitionSpec as P
 
 from tests.budget import examples
 from tests.rounding import assert_same
-from tests.spmd.reference import collectives, mesh_of
+from tests.spmd.reference import collectives, layouts_of, mesh_of
 from tests.spmd.test_groups import axes_of_collectives, conv, numbers, program_of
 from vnode.errors import PartitionError
 from vnode.spmd import device_program
 from vnode.spmd.factor_blocks import InBlocks, in_blocks
-from vnode.spmd.layout import Layout, from_spec
+from vnode.spmd.layout import from_spec
 from vnode.spmd.resharding_collectives import index_along
 from vnode.spmd.sharded_program import flow_over_mesh
 from vnode.spmd.sharding_flow import follow
 from vnode.spmd.uneven_blocks import Share, restore, store
 
 pytestmark = pytest.mark.quickly
-
-
-def layouts_of(split: InBlocks, axes: Mapping[str, int], specs: Mapping[int, P]) -> list[Layout]:
-    """Inputs in blocks lie along the share's axes, others as they are asked to."""
-    found = []
-    for number, (var, dim) in enumerate(zip(split.program.inputs, split.inputs, strict=True)):
-        layout = from_spec(specs.get(number, P()), var.aval.shape, axes)
-        if dim is not None:
-            cut = split.share.cut(var.aval.shape[dim], axes)
-            layout = Layout((*layout.dims[:dim], cut, *layout.dims[dim + 1 :]))
-        found.append(layout)
-    return found
 
 
 def carried_out(

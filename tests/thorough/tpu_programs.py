@@ -18,12 +18,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import hlo, tpu
+from tests.spmd.reference import layouts_of
 from vnode.analysis.program import inline
-from vnode.partition import blocked
+from vnode.spmd import factor_blocks
 from vnode.spmd.layout import Layout, from_spec
 from vnode.spmd.resharding_collectives import convert
 from vnode.spmd.sharded_program import as_spec_layout, flow_over_mesh, long_axes, spec_of
 from vnode.spmd.sharding_flow import follow
+from vnode.spmd.uneven_blocks import Share
 
 BATCH, LENGTH, WIDTH, HIDDEN, HEADS, IMAGE, CHANNELS = 16, 256, 512, 2048, 8, 64, 128
 
@@ -107,18 +109,19 @@ def compiled(split: Split, mesh: Mesh) -> list[hlo.Collective]:
 
 def in_blocks(counts: tuple[int, ...], mesh: Mesh) -> dict[str, Any]:
     """The perceptron's gradients with hidden units in blocks of 256, in different numbers along the model axis."""
-    hidden = 256 * sum(counts)
+    hidden, axes = 256 * sum(counts), long_axes(mesh)
     split = SPLITS["perceptron"]
     arguments = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((WIDTH, hidden), (hidden, WIDTH), split.shapes[2])]
-    made = blocked(split.function, arguments, mesh, {"^0": 1}, counts, "model", partition={"^2": split.specs[2]})
-    axes = long_axes(mesh)
+    closed = jax.make_jaxpr(split.function)(*arguments)
+    made = factor_blocks.in_blocks(inline(closed.jaxpr, closed.consts), Share(("model",), counts), {0: 1})
+    flow = follow(made.program, layouts_of(made, axes, {2: split.specs[2]}), axes)
     given = [
         jax.ShapeDtypeStruct(
             var.aval.shape, var.aval.dtype, sharding=NamedSharding(mesh, spec_of(as_spec_layout(layout, axes)))
         )
-        for var, layout in zip(made.split.program.inputs, made.flow.inputs, strict=True)
+        for var, layout in zip(made.program.inputs, flow.inputs, strict=True)
     ]
-    module = hlo.parse(jax.jit(flow_over_mesh(made.flow, mesh)).lower(*given).compile().as_text())
+    module = hlo.parse(jax.jit(flow_over_mesh(flow, mesh)).lower(*given).compile().as_text())
     return {
         "collectives": [dataclasses.asdict(c) for c in hlo.collectives(module)],
         "turns": hlo.trip_counts(module),

@@ -4,13 +4,11 @@ from vnode.partition.accept import Acceptance, accept
 from vnode.partition.cost import Cache, Measured, Memory, ProgramCost, Roofline, Times, program_cost
 from vnode.partition.machine import Axis, Device, Kind, Link, Machine, MachineMesh, Switch, Torus
 from vnode.partition.plan import Figures, Plan, search
-from vnode.partition.uneven_shares.blocked import Blocked, blocked
 from vnode.partition.uneven_shares.uneven_leaves import uneven
 
 __all__ = [
     "Acceptance",
     "Axis",
-    "Blocked",
     "Cache",
     "Device",
     "Figures",
@@ -27,7 +25,6 @@ __all__ = [
     "Times",
     "Torus",
     "accept",
-    "blocked",
     "program_cost",
     "search",
     "uneven",

@@ -97,14 +97,12 @@ class InBlocks:
       share: the number of blocks of each device.
       inputs: for each input the dimension stored in blocks, or None.
       outputs: the same for outputs.
-      gathered: values computed in blocks and read in one piece, those of bodies included.
     """
 
     program: Program
     share: Share
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
-    gathered: tuple[Var, ...] = ()
 
     def put(self, values: Sequence[Any]) -> list[Any]:
         """Converts inputs from the user's shapes to the program's."""
@@ -212,7 +210,6 @@ class _Builder:
         self.stages = self.earliest_stage()
         self.loops = self.planned()
         self.names: dict[tuple[Var, int | None], Var] = {}
-        self.gathered: list[Var] = []
 
     @staticmethod
     def vars(atoms: Sequence[Atom]) -> list[Var | None]:
@@ -365,7 +362,6 @@ class _Builder:
             made = self.made.get(var)
             if form != made and (var, form) not in there:
                 change, start, dim = (gather_blocks, made, made) if form is None else (store, None, form)
-                self.gathered += [var] if form is None else []
                 equations.extend(
                     conversion_equations(change, ensure_form(var, start), self.name(var, form), dim, self.share)
                 )
@@ -397,7 +393,7 @@ class _Builder:
             _descriptions={},
             _bodies={},
         )
-        return InBlocks(program, self.share, tuple(inputs), tuple(self.outputs), tuple(self.gathered))
+        return InBlocks(program, self.share, tuple(inputs), tuple(self.outputs))
 
     def name(self, var: Var, form: int | None) -> Var:
         """The variable for a value in a form."""
@@ -420,7 +416,6 @@ class _Builder:
             inputs = [found.dims.get(var) for var in body.inputs]
             ends = [None] * len(outputs) if k < region.tests else outputs
             made = _Builder(body, self.share, found, inputs, ends).build()
-            self.gathered += made.gathered
             bodies.append(made.program.to_closed_jaxpr(region.bodies[k].jaxpr))
         several = zip(eqn.invars, self.forms(number), strict=True)
         return with_bodies(eqn, bodies).replace(

@@ -9,8 +9,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from vnode.errors import PartitionError, layout_message
 from vnode.partition.plan.search_subject import on_nodes, subject_of
-from vnode.partition.uneven_shares.blocked import check_numbers, matching_names
 from vnode.partition.uneven_shares.state_blocks import specs_in_blocks
 from vnode.placement.uneven_dimension import UnevenSpec
 from vnode.spmd.factor_blocks import in_blocks
@@ -60,3 +62,33 @@ def uneven(
     several = in_blocks(program, share, asked, names=named).inputs
     cut = {number: dim for number in named if (dim := several[number]) is not None}
     return {f"^{re.escape(name)}$": spec for name, spec in specs_in_blocks(subject, cut, share).items()}
+
+
+def check_numbers(dims: Any, counts: Any) -> None:
+    """Checks dimensions by name, and numbers of blocks.
+
+    Raises:
+      PartitionError: `dims` does not map names to dimensions, or a number is not an integer.
+    """
+    if not isinstance(dims, Mapping):
+        raise PartitionError(f"dims maps patterns of names to dimensions, as {{'params/wi': 1}}, not {dims!r}")
+    for what, numbers in (("counts", counts), ("dims", [*dims.values()])):
+        if isinstance(numbers, str) or not all(isinstance(n, int | np.integer) for n in numbers):
+            raise PartitionError(f"{what}: expected integers, not {numbers!r}")
+
+
+def matching_names(pattern: str, names: Sequence[str]) -> list[int]:
+    """The numbers of the names in which a pattern is found."""
+    try:
+        numbers = [number for number, name in enumerate(names) if re.search(pattern, name)]
+    except re.error as error:
+        raise PartitionError(f"{pattern!r} is not a regular expression: {error}") from None
+    if not numbers:
+        raise PartitionError(
+            layout_message(
+                f"{pattern!r} matches no leaf of the state.",
+                facts=["the names are", *names],
+                remedies=["name one of them"],
+            )
+        )
+    return numbers
