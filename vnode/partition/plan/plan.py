@@ -1,15 +1,12 @@
-"""A candidate that a search chose -> a plan: mesh, layouts and predictions; a step that runs by it; and its report.
+"""A candidate that a search chose -> a plan: mesh, layouts and predictions, and a step that runs by it.
 
-Knows candidates, steps and machines. Must not know how a plan was found.
+Knows candidates, steps and machines. Must not know how a plan was found, nor how it is shown.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import itertools
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
@@ -26,10 +23,10 @@ from vnode.partition.compiler.stats import compiled_stats
 from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.program_memory import Memory
 from vnode.partition.machine import Machine
-from vnode.partition.plan.divisions import PARTS, DividedOperation
-from vnode.partition.plan.memory_chart import draw as draw_levels
-from vnode.partition.plan.meshes import NODES, mesh_text
+from vnode.partition.plan.divisions import DividedOperation
+from vnode.partition.plan.meshes import NODES
 from vnode.partition.plan.node_spread import Spread
+from vnode.partition.plan.plan_report import plan_page, plan_pictures
 from vnode.partition.plan.predict import Figures, Prediction, dividing_axes, platform_of
 from vnode.partition.plan.replica import ReplicaProgram, replica_program
 from vnode.partition.plan.search_subject import Subject
@@ -42,18 +39,14 @@ from vnode.placement.placement import Placement, device_list
 from vnode.placement.trace_context import with_jit
 from vnode.placement.uneven_dimension import UnevenSpec
 from vnode.plan.nodes.device_memory import memory_refusal
-from vnode.report.sources import short_source
 from vnode.report.step_report import Report
 from vnode.show.drawable import Drawn
-from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
+from vnode.show.page import Page
 from vnode.show.units import seconds, several, size
 from vnode.spmd.flow_record import RecordedFlow, digest_of
 from vnode.step.explain import reports
 from vnode.step.uneven_state import share_of
 from vnode.step.virtual import VirtualStep
-
-NODES_HUE = 210
-"""The hue, in degrees, of the nodes' axis; those of other axes are in `PARTS`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -121,15 +114,15 @@ class Plan(Drawn, Bound):
     def memory(self) -> Figure:
         """Bytes of one device, with their source."""
         source = "estimated" if self.figures.source == "model" else self.figures.source
-        return Figure(self.figures.memory, source, size, self._spreads(source)[0])
+        return Figure(self.figures.memory, source, size, self.spreads(source)[0])
 
     @property
     def time(self) -> Figure:
         """Seconds of a step, with their source: the compiler's cycles, or the model."""
         source = self.figures.source if self.figures.timed else "estimated"
-        return Figure(self.figures.seconds, source, seconds, self._spreads(source)[1])
+        return Figure(self.figures.seconds, source, seconds, self.spreads(source)[1])
 
-    def _spreads(self, source: str) -> Sequence[Sequence[float] | None]:
+    def spreads(self, source: str) -> Sequence[Sequence[float] | None]:
         """The spreads (see `Figure`) of memory and of time by a source, on the first kind of device."""
         known = Calibration.for_platform(platform_of(self.machine), self.machine.kinds[0].name)
         return {"draft": (DRAFT_MEMORY, DRAFT_TIME), "estimated": (known.memory, known.time)}.get(source, (None, None))
@@ -351,159 +344,12 @@ class Plan(Drawn, Bound):
         spread = Spread.from_counts(self.counts)
         return replica_program(schedule, spread, axes, self.prediction.platform, exact, rooms=rooms)
 
-    def pictures(self) -> str:
-        """Memory over time and the timeline, as HTML; empty for a plan from a file."""
-        found = []
-        if self.prediction.levels:
-            always = self.figures.arguments + self.figures.results
-            found.append(("memory over time", draw_levels(self.prediction.levels, always, self.limit)))
-        if self.prediction.timeline is not None:
-            found.append(("timeline of one device", self.prediction.timeline.svg()))
-        drawn = "".join(
-            f'<h4>{title} <span class="note">as predicted</span></h4><div class="scroll">{picture}</div>'
-            for title, picture in found
-        )
-        return f'<figure class="vnode" style="margin:1em 0">{drawn}</figure>' if drawn else ""
-
     def _repr_html_(self) -> str:
-        return super()._repr_html_() + self.pictures()
+        return super()._repr_html_() + plan_pictures(self)
 
     def page(self) -> Page:
         """The report."""
-        way = "nodes are spread over the first axis; the others divide what a node computes"
-        found = "" if self.gap is None else f", at most {self.gap:.1%} above the best on this mesh"
-        facts = [
-            Fact("machine", self.machine.name),
-            Fact("mesh", mesh_text(self.mesh), way),
-            Fact("virtual nodes", f"{self.virtual_nodes}{uneven_counts_text(self.counts)}"),
-            Fact("found", f"{self.name}{found}"),
-            *self._uneven(),
-            Fact("memory", f"{size(self.figures.memory)} of {size(self.limit)} on each device"),
-            *self._branches(),
-        ]
-        if on_host := self._on_host():
-            way = f"transfers to the device and back: {seconds(self.figures.transfer)} a step"
-            facts.append(Fact("on the host", on_host, way))
-        if self.recomputed:
-            facts.append(Fact("recomputed", f"{several(len(self.recomputed), 'value')} where they are read late"))
-        facts += [Fact("" if i else "notes", note) for i, note in enumerate(self.notes[:SHOWN])]
-        if len(self.notes) > SHOWN:
-            facts.append(Fact("", f"and {len(self.notes) - SHOWN} more: plan.notes"))
-        said = f"{self.time} a step, {self.memory} a device"
-        blocks = (Facts(tuple(facts)), self._beside(), *self._state(), *self._divisions())
-        return Page(f"plan for {self.pattern.spec.name}", said, blocks)
-
-    def _uneven(self) -> list[Fact]:
-        """The kinds of devices and their shares of the state, where they differ."""
-        found, kinds = [], collections.Counter(device.kind.name for device in self.machine.devices)
-        if len(kinds) > 1:
-            way = "in one program: they may differ in speed, and not in what is compiled for them"
-            found.append(Fact("devices", ", ".join(f"{n} of {name}" for name, n in kinds.items()), way))
-        shares = dict.fromkeys((s.axis, s.blocks) for s in self.specs.values() if isinstance(s, UnevenSpec))
-        for axis, blocks in shares:
-            way = f"each device computes its own blocks; the state has room for {max(blocks)} on each"
-            found.append(Fact("shares", f"{', '.join(map(str, blocks))} of {sum(blocks)} blocks along {axis}", way))
-        return found
-
-    def _branches(self) -> list[Fact]:
-        along: dict[str, list[int]] = collections.defaultdict(list)
-        for group in (group for record in self.records.values() for group in record.groups):
-            along[group.axis].append(len(group.branches))
-        way = "devices at one index compute one branch, and none of the others"
-        return [
-            Fact(
-                "branches side by side",
-                f"{max(n)} along {axis}, in {several(len(n), 'stage')} of a node's computation",
-                way,
-            )
-            for axis, n in along.items()
-        ]
-
-    def _on_host(self) -> str:
-        parts = []
-        if self.host:
-            parts.append(f"{size(self.figures.host)} of the state, in {several(len(self.host), 'array')}")
-        if self.offloaded:
-            parts.append(f"{size(self.figures.aside)} of residuals, in {several(len(self.offloaded), 'value')}")
-        if self.far:
-            parts.append(f"{size(self.figures.far)} of pending sums, in at most {self.far} of each")
-        return "; ".join(parts)
-
-    def _beside(self) -> Table:
-        def row(name: str, figures: Figures, strong: bool = False) -> tuple[Cell, ...]:
-            fits = figures.memory <= self.limit
-            moved = ", ".join(f"{kind} {size(n)}" for kind, n in sorted(figures.collectives.items()))
-            return (
-                Cell(name, strong=strong),
-                Cell(seconds(figures.seconds), strong=strong),
-                Cell(seconds(figures.compute)),
-                Cell(seconds(figures.exchange), moved),
-                Cell(size(figures.memory), "" if fits else f"more than {size(self.limit)}"),
-                Cell("yes" if fits else "no", quiet=fits),
-                Cell(figures_source(figures), quiet=figures.source == "model"),
-            )
-
-        names = ("step", "compute", "exchange", "memory")
-        columns = (Column("plan"), *(Column(name, right=True) for name in names), Column("fits"), Column("by"))
-        others = [row(name, figures) for name, figures in self.beside.items()]
-        note = "for each device; exchange may run beside computation"
-        source, what, times = "estimated", ("memory", "computation"), "the estimate"
-        if self.figures.source == "draft":
-            source, what = "draft", ("memory", "time")
-            times = "the draft's, compiled with few optimizations"
-        spreads = zip(what, self._spreads(source), strict=True)
-        if said := " and ".join(f"{name} {each[0]:g} to {each[-1]:g}" for name, each in spreads if each):
-            note += f"; as compiled, {said} times {times}, of eight in ten programs"
-        return Table("beside others", columns, (row(f"this: {self.name}", self.figures, True), *others), note)
-
-    def _state(self) -> list[Table]:
-        groups: dict[tuple[bool, str, str], list[str]] = collections.defaultdict(list)
-        for name, spec in self.specs.items():
-            where = ", on the host" * (name in self.host)
-            groups[name not in self.subject.parameters, without_numbers(name), spec_text(spec) + where].append(name)
-        if not groups:
-            return []
-        rows = tuple(
-            (Cell(name, ", ".join(names[:6])), Cell(spec), Cell(str(len(names))))
-            for (_, name, spec), names in sorted(
-                groups.items(), key=lambda each: (each[0][0], each[0][2] == "whole", each)
-            )
-        )
-        columns = (Column("leaves", code=True), Column("divided", wide=True), Column("arrays", right=True))
-        return [Table("state", columns, rows[:30], "* stands for numbers", rest_of(rows, 30))]
-
-    def _divisions(self) -> list[Table]:
-        if not self.divisions:
-            return []
-
-        def part_cell(part: str | None) -> Cell:
-            if part is None:
-                return Cell("whole", quiet=True)
-            hue, meaning = PARTS[part.split()[0]]  # without the number of a branch
-            return Cell(part, meaning, hue=hue)
-
-        def row(each: DividedOperation) -> tuple[Cell, ...]:
-            return (
-                Cell(each.operation, each.where),
-                Cell("nodes", "each computes its own nodes", hue=NODES_HUE),
-                *(part_cell(each.axes.get(name)) for name in self.mesh if name != NODES),
-                Cell(each.cut),
-                Cell(str(each.count)),
-                Cell(short_source(each.where), each.where),
-            )
-
-        rows = tuple(map(row, self.divisions))
-        columns = (
-            Column("operation", code=True),
-            *(Column(f"{name} {n}") for name, n in self.mesh.items()),
-            Column("operands -> result", code=True, wide=True),
-            Column("times", right=True),
-            Column("line", code=True),
-        )
-        used = dict.fromkeys(part.split()[0] for each in self.divisions for part in each.axes.values())
-        key = "; ".join(f"{part}: {meaning}" for part, (_, meaning) in PARTS.items() if part in used)
-        note = f"products and convolutions of a node, and the dimension that each mesh axis divides; {key}"
-        return [Table("operations by axes", columns, rows[:40], note.rstrip("; "), rest_of(rows, 40))]
+        return plan_page(self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -524,7 +370,7 @@ class Explanation(Drawn):
         return dataclasses.replace(page, blocks=(*page.blocks, self.report.page()))
 
     def _repr_html_(self) -> str:
-        return super()._repr_html_() + self.plan.pictures()
+        return super()._repr_html_() + plan_pictures(self.plan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -553,52 +399,3 @@ class Figure:
 
 DRAFT_MEMORY, DRAFT_TIME = (0.73, 0.92, 1.0), (0.41, 0.55, 0.85)
 """Spreads of drafts: 13 plans of five models, compiled for v5e:2x4."""
-
-SHOWN = 8
-"""The most notes that are printed; the others are counted."""
-
-
-def figures_source(figures: Figures) -> str:
-    """The source of a plan's figures."""
-    if figures.source == "model":
-        return "estimated"
-    return figures.source if figures.timed else "memory compiled"
-
-
-def without_numbers(name: str) -> str:
-    """A leaf's name with numbers replaced by `*`; leaves that differ only in numbers are shown together.
-
-    >>> without_numbers("opt/0/mu/Dense_12/kernel"), without_numbers("params/w2")
-    ('opt/*/mu/Dense_*/kernel', 'params/w2')
-    """
-    return re.sub(r"((?<![^/])|(?<=_))\d+(?![^/])", "*", name)
-
-
-def rest_of(rows: Sequence[Any], shown: int) -> str:
-    """The number of rows that a table leaves out."""
-    return f"and {len(rows) - shown} more" if len(rows) > shown else ""
-
-
-def uneven_counts_text(counts: Sequence[int]) -> str:
-    """The numbers of nodes of replicas, where they differ.
-
-    >>> uneven_counts_text((4, 4)), uneven_counts_text((5, 5, 3, 3))
-    ('', ': 5 on each of 2 rows, 3 on each of 2')
-    """
-    if max(counts) - min(counts) <= 1:
-        return ""
-    runs = [(n, len(list(same))) for n, same in itertools.groupby(counts)]
-    (first, rows), *rest = [(n, f"each of {k}" if k > 1 else "1") for n, k in runs]
-    return f": {first} on {rows} rows" + "".join(f", {n} on {k}" for n, k in rest)
-
-
-def spec_text(spec: PartitionSpec | UnevenSpec) -> str:
-    """A spec as text."""
-    if isinstance(spec, UnevenSpec):
-        return f"dimension {spec.dim} over {spec.axis}: {', '.join(map(str, spec.counts))}"
-    parts = [
-        f"dimension {d} over {' and '.join(entry if isinstance(entry, tuple) else (entry,))}"
-        for d, entry in enumerate(spec)
-        if entry
-    ]
-    return ", ".join(parts) or "whole"
