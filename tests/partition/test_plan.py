@@ -37,6 +37,7 @@ from vnode.partition.plan.candidates import MEGATRON, SEARCHED, MeshSearch
 from vnode.partition.plan.mesh_search import FURTHER, MeshesSearch, in_turn
 from vnode.partition.plan.plan_file import checksum
 from vnode.partition.plan.search import plan_of
+from vnode.partition.plan.plan_report import state_tables
 from vnode.partition.plan.search_subject import on_nodes, subject_of
 from vnode.spmd.flow_record import RecordedFlow
 
@@ -761,7 +762,7 @@ def test_parameters_are_shown_before_slots_and_numbered_names_together(tmp_path:
     plan.save(tmp_path / "plan.json")
     for each in (plan, Plan.load(tmp_path / "plan.json", step, args)):
         assert each.subject.parameters == {name for name in each.specs if name.startswith("params/")}
-        (table,) = each._state()
+        (table,) = state_tables(each)
         shown = {row[0].text: row[2].text for row in table.rows}
         assert [*shown][: len(odd) + 3] == [
             *(f"params/layers/Dense_*/{name}" for name in ("kernel", "w1", "w2")),
