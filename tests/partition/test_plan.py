@@ -36,8 +36,8 @@ from vnode.partition.plan.budget import Budget
 from vnode.partition.plan.candidates import MEGATRON, SEARCHED, MeshSearch
 from vnode.partition.plan.mesh_search import FURTHER, MeshesSearch, in_turn
 from vnode.partition.plan.plan_file import checksum
-from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.plan_report import state_tables
+from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import on_nodes, subject_of
 from vnode.spmd.flow_record import RecordedFlow
 
