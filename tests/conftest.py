@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "sampled(n, thorough=m): n of a test's cases, spread evenly, are part of the usual run; of the others m are "
-        "thorough (twice as many as n if it is not said), and the rest are sweeps",
+        "thorough (as many as n if it is not said), and the rest are sweeps",
     )
     config.addinivalue_line("markers", "tpu: asks the compiler for TPUs, and so is thorough")
     config.addinivalue_line(
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (count,) = mark.args
         usual = spread(several, count)
         others = [item for item in several if item not in usual]
-        thorough = spread(others, mark.kwargs.get("thorough", 2 * count))
+        thorough = spread(others, mark.kwargs.get("thorough", count))
         for item in others:
             item.add_marker(pytest.mark.thorough if item in thorough else pytest.mark.sweep)
     if os.environ.get("VNODE_TEST_ALL") == "1":

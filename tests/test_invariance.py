@@ -222,7 +222,7 @@ def test_sums_of_every_size(nodes: int) -> None:
             np.testing.assert_array_equal(np.asarray(a).view(np.int32), b.view(np.int32))
 
 
-@pytest.mark.thorough
+@pytest.mark.sampled(0, thorough=2)
 @pytest.mark.parametrize(("nodes", "lanes"), [(16, None), (16, 1), (12, 3)])
 def test_what_is_in_memory_before_does_not_show(monkeypatch: pytest.MonkeyPatch, nodes: int, lanes: int | None) -> None:
     """Of memory that sums are written to, CPUs have zeros, TPUs and GPUs what was there: NaN, say."""

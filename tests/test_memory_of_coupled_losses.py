@@ -69,7 +69,7 @@ def test_activations_of_a_coupled_loss_are_those_of_one_node(loss: Callable[...,
     assert temporaries(virtual, *args) < activations / 2
 
 
-@pytest.mark.thorough
+@pytest.mark.sampled(0, thorough=1)
 @pytest.mark.parametrize("reduction", ["invariant", "fast"])
 def test_towers_are_differentiated_one_after_another(reduction: Any) -> None:
     layers, hidden, length = 8, 32, 256

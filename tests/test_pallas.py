@@ -293,7 +293,8 @@ def test_attention_as_jax_has_it(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("name", ["flash", "splash", "heads", "paged"])
+@pytest.mark.sampled(0, thorough=2)
+@pytest.mark.parametrize("name", ["splash", "heads", "paged", "flash"])
 def test_kernels_are_in_the_loop_over_nodes_at_the_nodes_size(name: str) -> None:
     """Compiled by the TPU compiler: in two loops, of the tree and of a run of nodes, with the results of a node."""
     lines = printed(*program("kernels_on_tpus"), name, hasty=True)

@@ -89,7 +89,7 @@ def compare(cases: list, found: list[list]) -> None:
         assert given == [json.loads(json.dumps(one))] * count, (case, options)
 
 
-@pytest.mark.parametrize("count", [2, 3, pytest.param(4, marks=everything)])
+@pytest.mark.parametrize("count", [2, *(pytest.param(n, marks=everything) for n in (3, 4))])
 def test_bits_of_one_process(count, tmp_path):
     """Each model in every number of processes, or in one of them."""
     cases = [*(SAME if ALL else SAME[count - 2 :][:1]), *MORE[count]]

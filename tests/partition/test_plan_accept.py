@@ -264,7 +264,7 @@ def flow_with_specs(on: MeshSearch, spec: Callable[[int, tuple[int, ...]], Parti
     return follow(on.replica.program, lying, on.axes, outputs=ends)
 
 
-@pytest.mark.thorough
+@pytest.mark.sampled(0, thorough=2)
 @pytest.mark.parametrize("over_rows", [False, True])
 @pytest.mark.parametrize(
     ("sizes", "reduction"),

@@ -185,7 +185,7 @@ def test_values_and_gradients(name: str, mesh: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.quickly
-@settings(max_examples=examples(8), deadline=None)
+@settings(max_examples=examples(5), deadline=None)
 @given(
     st.sampled_from(sorted(CASES)),
     st.sampled_from([("2x4", "model"), ("2x2x2", "model"), ("2x2x2", "model2")]),
@@ -319,7 +319,7 @@ def test_the_search_keeps_splits_where_they_are_better() -> None:
     assert plan.name != BESIDE and not groups_of(plan)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_the_smallest_that_is_named_where_nothing_fits_may_have_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the smallest of all that are looked at, whatever a search thinks of them."""
     made: list[tuple[int, str]] = []

@@ -56,7 +56,7 @@ def found(memory: int | None, **options: Any) -> Plan:
     return search(step, args, V5E, virtual_nodes=8, memory=memory, reduction="fast", progress=False, **options)
 
 
-@pytest.mark.thorough
+@pytest.mark.sampled(0, thorough=1)
 @pytest.mark.parametrize("times", [1 / 3, 1.3])
 def test_a_plan_that_fits_by_the_compilers_account(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, times: float

@@ -230,7 +230,7 @@ def shares(draw: st.DrawFn, axes: tuple[str, ...], devices: int, size: int) -> S
 @pytest.mark.sampled(1, thorough=5)
 @pytest.mark.parametrize("name", list(CASES))
 @given(st.data())
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=examples(3), deadline=None)
 def test_a_train_step_is_what_it_was(name: str, data: st.DataObject) -> None:
     case, (axes, along) = CASES[name], MESHES[data.draw(st.sampled_from(list(MESHES)))]
     share = data.draw(shares(along, int(np.prod([axes[a] for a in along])), case.size))
