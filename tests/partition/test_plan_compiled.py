@@ -229,6 +229,24 @@ def test_without_time_to_compile_the_best_draft_is_taken() -> None:
     assert best.draft is not None and (best.draft.source, best.draft.memory) == ("draft", 10)
 
 
+def test_the_only_draft_is_that_of_a_plan_that_experts_write() -> None:
+    """Unless the model has it far behind: what a search finds is where its model is most wrong."""
+
+    class Single(Compiler):
+        def submit(self, made: Made, turns: int, draft: bool) -> CompileJob:
+            job = super().submit(made, turns, draft)
+            return job if draft and len(self.drafts) == 1 else CompileJob()
+
+        def wait(self, jobs: Any, until: float) -> None:
+            """Time is over at once."""
+
+    for seconds, first in ((1.2, "FSDP"), (1.3, "searched")):
+        compiler: Any = Single(has_drafts=True)
+        several = [Made("searched", (1.0, 10), (0.0, 0), (2.0, 10)), Made("FSDP", (seconds, 10), (0.0, 0), (2.0, 10))]
+        best = CompiledRanking(V5E, 100, compiler, math.inf).best([entry(made) for made in several])
+        assert best is not None and best.candidate.name == first
+
+
 def test_what_was_begun_early_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts' candidates that were found first are compared like all others."""
     monkeypatch.setattr("os.cpu_count", lambda: 16)
