@@ -247,6 +247,30 @@ def test_the_only_draft_is_that_of_a_plan_that_experts_write() -> None:
         assert best is not None and best.candidate.name == first
 
 
+@pytest.mark.parametrize(("left", "drafts", "full"), [(100.0, 4, 1), (39.0, 4, 0), (1000.0, 6, 1)])
+def test_drafts_leave_time_for_a_full_compilation(
+    monkeypatch: pytest.MonkeyPatch, left: float, drafts: int, full: int
+) -> None:
+    """A draft takes ten seconds here, and a compilation with all optimizations fifty."""
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+
+    class Slow(Compiler):
+        def submit(self, made: Made, turns: int, draft: bool) -> CompileJob:
+            clock[0] += 10.0 if draft else 50.0
+            job = super().submit(made, turns, draft)
+            return job if clock[0] <= left else CompileJob()
+
+        def wait(self, jobs: Any, until: float) -> None:
+            """Compilations are over when they are submitted."""
+
+    compiler: Any = Slow(has_drafts=True)
+    several = [Made(name, (1.0 + n, 10), (1.0 + n, 10), (2.0 + 2 * n, 10)) for n, name in enumerate(NAMES)]
+    best = CompiledRanking(V5E, 100, compiler, left).best([entry(made) for made in several])
+    assert best is not None and len(compiler.drafts) == drafts
+    assert (best.figures is not None) == bool(full) and best.candidate.name == "searched"
+
+
 def test_what_was_begun_early_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts' candidates that were found first are compared like all others."""
     monkeypatch.setattr("os.cpu_count", lambda: 16)

@@ -43,6 +43,9 @@ LEAST, MOST = 3, 6
 DRAFTS, MOST_AFTER_DRAFTS = 6, 3
 """The most drafts, and the most candidates that are compiled with all optimizations after drafts."""
 
+FULL_TO_DRAFT = 5.0
+"""The factor on the seconds of a draft that a compilation with all optimizations takes, for TPUs."""
+
 NEAR = 1.5
 """The factor on the limit up to which a candidate's modelled memory lets it be compiled, before any correction."""
 
@@ -144,9 +147,7 @@ class CompiledRanking:
             if self.pool.target.has_drafts:
                 near = self.nearly_fitting(waiting)
                 others = [each for each in self.promising(near) if DRAFT not in each.jobs] if near else []
-                drafts = [*first, *others][:DRAFTS]
-                self.drafted += drafts
-                over, first = not self.compile(drafts, DRAFT), []
+                over, first = not self.compile_drafts([*first, *others][:DRAFTS]), []
             while not over and (batch := [*first, *(each for each in self.batch(waiting) if each not in first)]):
                 first = []
                 self.tried += batch
@@ -241,6 +242,23 @@ class CompiledRanking:
         if best.figures.timed:  # else times are the model's: only candidates that it has as faster can be better
             wanted = [*self.experts(near), *wanted, *near[: max(LEAST - len(self.tried), 0)]]
         return list(dict.fromkeys(wanted))[:TOGETHER]
+
+    def compile_drafts(self, drafts: Sequence[Entry]) -> bool:
+        """Compiles drafts, in order, but leaves time to compile the best one in full; returns whether all have ended.
+
+        If the time is too short for that in any case, it goes into more drafts.
+        """
+        for start in range(0, len(drafts), TOGETHER):
+            began, batch = time.monotonic(), drafts[start : start + TOGETHER]
+            self.drafted += batch
+            if not self.compile(batch, DRAFT):
+                return False
+            took = time.monotonic() - began
+            rest, left = drafts[start + TOGETHER :], self.until - time.monotonic()
+            if rest and left - took < FULL_TO_DRAFT * took / len(batch) <= left:
+                self.said += [f"{each.candidate.title}: no draft, for lack of time" for each in rest]
+                break
+        return True
 
     def compile(self, batch: Collection[Entry], source: str) -> bool:
         """Compiles candidates, or their drafts, while there is time; returns whether all have an answer."""
