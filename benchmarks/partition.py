@@ -163,7 +163,8 @@ def possible(problem: Any, generator: np.random.Generator, starts: Sequence[Any]
         drawn = np.where(kept, starts[generator.integers(len(starts))], drawn)
     while not np.isfinite(problem.cost(drawn)):
         for i in range(problem.operators):
-            if not np.isfinite(problem.marginal(i, drawn)[drawn[i]]):
+            own = [each for each in problem.edges if i in (each.start, each.end)]
+            if not np.isfinite([each.seconds[drawn[each.start], drawn[each.end]] for each in own]).all():
                 drawn[i] = draw(i)
     return drawn
 
