@@ -21,7 +21,7 @@ from jax.extend.core import Literal, Var
 from vnode.operators import Free, Monoid, Shifted, kind
 from vnode.operators.splits import Lead, Split
 from vnode.partition.searches.flattened_program import FlatProgram, Node, size_of, variables
-from vnode.partition.searches.search_costs import CostModel
+from vnode.partition.searches.search_costs import Estimate
 from vnode.spmd.layout import Axes, Cut, Layout, cut_along, replicated
 from vnode.spmd.op_sharding import FactorSharding, OperandSharding, OpSharding, apply_shardings, reached_layouts
 from vnode.spmd.sharding_flow import Path, RequestedSharding
@@ -124,7 +124,7 @@ class Strategies:
       model: the cost of equations and moves.
     """
 
-    def __init__(self, program: FlatProgram, axes: Axes, model: CostModel) -> None:
+    def __init__(self, program: FlatProgram, axes: Axes, model: Estimate) -> None:
         self.program, self.axes, self.model = program, axes, model
         self._strategies: dict[Hashable, tuple[Strategy, ...]] = {}
         self._choices: dict[Hashable, EqnChoice | None] = {}
