@@ -56,7 +56,6 @@ class Elimination:
       sizes: the number of strategies of each operator.
       edges: the edges between operators.
       entries: the most entries of a table.
-      order: the order of elimination; by default the next operator is the one whose table is smallest.
 
     Example:
       >>> chain = Elimination([2, 2], [Edge(0, 1, np.array([[0.0, 3.0], [3.0, 0.0]]))])
@@ -64,11 +63,9 @@ class Elimination:
       (4.0, array([1, 1]))
     """
 
-    def __init__(
-        self, sizes: Sequence[int], edges: Sequence[Edge], entries: int = ENTRIES, order: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, sizes: Sequence[int], edges: Sequence[Edge], entries: int = ENTRIES) -> None:
         self.sizes, self.edges = sizes, edges
-        self.order = list(smallest_first(sizes, edges) if order is None else order)
+        self.order = smallest_first(sizes, edges)
         self.buckets: list[Bucket] = []
         self.of: list[list[int]] = [[] for _ in sizes]
         self._fill(entries)
