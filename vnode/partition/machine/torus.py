@@ -170,7 +170,7 @@ class Torus(Network):
 
     def delay(self, source: int, target: int) -> float:
         """Seconds of a transfer without bytes: that of all links on the route."""
-        return len(self.route(source, target)) * self.latency
+        return sum(self.latency for _ in self.route(source, target))
 
     def gather(self, group: Sequence[int]) -> tuple[Phase, ...]:
         """The phases of an all-gather along the axes of a box, in as many pieces as axes; else a ring."""

@@ -159,7 +159,7 @@ class ReplicaCost(Estimate):
         if NODES not in self.axes:
             return 0.0
         held = nbytes(choice.results[0], eqn.outvars[0], self.axes)
-        return Transfer(kind, (NODES,), held, self.axes[NODES]).seconds(self.machine, self.mesh)
+        return self.seconds(Transfer(kind, (NODES,), held, self.axes[NODES]))
 
 
 def predict(

@@ -6,6 +6,7 @@ Knows equations, layouts and a machine's figures. Must not know which strategies
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -57,11 +58,11 @@ class Estimate:
         self.times, self.platform = times or Times(), platform
         self._roofline = self.times.is_roofline
         self._slowest: dict[Any, float] = {}
+        self._costs = functools.cache(lambda transfer: transfer.cost(self.machine, self.mesh))
 
     def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
         """Seconds of a device's copy of an equation, including fetching its neighbours' parts of operands."""
-        own = self._kernel(eqn, choice)
-        return own + sum(each.seconds(self.machine, self.mesh) for each in fetched(eqn, choice, self.axes))
+        return self._kernel(eqn, choice) + sum(map(self.seconds, fetched(eqn, choice, self.axes)))
 
     def _kernel(self, eqn: JaxprEqn, choice: OpSharding) -> float:
         cost = copy_cost(eqn, choice)
@@ -80,11 +81,15 @@ class Estimate:
 
     def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
         """Seconds of bringing a value from one layout to another: the route's collectives, one after another."""
-        return sum((each.seconds(self.machine, self.mesh) for each in self.transfers(start, end, shape, dtype)), 0.0)
+        return sum(map(self.seconds, self.transfers(start, end, shape, dtype)), 0.0)
 
     def transfers(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> tuple[Transfer, ...]:
         """The collectives that bring a value from one layout to another."""
         return transfers_of_route(plan_resharding(start, end, shape, self.axes, dtype), itemsize(dtype), self.axes)
+
+    def seconds(self, transfer: Transfer) -> float:
+        """Seconds of a collective."""
+        return self._costs(dataclasses.replace(transfer, bytes=0)).seconds(transfer.bytes)
 
     def bytes(self, layout: Layout, shape: Sequence[int], dtype: Any) -> float:
         """The elements of a device's array, times their size."""
