@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from vnode.partition import Link, Machine, Switch
 from vnode.partition.machine.known_kinds import PCIE3
 from vnode.partition.machine.machine_builders import NETWORK, NVLINK, PCIE
-from vnode.partition.machine.networks import Network, Phase, Resource
+from vnode.partition.machine.networks import Network, Phase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +40,6 @@ class Pairs(Network):
     @functools.cached_property
     def _between(self) -> dict[tuple[int, int], int]:
         return {pair: i for i, pair in enumerate(itertools.permutations(self.devices, 2))}
-
-    @functools.cached_property
-    def resources(self) -> tuple[Resource, ...]:
-        """One resource for each ordered pair."""
-        return tuple(Resource(f"{self.name}: {a} to {b}", self.bandwidth, self.latency) for a, b in self._between)
 
     def route(self, source: int, target: int) -> tuple[int, ...]:
         """The link from the source to the target."""

@@ -163,7 +163,8 @@ def possible(problem: Any, generator: np.random.Generator, starts: Sequence[Any]
         drawn = np.where(kept, starts[generator.integers(len(starts))], drawn)
     while not np.isfinite(problem.cost(drawn)):
         for i in range(problem.operators):
-            if not np.isfinite(problem.marginal(i, drawn)[drawn[i]]):
+            own = [each for each in problem.edges if i in (each.start, each.end)]
+            if not np.isfinite([each.seconds[drawn[each.start], drawn[each.end]] for each in own]).all():
                 drawn[i] = draw(i)
     return drawn
 
@@ -390,7 +391,7 @@ def ranks(names: Sequence[str], count: int, rounds: int, seed: int) -> Sheet:
             jax.block_until_ready(run(*values))
             runs.append((run, values))
             cost = program_cost(plan.flow, machine, machine.mesh(plan.axes), platform="cpu")
-            said.append(cost.total)
+            said.append(cost.compute + cost.exchange + cost.transfer)
         samples = np.zeros((rounds, len(runs)))
         for row in samples:
             for k, (run, values) in enumerate(runs):

@@ -143,7 +143,7 @@ def scale(seed: int, layers: int) -> Sheet:
             ("exact, gap 1%", lambda p=problem: exact(p, gap=0.01)),
             ("exact", lambda s=best: s),
             ("bisection (Tofu)", lambda p=problem: halves(p)),
-            ("walk (FlexFlow)", lambda p=problem: metropolis(p, proposals=300_000, seed=seed)),
+            ("walk (FlexFlow)", lambda p=problem: metropolis(p, proposals=300_000, seed=seed, budget=60)),
         ]
         for name, run in runs:
             rows.append([f"{problem.operators} x 49, limit at {tight:.0%}", *told(name, run, best)])
@@ -237,7 +237,7 @@ def plans(case: Case, proposals: int, seed: int) -> list[list[str]]:
             *head,
             *told(
                 "walk (FlexFlow)",
-                lambda: metropolis(problem, starts=list(known.values())[:1], proposals=proposals, seed=seed),
+                lambda: metropolis(problem, starts=list(known.values())[:1], proposals=proposals, seed=seed, budget=60),
                 best,
             ),
         ],

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from jax.extend.core import Literal, Var
 
 from vnode.analysis.program import Atom
-from vnode.partition.searches.search_costs import CostModel
+from vnode.partition.searches.search_costs import Estimate
 from vnode.spmd.layout import Layout
 from vnode.spmd.sharding_flow import Flow, Step
 
 
-def seconds_of(flow: Flow, model: CostModel) -> float:
+def seconds_of(flow: Flow, model: Estimate) -> float:
     """Seconds of one evaluation on one device of a mesh.
 
     Args:
@@ -57,7 +57,7 @@ def seconds_of(flow: Flow, model: CostModel) -> float:
     return total
 
 
-def reshard_seconds(step: Step, before: Sequence[Layout], after: Sequence[Layout], model: CostModel) -> float:
+def reshard_seconds(step: Step, before: Sequence[Layout], after: Sequence[Layout], model: Estimate) -> float:
     """Seconds of moving the results of a step from their layouts to others."""
     return sum(
         model.move_time(a, b, var.aval.shape, var.aval.dtype)

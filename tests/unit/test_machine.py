@@ -29,6 +29,7 @@ from vnode.errors import MachineError
 from vnode.partition import Axis, Device, Kind, Link, Machine, Switch, Torus
 from vnode.partition.machine.collective_times import COLLECTIVES
 from vnode.partition.machine.known_kinds import JAX_NAMES, KINDS, kind_named
+from vnode.partition.machine.machine_builders import NVLINK
 
 GIB = 2**30
 TOY = Kind("toy", {"float32": 1e12}, vector=1e11, memory=GIB, bandwidth=1e11, host_bandwidth=1e10)
@@ -304,13 +305,20 @@ def test_routes_are_shortest_paths(axes, data):
     torus = torus_of(axes)
     source, target = (data.draw(st.sampled_from(torus.devices)) for _ in range(2))
     here, there = torus.at[source], torus.at[target]
-    steps = [torus.resources[r].name for r in torus.route(source, target)]
+    links, steps = list(torus.links), torus.route(source, target)
     assert len(steps) == distances(torus, here)[there]
-    for step in steps:
-        ends = [tuple(map(int, end.split(", "))) for end in re.findall(r"\(([^)]*)\)", step)]
-        assert ends[0] == here and ends[1] in neighbours(torus, here)
-        here = ends[1]
+    for start, end in (ends_of(torus, links[step]) for step in steps):
+        assert start == here and end in neighbours(torus, here)
+        here = end
     assert here == there
+
+
+def ends_of(torus: Torus, link: tuple[tuple[int, ...], int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The points that a link goes from and to."""
+    start, axis, way = link
+    end = list(start)
+    end[axis] = (end[axis] + way) % torus.axes[axis].size
+    return start, tuple(end)
 
 
 def spread_by_hand(size: int, wrap: bool) -> tuple[dict[tuple[int, int], int], int]:
@@ -388,8 +396,7 @@ def test_groups_that_are_no_box_go_around_a_ring():
 def test_links_between_all_pairs_are_used_at_once():
     cost = p100().collective("all_gather", [range(4)])
     assert cost.per_byte == pytest.approx(1 / 4 / 20e9)
-    assert cost.latency == p100().route(0, 1).latency
-    assert len(cost.resources) == 12
+    assert cost.latency == NVLINK
 
 
 @given(axes=AXES.filter(lambda axes: math.prod(a.size for a in axes) > 1))
@@ -397,7 +404,7 @@ def test_an_exchange_loads_links_as_its_messages_do(axes):
     """Message by message, where no message has two ways that are as short."""
     axes = tuple(Axis(axis.size, axis.wrap and axis.size % 2 == 1) for axis in axes)
     torus = torus_of(axes)
-    loads = dict.fromkeys(range(len(torus.resources)), 0)
+    loads = dict.fromkeys(range(len(torus.links)), 0)
     for source, target in itertools.permutations(torus.devices, 2):
         for resource in torus.route(source, target):
             loads[resource] += 1
@@ -414,8 +421,8 @@ def test_nothing_is_faster_than_links_allow(axes):
     machine = Machine("t", (Device(TOY),) * size, (torus,))
     gather, exchange = (machine.collective(name, [range(size)]) for name in ("all_gather", "all_to_all"))
     into = dict.fromkeys(torus.points, 0)
-    for resource in torus.resources:
-        into[tuple(map(int, re.findall(r"to \(([^)]*)\)", resource.name)[0].split(", ")))] += 1
+    for link in torus.links:
+        into[ends_of(torus, link)[1]] += 1
     assert gather.per_byte >= (size - 1) / size / (min(into.values()) * 1e9) * (1 - 1e-9)
     farthest = max(max(distances(torus, point).values()) for point in torus.points)
     for cost in (gather, exchange):
@@ -496,7 +503,6 @@ def test_costs_are_monotone(data):
     assert changed(machine, bandwidth=0.5).collective(name, groups).per_byte == pytest.approx(2 * cost.per_byte)
     alone = machine.collective(name, groups[:1])
     assert alone.latency <= cost.latency * (1 + 1e-9) and alone.per_byte <= cost.per_byte * (1 + 1e-9)
-    assert set(alone.resources) <= set(cost.resources) <= set(range(len(machine.resources)))
 
 
 @given(data=st.data())
@@ -522,18 +528,6 @@ def test_permuting_a_part_is_cheaper_than_gathering_all(data):
     size, count = axes[-1].size, data.draw(st.integers(1, 10**9))
     gather, permute = (machine.collective(name, groups.tolist()) for name in ("all_gather", "permute"))
     assert permute.seconds(count / size) <= gather.seconds(count) * (1 + 1e-9)
-
-
-@given(data=st.data())
-def test_routes_are_links_from_one_to_the_other(data):
-    machine = data.draw(machines())
-    source, target = (data.draw(st.integers(0, len(machine.devices) - 1)) for _ in range(2))
-    cost = machine.route(source, target)
-    links = [machine.resources[r] for r in cost.resources]
-    assert len(set(cost.resources)) == len(links)
-    assert cost.latency == pytest.approx(sum(link.latency for link in links))
-    assert cost.per_byte == pytest.approx(max((1 / link.bandwidth for link in links), default=0))
-    assert bool(links) == (source != target)
 
 
 def test_a_permute_that_does_not_go_around():
@@ -666,7 +660,6 @@ def test_there_is_no_such_axis():
         (lambda: Machine.gpus("h200", hosts=0), "hosts"),
         (lambda: Machine.gpus("h200", per_host=1.5), "per_host"),  # pyright: ignore
         (lambda: Machine.tpu("v5e:2x2", slices=0), "slices"),
-        (lambda: Machine.tpu("v5e:2x2").route(0, 4), "target"),
     ],
 )
 def test_machines_that_cannot_be(make, place):
@@ -698,7 +691,7 @@ def test_examples_are_loaded_again(name, tmp_path):
     machine = EXAMPLES[name]()
     machine.save(tmp_path / "machine.json")
     again = Machine.load(tmp_path / "machine.json")
-    assert again == machine and str(again) == str(machine) and again.resources == machine.resources
+    assert again == machine and str(again) == str(machine)
     json.loads((tmp_path / "machine.json").read_text())
 
 
@@ -948,10 +941,10 @@ def test_flexflow():
     pascal, kepler = p100(), k80()
     assert [len(host) for host in pascal.hosts] == [4] * 4 and [len(host) for host in kepler.hosts] == [4] * 16
     assert pascal.networks[-1].bandwidth * 8 == 100e9 and kepler.networks[-1].bandwidth * 8 == 56e9
-    assert [pascal.resources[r].name for r in pascal.route(0, 3).resources] == ["NVLink: 0 to 3"]
-    sibling, other = (kepler.route(4, target).resources for target in (5, 6))
-    assert [kepler.resources[r].name for r in sibling] == ["PCI Express of a card: 4 to 5"]
-    assert [kepler.resources[r].name for r in other] == ["PCI Express: out of 4-5", "PCI Express: into 6-7"]
+    for machine, pair, name in ((pascal, {0, 3}, "NVLink"), (kepler, {4, 5}, "PCI Express of a card")):
+        assert next(network for network in machine.networks if pair <= network.members).name == name
+    other = next(network for network in kepler.networks if {4, 6} <= network.members)
+    assert other.name == "PCI Express" and other.ports == ((4, 5), (6, 7))
 
 
 def test_printed():

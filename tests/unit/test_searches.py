@@ -17,7 +17,6 @@ from tests.partition.search.problems import by_hand, problems
 from vnode.errors import MemoryLimitError, SearchError
 from vnode.partition.searches import Edge, Problem, Solution, bisection, exact, exhaustive, metropolis
 from vnode.partition.searches.elimination import Elimination
-from vnode.partition.searches.flexflow_walk import LocalCost
 
 SEARCHES: dict[str, Callable[..., Solution]] = {
     "exact": exact,
@@ -120,22 +119,6 @@ def test_tied_operators_cost_what_they_cost_apart(problem: Problem, data: st.Dat
     assert tied.cost(chosen) == problem.cost(apart) and tied.footprint(chosen) == problem.footprint(apart)
 
 
-@given(problems(infinite=False), st.integers(0, 2**32 - 1))
-@settings(max_examples=40, deadline=None)
-def test_changes_cost_what_whole_assignments_do(problem: Problem, seed: int) -> None:
-    generator, sums = np.random.default_rng(seed), LocalCost(problem)
-    chosen = generator.integers(0, problem.sizes)
-    assert sums.start(chosen) == problem.cost(chosen)
-    for _ in range(20):
-        i = int(generator.integers(problem.operators))
-        changed = chosen.copy()
-        changed[i] = generator.integers(problem.sizes[i])
-        assert sums.changed(i, int(changed[i])) == pytest.approx(problem.cost(changed))
-        if generator.random() < 0.5:
-            sums.take()
-            chosen = changed
-
-
 def chain(length: int = 12, size: int = 4, points: int = 0) -> Problem:
     generator = np.random.default_rng(3)
     edges = tuple(Edge(i, i + 1, generator.random((size, size))) for i in range(length - 1))
@@ -143,35 +126,12 @@ def chain(length: int = 12, size: int = 4, points: int = 0) -> Problem:
     return Problem(tuple(generator.random(size) for _ in range(length)), edges, memory)
 
 
-class FullCost:
-    """A cost function that takes a whole assignment, as a walk asks for it."""
-
-    def __init__(self, cost: Any) -> None:
-        self.cost = cost
-
-    def __call__(self, strategies: Any) -> float:
-        return self.cost(strategies)
-
-    def start(self, strategies: Any) -> float:
-        self.chosen = strategies.copy()
-        return self.cost(self.chosen)
-
-    def changed(self, operator: int, strategy: int) -> float:
-        self.last = self.chosen.copy()
-        self.last[operator] = strategy
-        return self.cost(self.last)
-
-    def take(self) -> None:
-        self.chosen = self.last
-
-
 def test_a_walk_repeats_with_its_seed_and_takes_another_cost() -> None:
     problem = chain()
     first, again = (metropolis(problem, proposals=300, seed=5) for _ in range(2))
     assert (first.strategies == again.strategies).all() and first.evaluations == again.evaluations
     target = np.arange(12) % 4  # a cost that is not a sum over the problem's arrays
-    cost = FullCost(lambda s: 1.0 + float((s != target).sum()))
-    found = metropolis(problem, proposals=4000, beta=50.0, cost=cost)
+    found = metropolis(problem, proposals=4000, beta=50.0, cost=lambda s: 1.0 + float((s != target).sum()))
     assert found.cost == 1 and (found.strategies == target).all()
 
 
@@ -190,7 +150,7 @@ def test_a_greedy_walk_only_descends() -> None:
         seen.append(problem.cost(strategies))
         return seen[-1]
 
-    found = metropolis(problem, proposals=300, beta=math.inf, cost=FullCost(cost), random_starts=1)
+    found = metropolis(problem, proposals=300, beta=math.inf, cost=cost, random_starts=1)
     assert found.cost == min(seen)
 
 
@@ -231,7 +191,7 @@ def test_an_interruption_without_anything_found_is_passed_on() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        metropolis(chain(), cost=FullCost(cost))
+        metropolis(chain(), cost=cost)
 
 
 def test_a_spent_budget_leaves_a_bound() -> None:

@@ -43,19 +43,18 @@ def test_an_assignment_is_impossible_where_the_problem_says_so(name: str) -> Non
 def test_a_change_takes_the_time_of_a_full_simulation(name: str) -> None:
     """FlexFlow's delta simulation: from the first changed task on, the same times to the picosecond."""
     search = once(name, 1e-3)
-    walk, full, generator = Simulated(search), Simulated(search), np.random.default_rng(7)
+    walk, generator = Simulated(search), np.random.default_rng(7)
     chosen = possible(search.problem, generator)
-    assert walk.start(chosen) == full(chosen)
+    assert walk(chosen) == Simulated(search)(chosen)
     finite = 0
     for number in range(40):
         operator = int(generator.integers(search.problem.operators))
         changed = chosen.copy()
         changed[operator] = generator.integers(search.problem.sizes[operator])
-        seconds = walk.changed(operator, int(changed[operator]))
-        assert seconds == full(changed)
+        seconds = walk(changed)
+        assert seconds == Simulated(search)(changed)
         finite += np.isfinite(seconds)
         if number % 3 == 0:
-            walk.take()
             chosen = changed
     assert finite > 1
 

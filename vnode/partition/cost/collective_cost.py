@@ -72,10 +72,6 @@ class Transfer:
             groups = [[group[place] for place in places] for group in groups for places in self.among]
         return machine.collective(NAMES[self.kind], groups, pairs=self.pairs)
 
-    def seconds(self, machine: Machine, mesh: MachineMesh) -> float:
-        """The time on a machine."""
-        return self.cost(machine, mesh).seconds(self.bytes)
-
 
 def transfer_of(eqn: JaxprEqn, axes: Mapping[str, int]) -> Transfer | None:
     """An equation of one device's program as a collective; None if it is none. `axes` are those longer than one."""

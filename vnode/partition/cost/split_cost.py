@@ -16,7 +16,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
@@ -109,11 +108,6 @@ class ProgramCost:
     def seconds(self) -> float:
         """Seconds of one run, with overlap."""
         return self.timeline.seconds
-
-    @property
-    def total(self) -> float:
-        """Seconds of one run, without overlap."""
-        return self.compute + self.exchange + self.transfer
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -215,13 +209,6 @@ RESOURCES = "compute", "links", "host link"
 COMPUTE, LINKS, HOST_LINK = range(3)
 
 
-class _Work(NamedTuple):
-    """The seconds of a fused operation, and the resources that it occupies."""
-
-    seconds: float
-    on: tuple[int, ...] = (COMPUTE,)
-
-
 @dataclasses.dataclass(eq=False)
 class _CostSum:
     """Adds up the cost of a program and of the bodies of its loops and branches."""
@@ -242,14 +229,14 @@ class _CostSum:
         """The timeline of a program, whose costs are counted `runs` times."""
         fused, graph, made = fuse_program(program, self.recomputes), TaskGraph(RESOURCES), dict[Var, int]()
         for op, reads in zip(fused.fused_ops, fused.reads, strict=True):
-            work = self.add_fused_op(op, program, runs)
+            seconds, on = self.add_fused_op(op, program, runs)
             after = sorted({made[var] for var in reads if var in made})
-            number = graph.add(int(picoseconds(work.seconds)), work.on, after=after, label=str(op.timed_op))
+            number = graph.add(int(picoseconds(seconds)), on, after=after, label=str(op.timed_op))
             made.update(dict.fromkeys(op.timed_op.writes, number))
         return simulate(graph)
 
-    def add_fused_op(self, op: FusedOp, program: Program, runs: int) -> _Work:
-        """Adds the cost of a fused op."""
+    def add_fused_op(self, op: FusedOp, program: Program, runs: int) -> tuple[float, tuple[int, ...]]:
+        """Adds the cost of a fused op. Returns its seconds, and the resources that it occupies."""
         eqn, piece = op.root, op.timed_op
         sent = [transfer_of(each, self.axes) for each in piece.equations] if op.kind is OpKind.COLLECTIVE else []
         transfers = [transfer for transfer in sent if transfer is not None]
@@ -258,14 +245,14 @@ class _CostSum:
             for transfer in transfers:
                 share = transfer.bytes * cost.per_byte + cost.latency / len(transfers)
                 self.collectives.append(PlannedCollective(transfer, runs, share))
-            return _Work(cost.seconds(sum(transfer.bytes for transfer in transfers)), (LINKS,))
+            return cost.seconds(sum(transfer.bytes for transfer in transfers)), (LINKS,)
         if op.kind is OpKind.HOST_TRANSFER:
             (move,) = [self.host_transfer(each, runs) for each in piece.equations]
             self.moves.append(move)
-            return _Work(move.seconds, (HOST_LINK,))
+            return move.seconds, (HOST_LINK,)
         region = region_of(eqn) if op.kind is OpKind.REGION else None
         if region is None and (eqn.effects or eqn.primitive is LOOP_BUFFERS):  # `axis_index`; a loop's buffers
-            return _Work(0.0)
+            return 0.0, (COMPUTE,)
         if region is not None and (self.source.is_roofline or eqn.effects or has_host_transfer(eqn)):
             return self.add_region(eqn, region, runs)
         found = self.source.slowest(piece, self.machine.kinds)
@@ -274,7 +261,7 @@ class _CostSum:
         if program.describe(eqn) is None and region is None:
             self.unknown.add(eqn.primitive.name)
         self.times.append((found, runs))
-        return _Work(found.seconds)
+        return found.seconds, (COMPUTE,)
 
     def host_transfer(self, eqn: JaxprEqn, runs: int) -> HostTransfer:
         """The transfer of a value to or from the host, on the kind of device with the slowest link."""
@@ -282,7 +269,7 @@ class _CostSum:
         seconds = max(bytes_ / kind.host_bandwidth + kind.host_latency for kind in self.machine.kinds)
         return HostTransfer(bytes_, runs, not is_on_host(eqn.outvars[0].aval), seconds)
 
-    def add_region(self, eqn: JaxprEqn, region: Region, runs: int) -> _Work:
+    def add_region(self, eqn: JaxprEqn, region: Region, runs: int) -> tuple[float, tuple[int, ...]]:
         """Adds the cost of a loop, body times trip count, or of the slowest body of a branch."""
         bodies = body_programs(eqn)
         counts = body_trip_counts(region, len(bodies))
@@ -306,7 +293,7 @@ class _CostSum:
             else:
                 self.others += inner.collectives
         on = (COMPUTE, LINKS) if any(inner.collectives for _, inner in chosen) else (COMPUTE,)
-        return _Work(sum(seconds for seconds, _ in chosen), on)
+        return sum(seconds for seconds, _ in chosen), on
 
 
 def has_host_transfer(eqn: JaxprEqn) -> bool:

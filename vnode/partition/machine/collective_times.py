@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import operator
 from collections.abc import Sequence
 
 from vnode.errors import MachineError
-from vnode.partition.machine.networks import Network, Phase, Resource, ring
+from vnode.partition.machine.networks import Network, Phase, ring
 from vnode.show.units import several
 
 Group = tuple[int, ...]
@@ -33,21 +32,19 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "perm
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The time of a transfer or a collective.
+    """The time of a collective.
 
     Attributes:
       latency: seconds without any bytes.
       per_byte: seconds that each byte adds.
-      resources: the numbers of the links that it occupies (`Machine.resources`), in increasing order.
 
     Example:
-      >>> Cost(latency=0.5, per_byte=0.25, resources=()).seconds(2)
+      >>> Cost(latency=0.5, per_byte=0.25).seconds(2)
       1.0
     """
 
     latency: float
     per_byte: float
-    resources: tuple[int, ...]
 
     def seconds(self, bytes: float) -> float:
         """The seconds for this many bytes, counted as `Machine.collective` defines."""
@@ -63,19 +60,6 @@ class Fabric:
     """
 
     networks: tuple[Network, ...]
-
-    @functools.cached_property
-    def first_resources(self) -> tuple[int, ...]:
-        """The number of each network's first resource; and the total number of resources."""
-        found = [0]
-        for network in self.networks:
-            found.append(found[-1] + len(network.resources))
-        return tuple(found)
-
-    @functools.cached_property
-    def resources(self) -> tuple[Resource, ...]:
-        """The resources of all networks."""
-        return tuple(resource for network in self.networks for resource in network.resources)
 
     def nearest_common_network(self, group: Sequence[int]) -> int:
         """The first network that joins all of a group."""
@@ -95,15 +79,13 @@ class Fabric:
         found += [(device,) for device in left]
         return sorted(found, key=lambda part: group.index(part[0]))
 
-    def route(self, source: int, target: int) -> Cost:
-        """A transfer between two devices."""
+    def route(self, source: int, target: int) -> tuple[float, Sequence[tuple[int, int]]]:
+        """The latency of a transfer between two devices, and its links: numbers of the network and of its link."""
         if source == target:
-            return Cost(0.0, 0.0, ())
+            return 0.0, ()
         home = self.nearest_common_network((source, target))
-        found = tuple(self.first_resources[home] + r for r in self.networks[home].route(source, target))
-        return Cost(
-            self.networks[home].delay(source, target), max(1 / self.resources[r].bandwidth for r in found), found
-        )
+        network = self.networks[home]
+        return network.delay(source, target), [(home, link) for link in network.route(source, target)]
 
     def collective(self, name: str, groups: Sequence[Group], pairs: Sequence[tuple[int, int]] = ()) -> Cost:
         """The cost of a collective by all groups at once; see `Machine.collective`."""
@@ -116,7 +98,7 @@ class Fabric:
             self.gather(group, 0, phases)
         cost = self.cost([*phases.values()])
         twice = 2 if name == "all_reduce" else 1
-        return Cost(twice * cost.latency, twice * cost.per_byte, cost.resources)
+        return Cost(twice * cost.latency, twice * cost.per_byte)
 
     def gather(self, group: Group, depth: int, phases: dict[tuple[int, int], Phase]) -> None:
         """Adds an all-gather to `phases`, by depth in the hierarchy and by order."""
@@ -125,11 +107,11 @@ class Fabric:
         home = self.nearest_common_network(group)
         parts = self.parts(group, home)
         if len({len(part) for part in parts}) > 1:
-            phases[depth, 0].join(ring(group, lambda *ends: (self.route(*ends).latency, self.route(*ends).resources)))
+            phases[depth, 0].join(ring(group, self.route))
             return
         for rail in zip(*parts, strict=True):
             for t, phase in enumerate(self.networks[home].gather(rail)):
-                phases[depth, t].join(phase, self.first_resources[home], 1 / len(parts[0]))
+                phases[depth, t].join(phase, home, 1 / len(parts[0]))
         for part in parts:
             self.gather(part, depth + 1, phases)
 
@@ -138,8 +120,8 @@ class Fabric:
         found = Phase()
         for group in groups:
             for source, target in pairs:
-                cost = self.route(group[source], group[target])
-                found.join(Phase(cost.latency, dict.fromkeys(cost.resources, 1.0)))
+                latency, links = self.route(group[source], group[target])
+                found.join(Phase(latency, dict.fromkeys(links, 1.0)))
         return found
 
     def all_to_all(self, groups: Sequence[Group]) -> Phase:
@@ -155,18 +137,16 @@ class Fabric:
                 parts = self.parts(part, home)
                 found = self.networks[home].exchange(parts)
                 found.latency += own.latency  # one after another
-                own.join(found, self.first_resources[home], 1 / len(group))
+                own.join(found, home, 1 / len(group))
                 pending += parts
             total.join(own)
         return total
 
     def cost(self, phases: Sequence[Phase]) -> Cost:
         """The cost of phases in sequence."""
-        seconds = [
-            max((n / self.resources[r].bandwidth for r, n in phase.loads.items()), default=0.0) for phase in phases
-        ]
-        used = sorted({resource for phase in phases for resource in phase.loads})
-        return Cost(sum(phase.latency for phase in phases), sum(seconds), tuple(used))
+        bandwidth = [network.bandwidth for network in self.networks]
+        seconds = [max((n / bandwidth[i] for (i, _), n in phase.loads.items()), default=0.0) for phase in phases]
+        return Cost(sum(phase.latency for phase in phases), sum(seconds))
 
 
 def checked_groups(groups: Sequence[Sequence[int]], devices: int) -> tuple[Group, ...]:

@@ -22,12 +22,12 @@ from vnode.partition.machine.collective_times import (
     checked_groups,
     checked_pairs,
 )
-from vnode.partition.machine.description_checks import MOST_DEVICES, error_context, one_line, whole_number, wrong_value
+from vnode.partition.machine.description_checks import MOST_DEVICES, error_context, one_line, wrong_value
 from vnode.partition.machine.description_checks import nonempty_list as some
 from vnode.partition.machine.device_kind import Kind
 from vnode.partition.machine.machine_builders import Device, Link
 from vnode.partition.machine.machine_mesh import MachineMesh, lay_out_mesh
-from vnode.partition.machine.networks import Network, Resource, Switch
+from vnode.partition.machine.networks import Network, Switch
 from vnode.partition.machine.torus import Torus
 from vnode.show.drawable import Drawn
 from vnode.show.page import Cell, Column, Page, Table
@@ -238,39 +238,8 @@ class Machine(Drawn):
         return Fabric(self.networks)
 
     @functools.cached_property
-    def _routes(self) -> Callable[..., Cost]:
-        return functools.cache(self._fabric.route)
-
-    @functools.cached_property
     def _collectives(self) -> Callable[..., Cost]:
         return functools.cache(self._fabric.collective)
-
-    @property
-    def resources(self) -> tuple[Resource, ...]:
-        """All links, each in one direction. Their number is their position in this sequence."""
-        return self._fabric.resources
-
-    def route(self, source: int, target: int) -> Cost:
-        """The cost of a transfer between two devices.
-
-        Args:
-          source: the number of the sender.
-          target: the number of the receiver; a transfer to the sender itself takes no time.
-
-        Returns:
-          The cost. The slowest link on the route sets the time per byte; the transfer occupies all links for its time.
-
-        Raises:
-          MachineError: there is no such device.
-
-        Example:
-          >>> machine = Machine.gpus("h100-sxm", hosts=2)
-          >>> [machine.resources[r].name for r in machine.route(0, 9).resources]
-          ['InfiniBand: out of 0', 'InfiniBand: into 9']
-        """
-        for place, device in (("source", source), ("target", target)):
-            whole_number(device, place, "the number of a device", 0, len(self.devices) - 1)
-        return self._routes(source, target)
 
     def collective(
         self,

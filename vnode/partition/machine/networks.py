@@ -2,12 +2,11 @@
 
 Knows ports, links, their bandwidth and latency. Must not know kinds of devices, or other networks of a machine.
 
-A network gives three figures. The *route* of a transfer between two devices is the resources that it occupies; a
-resource is a link in one direction, which carries one transfer at a time. The cost of a *ring* over some of its devices
-is the cost of an all-gather, from which reduce-scatter and all-reduce follow. The cost of an *exchange* is the cost of
-an all-to-all.
+A network gives three figures. The *route* of a transfer between two devices is the links that it occupies, by number;
+each is a link in one direction. The cost of a *ring* over some of its devices is the cost of an all-gather, from which
+reduce-scatter and all-reduce follow. The cost of an *exchange* is the cost of an all-to-all.
 
-The last two are a latency and loads: the fraction of the array that each resource carries. The caller adds the loads of
+The last two are a latency and loads: the fraction of the array that each link carries. The caller adds the loads of
 groups of devices that work at the same time.
 """
 
@@ -16,7 +15,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -28,22 +26,6 @@ from vnode.partition.machine.description_checks import (
     one_line,
     positive_number,
 )
-from vnode.show.units import number_range
-
-
-@dataclasses.dataclass(frozen=True)
-class Resource:
-    """A link in one direction; it carries one transfer at a time.
-
-    Attributes:
-      name: the name in reports.
-      bandwidth: bytes a second.
-      latency: seconds of a transfer without bytes.
-    """
-
-    name: str
-    bandwidth: float
-    latency: float
 
 
 @dataclasses.dataclass
@@ -52,25 +34,25 @@ class Phase:
 
     Attributes:
       latency: seconds without any bytes.
-      loads: for each number of a resource the fraction of the array's bytes that it carries.
+      loads: for each link the fraction of the array's bytes that it carries.
     """
 
     latency: float = 0.0
-    loads: dict[int, float] = dataclasses.field(default_factory=dict)
+    loads: dict[Any, float] = dataclasses.field(default_factory=dict)
 
-    def add(self, resources: Iterable[int], share: float) -> None:
-        """Adds a share of the array to what some resources carry."""
-        for resource in resources:
-            self.loads[resource] = self.loads.get(resource, 0.0) + share
+    def add(self, links: Iterable[Any], share: float) -> None:
+        """Adds a share of the array to what some links carry."""
+        for link in links:
+            self.loads[link] = self.loads.get(link, 0.0) + share
 
-    def join(self, other: Phase, first: int = 0, share: float = 1.0) -> None:
-        """Adds a phase of other devices at the same time, of a network whose first resource has the number `first`."""
+    def join(self, other: Phase, network: int | None = None, share: float = 1.0) -> None:
+        """Adds a phase of other devices at the same time; its links are those of a network, if its number is given."""
         self.latency = max(self.latency, other.latency)
-        for resource, fraction in other.loads.items():
-            self.add((first + resource,), fraction * share)
+        for link, fraction in other.loads.items():
+            self.add((link if network is None else (network, link),), fraction * share)
 
 
-def ring(group: Sequence[int], route: Callable[[int, int], tuple[float, Sequence[int]]]) -> Phase:
+def ring(group: Sequence[int], route: Callable[[int, int], tuple[float, Sequence[Any]]]) -> Phase:
     """An all-gather around the devices in their order: p - 1 steps, each of which sends a p-th part on.
 
     Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005:
@@ -78,13 +60,13 @@ def ring(group: Sequence[int], route: Callable[[int, int], tuple[float, Sequence
 
     Args:
       group: the devices.
-      route: gives the latency and the resources of a transfer between two devices.
+      route: gives the latency and the links of a transfer between two devices.
     """
     steps, found = len(group) - 1, Phase()
     for source, target in zip(group, (*group[1:], group[0]), strict=True):
-        latency, resources = route(source, target)
+        latency, links = route(source, target)
         found.latency = max(found.latency, steps * latency)
-        found.add(resources, steps / len(group))
+        found.add(links, steps / len(group))
     return found
 
 
@@ -92,20 +74,17 @@ class Network(abc.ABC):
     """A network that joins some devices."""
 
     name: str
+    bandwidth: float
+    latency: float
 
     @property
     @abc.abstractmethod
     def members(self) -> frozenset[int]:
         """The devices that it joins."""
 
-    @property
-    @abc.abstractmethod
-    def resources(self) -> tuple[Resource, ...]:
-        """Its links, by number."""
-
     @abc.abstractmethod
     def route(self, source: int, target: int) -> tuple[int, ...]:
-        """The resources between two different devices, in the order of travel."""
+        """The links between two different devices, in the order of travel."""
 
     def gather(self, group: Sequence[int]) -> tuple[Phase, ...]:
         """The phases of an all-gather over some of its devices; a ring, unless the network has a faster way."""
@@ -113,7 +92,7 @@ class Network(abc.ABC):
 
     def delay(self, source: int, target: int) -> float:
         """Seconds of a transfer without bytes between two devices."""
-        return sum(self.resources[r].latency for r in self.route(source, target))
+        return self.latency
 
     def exchange(self, parts: Sequence[Sequence[int]]) -> Phase:
         """Each device sends each device of the other parts one unit of bytes.
@@ -148,8 +127,8 @@ class Switch(Network):
 
     Example:
       >>> network = Switch("Ethernet", ((0, 1), (2, 3)), bandwidth=12.5e9, latency=1e-5)
-      >>> [network.resources[r].name for r in network.route(1, 2)]
-      ['Ethernet: out of 0-1', 'Ethernet: into 2-3']
+      >>> network.route(1, 2)  # out of the first port, into the second
+      (0, 3)
     """
 
     name: str
@@ -175,15 +154,6 @@ class Switch(Network):
     def _port(self) -> dict[int, int]:
         return {device: i for i, port in enumerate(self.ports) for device in port}
 
-    @functools.cached_property
-    def resources(self) -> tuple[Resource, ...]:
-        """For each port the direction out, which has the latency, and the direction in."""
-        found = list[Resource]()
-        for port in self.ports:
-            found.append(Resource(f"{self.name}: out of {ranges_text(port)}", self.bandwidth, self.latency))
-            found.append(Resource(f"{self.name}: into {ranges_text(port)}", self.bandwidth, 0.0))
-        return tuple(found)
-
     def route(self, source: int, target: int) -> tuple[int, ...]:
         """The source's port out and the target's port in; devices may share a port."""
         return 2 * self._port[source], 2 * self._port[target] + 1
@@ -203,13 +173,3 @@ def check_network(network: Any) -> None:
     one_line(network.name, "name")
     object.__setattr__(network, "bandwidth", positive_number(network.bandwidth, "bandwidth", "bytes a second"))
     object.__setattr__(network, "latency", positive_number(network.latency, "latency", "seconds", SLOWEST, zero=True))
-
-
-def ranges_text(numbers: Sequence[int]) -> str:
-    """Numbers as text, consecutive ones as ranges.
-
-    >>> ranges_text([0, 1, 2, 5, 7, 8])
-    '0-2, 5, 7-8'
-    """
-    runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    return ", ".join(number_range(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs))

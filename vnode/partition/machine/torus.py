@@ -26,7 +26,7 @@ from vnode.partition.machine.description_checks import (
     whole_number,
     wrong_value,
 )
-from vnode.partition.machine.networks import Network, Phase, Resource, check_network
+from vnode.partition.machine.networks import Network, Phase, check_network
 
 Point = tuple[int, ...]
 
@@ -101,8 +101,8 @@ class Torus(Network):
 
     Example:
       >>> network = Torus("ICI", (Axis(4, wrap=True),), range(4), [(0,), (1,), (2,), (3,)], 45e9, 1e-6)
-      >>> [network.resources[r].name for r in network.route(0, 3)]
-      ['ICI: (0) to (3)']
+      >>> [list(network.links)[number] for number in network.route(0, 3)]
+      [((0,), 0, -1)]
     """
 
     name: str
@@ -142,7 +142,7 @@ class Torus(Network):
         return dict(zip(self.devices, self.points, strict=True))
 
     @functools.cached_property
-    def _links(self) -> dict[tuple[Point, int, int], int]:
+    def links(self) -> dict[tuple[Point, int, int], int]:
         """Numbers of the links out of a point along an axis, upwards (1) or downwards (-1)."""
         found = dict[tuple[Point, int, int], int]()
         for place in itertools.product(*(range(axis.size) for axis in self.axes)):
@@ -151,15 +151,6 @@ class Torus(Network):
                     if axis.size > 1 and (axis.wrap or 0 <= place[i] + way < axis.size):
                         found[place, i, way] = len(found)
         return found
-
-    @functools.cached_property
-    def resources(self) -> tuple[Resource, ...]:
-        """A link from every point to each of its neighbours."""
-
-        def name(place: Point, axis: int, way: int) -> str:
-            return f"{self.name}: {point_text(place)} to {point_text(self._step(place, axis, way))}"
-
-        return tuple(Resource(name(*link), self.bandwidth, self.latency) for link in self._links)
 
     def _step(self, place: Point, axis: int, way: int) -> Point:
         return (*place[:axis], (place[axis] + way) % self.axes[axis].size, *place[axis + 1 :])
@@ -173,9 +164,13 @@ class Torus(Network):
                 distance -= axis.size if distance > 0 else -axis.size
             for _ in range(abs(distance)):
                 way = 1 if distance > 0 else -1
-                found.append(self._links[here, i, way])
+                found.append(self.links[here, i, way])
                 here = self._step(here, i, way)
         return tuple(found)
+
+    def delay(self, source: int, target: int) -> float:
+        """Seconds of a transfer without bytes: that of all links on the route."""
+        return sum(self.latency for _ in self.route(source, target))
 
     def gather(self, group: Sequence[int]) -> tuple[Phase, ...]:
         """The phases of an all-gather along the axes of a box, in as many pieces as axes; else a ring."""
@@ -231,8 +226,8 @@ class Torus(Network):
                 for k in range(walk.stride):
                     low = (walk.start + i * walk.stride + k) % size
                     here = (*place[: walk.axis], low, *place[walk.axis + 1 :])
-                    found.add([self._links[here, walk.axis, 1]], above)
-                    found.add([self._links[self._step(here, walk.axis, 1), walk.axis, -1]], below)
+                    found.add([self.links[here, walk.axis, 1]], above)
+                    found.add([self.links[self._step(here, walk.axis, 1), walk.axis, -1]], below)
         return found
 
 
@@ -245,8 +240,3 @@ def point(value: Any, axes: Sequence[Axis], place: str) -> Point:
     return tuple(
         whole_number(n, f"{place}[{i}]", "a place along the axis", 0, a.size - 1) for i, (n, a) in enumerate(found)
     )
-
-
-def point_text(place: Point) -> str:
-    """A point as text."""
-    return f"({', '.join(map(str, place))})"

@@ -249,7 +249,7 @@ def double_machine(machine: Machine) -> Machine:
     hosts = 1 + max(device.host for device in machine.devices)
     devices = (*machine.devices, *(Device(device.kind, device.host + hosts) for device in machine.devices))
     kind = machine.devices[0].kind
-    bandwidth = min((each.bandwidth for each in machine.resources), default=kind.host_bandwidth)
-    latency = max((each.latency for each in machine.resources), default=kind.host_latency)
+    bandwidth = min((each.bandwidth for each in machine.networks), default=kind.host_bandwidth)
+    latency = max((each.latency for each in machine.networks), default=kind.host_latency)
     network = Link("slowest", bandwidth, latency).network(hosts_of(devices))
     return Machine(f"2 x ({machine.name})", devices, (network,))

@@ -152,14 +152,14 @@ class ReplicaCost(Estimate):
     """A cost model for a replica's program, collectives across replicas included; its mesh has the nodes' axis."""
 
     def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
-        """See `vnode.partition.searches.CostModel`; sums and gathers across replicas take an exchange."""
+        """See `Estimate`; sums and gathers across replicas take an exchange."""
         kind = EXCHANGES.get(eqn.primitive)
         if kind is None:
             return super().compute_time(eqn, choice)
         if NODES not in self.axes:
             return 0.0
         held = nbytes(choice.results[0], eqn.outvars[0], self.axes)
-        return self._seconds(Transfer(kind, (NODES,), held, self.axes[NODES]))
+        return self.seconds(Transfer(kind, (NODES,), held, self.axes[NODES]))
 
 
 def predict(

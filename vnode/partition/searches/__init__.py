@@ -6,13 +6,12 @@ from vnode.partition.searches.experts import experts
 from vnode.partition.searches.flexflow_walk import metropolis
 from vnode.partition.searches.ilp_formulation import Search, as_problem
 from vnode.partition.searches.problem import Edge, Problem
-from vnode.partition.searches.search_costs import CostModel, Estimate
+from vnode.partition.searches.search_costs import Estimate
 from vnode.partition.searches.simulated_cost import Simulated
 from vnode.partition.searches.solution import Solution
 from vnode.partition.searches.tofu_bisection import bisection
 
 __all__ = [
-    "CostModel",
     "Edge",
     "Estimate",
     "Problem",

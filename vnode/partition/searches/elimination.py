@@ -32,15 +32,13 @@ class Bucket:
     Attributes:
       operator: the operator that is eliminated.
       scope: the operators of the table, in order; `operator` is one of them.
-      edges: the numbers of the edges in the table.
-      messages: the numbers of the earlier buckets whose results are in the table.
+      parts: the numbers of the tables in it: of edges, then of the results of earlier buckets.
       share: the share of the operator's own times that is in the table.
     """
 
     operator: int
     scope: Scope
-    edges: tuple[int, ...]
-    messages: tuple[int, ...]
+    parts: tuple[int, ...]
     share: float
 
     @property
@@ -56,7 +54,6 @@ class Elimination:
       sizes: the number of strategies of each operator.
       edges: the edges between operators.
       entries: the most entries of a table.
-      order: the order of elimination; by default the next operator is the one whose table is smallest.
 
     Example:
       >>> chain = Elimination([2, 2], [Edge(0, 1, np.array([[0.0, 3.0], [3.0, 0.0]]))])
@@ -64,89 +61,53 @@ class Elimination:
       (4.0, array([1, 1]))
     """
 
-    def __init__(
-        self, sizes: Sequence[int], edges: Sequence[Edge], entries: int = ENTRIES, order: Sequence[int] | None = None
-    ) -> None:
-        self.sizes, self.edges = sizes, edges
-        self.order = list(smallest_first(sizes, edges) if order is None else order)
+    def __init__(self, sizes: Sequence[int], edges: Sequence[Edge], entries: int = ENTRIES) -> None:
+        self.sizes, self.edges = sizes, len(edges)
+        self.scopes: list[Scope] = [tuple(i for i in (e.start, e.end) if sizes[i] > 1) for e in edges]
+        self.tables = [e.seconds.reshape([sizes[i] for i in s]) for e, s in zip(edges, self.scopes, strict=True)]
+        self.order = smallest_first(sizes, edges)
         self.buckets: list[Bucket] = []
-        self.of: list[list[int]] = [[] for _ in sizes]
+        self.of: list[list[Bucket]] = [[] for _ in sizes]
         self._fill(entries)
         self.exact = all(len(several) == 1 for several in self.of)
         """Whether no operator's tables were divided, so that the bound is the least cost."""
 
     def _fill(self, entries: int) -> None:
-        waiting: dict[tuple[str, int], Scope] = {
-            ("edge", k): scope for k in range(len(self.edges)) if (scope := self._open(k))
-        }
-        holding: list[dict[tuple[str, int], None]] = [{} for _ in self.sizes]
-        for key, scope in waiting.items():
+        holding: list[dict[int, None]] = [{} for _ in self.sizes]  # the tables that each operator is still in
+        for number, scope in enumerate(self.scopes):
             for i in scope:
-                holding[i][key] = None
+                holding[i][number] = None
         for v in self.order:
-            groups: list[tuple[set[int], list[tuple[str, int]]]] = []
-            for key in sorted(holding[v], key=lambda key: -len(waiting[key])):
-                scope = waiting[key]
+            groups: list[tuple[set[int], list[int]]] = []
+            for number in sorted(holding[v], key=lambda number: -len(self.scopes[number])):
+                scope = self.scopes[number]
                 for union, members in groups:
                     if math.prod(self.sizes[i] for i in union.union(scope)) <= entries:
                         union.update(scope)
-                        members.append(key)
+                        members.append(number)
                         break
                 else:
-                    groups.append(({v, *scope}, [key]))
+                    groups.append(({v, *scope}, [number]))
             for union, members in groups or [({v}, [])]:
-                bucket = Bucket(
-                    v,
-                    tuple(sorted(union)),
-                    tuple(k for kind, k in members if kind == "edge"),
-                    tuple(k for kind, k in members if kind == "message"),
-                    1 / max(len(groups), 1),
-                )
-                for key in members:
-                    for i in waiting.pop(key):
-                        holding[i].pop(key)
-                key = ("message", len(self.buckets))
-                self.of[v].append(len(self.buckets))
+                parts = sorted(members, key=lambda number: number >= self.edges)
+                bucket = Bucket(v, tuple(sorted(union)), tuple(parts), 1 / max(len(groups), 1))
+                for number in members:
+                    for i in self.scopes[number]:
+                        holding[i].pop(number)
+                for i in bucket.rest:
+                    holding[i][len(self.scopes)] = None
+                self.of[v].append(bucket)
                 self.buckets.append(bucket)
-                if bucket.rest:
-                    waiting[key] = bucket.rest
-                    for i in bucket.rest:
-                        holding[i][key] = None
+                self.scopes.append(bucket.rest)
 
-    def _spread(self, table: Array, scope: Scope, within: Scope) -> Array:
-        """A table over some operators, broadcast over more."""
-        return table.reshape([self.sizes[i] if i in scope else 1 for i in within])
-
-    def _table(self, bucket: Bucket, times: Sequence[Array], messages: Sequence[Array | None]) -> Array:
-        own = self._spread(times[bucket.operator] * bucket.share, (bucket.operator,), bucket.scope)
-        parts = [self._spread(self.edges[k].seconds, self._open(k), bucket.scope) for k in bucket.edges]
-        for k in bucket.messages:
-            message = messages[k]
-            assert message is not None
-            parts.append(self._spread(message, self.buckets[k].rest, bucket.scope))
-        table = np.zeros([self.sizes[i] for i in bucket.scope])
-        for part in sorted([own, *parts], key=lambda part: part.size):
-            table += part
-        return table
-
-    def _ends(self, k: int) -> Scope:
-        return self.edges[k].start, self.edges[k].end
-
-    def _open(self, k: int) -> Scope:
-        """The operators of an edge that have more than one strategy."""
-        return tuple(i for i in self._ends(k) if self.sizes[i] > 1)
-
-    def _messages(self, times: Sequence[Array], pause: Callable[[], None]) -> list[Array]:
-        messages: list[Array] = []
-        for bucket in self.buckets:
-            table = self._table(bucket, times, messages)
-            messages.append(table.min(axis=bucket.scope.index(bucket.operator)))
-            pause()
-        return messages
-
-    def _bound(self, messages: Sequence[Array]) -> float:
-        total = sum(float(m) for m, bucket in zip(messages, self.buckets, strict=True) if not bucket.rest)
-        return total + sum(float(e.seconds[0, 0]) for k, e in enumerate(self.edges) if not self._open(k))
+    def _table(self, bucket: Bucket, times: Sequence[Array], tables: Sequence[Array]) -> Array:
+        """The sum of a bucket's tables, each broadcast over all its operators."""
+        several = [(times[bucket.operator] * bucket.share, (bucket.operator,))]
+        several += [(tables[number], self.scopes[number]) for number in bucket.parts]
+        total = np.zeros([self.sizes[i] for i in bucket.scope])
+        for table, scope in sorted(several, key=lambda each: each[0].size):
+            total += table.reshape([self.sizes[i] if i in scope else 1 for i in bucket.scope])
+        return total
 
     def least(self, times: Sequence[Array], pause: Callable[[], None] = lambda: None) -> tuple[float, Array]:
         """The least cost, and an assignment.
@@ -158,20 +119,16 @@ class Elimination:
         Returns:
           A lower bound of the cost, and an assignment. If `exact`, the assignment is the best one and has that cost.
         """
-        messages = self._messages(times, pause)
-        bound = self._bound(messages)
+        tables = [*self.tables]
+        for bucket in self.buckets:
+            tables.append(self._table(bucket, times, tables).min(axis=bucket.scope.index(bucket.operator)))
+            pause()
+        bound = sum(float(table) for table, scope in zip(tables, self.scopes, strict=True) if not scope)
         chosen = np.zeros(len(self.sizes), np.int64)
         for v in reversed(self.order):
             total = times[v].copy()
-            for k in self.of[v]:
-                bucket = self.buckets[k]
-                for e in bucket.edges:
-                    a, b = self._ends(e)
-                    seconds = self.edges[e].seconds
-                    total += seconds[:, chosen[b]] if a == v else seconds[chosen[a]]
-                for m in bucket.messages:
-                    where = tuple(slice(None) if i == v else chosen[i] for i in self.buckets[m].rest)
-                    total += messages[m][where]
+            for number in (number for bucket in self.of[v] for number in bucket.parts):
+                total += tables[number][tuple(slice(None) if i == v else chosen[i] for i in self.scopes[number])]
             chosen[v] = total.argmin()
         return bound, chosen
 

@@ -13,64 +13,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from vnode.errors import SearchError
-from vnode.partition.searches.problem import SLACK, Array, Edge, Problem
+from vnode.partition.searches.problem import SLACK, Array, Cost, Problem
 from vnode.partition.searches.solution import Solution, Watch, run_search
 
 COLD = 20.0
 """The default of `beta`, per operator."""
-
-
-class Walk(Protocol):
-    """The cost of an assignment, one change after another."""
-
-    def __call__(self, strategies: Array) -> float:
-        """The seconds of an assignment."""
-        ...
-
-    def start(self, strategies: Array) -> float:
-        """Starts from an assignment; returns its seconds."""
-        ...
-
-    def changed(self, operator: int, strategy: int) -> float:
-        """The seconds if one operator had another strategy."""
-        ...
-
-    def take(self) -> None:
-        """Accepts the last change."""
-        ...
-
-
-class LocalCost:
-    """The problem's own cost: a change updates the terms of one operator and its edges."""
-
-    def __init__(self, problem: Problem) -> None:
-        tables = [*problem.seconds, *(edge.seconds for edge in problem.edges)]
-        never = 1e3 * (sum(each[np.isfinite(each)].sum() for each in tables) + 1.0)  # more than any assignment costs
-        finite = [np.where(np.isfinite(each), each, never) for each in tables]
-        moves = zip(problem.edges, finite[problem.operators :], strict=True)
-        edges = tuple(Edge(edge.start, edge.end, seconds) for edge, seconds in moves)
-        self.problem = Problem(tuple(finite[: problem.operators]), edges)
-
-    def start(self, strategies: Array) -> float:
-        """See `Walk`."""
-        self.chosen, self.total = strategies.copy(), self.problem.cost(strategies)
-        return self.total
-
-    def changed(self, operator: int, strategy: int) -> float:
-        """See `Walk`."""
-        times = self.problem.marginal(operator, self.chosen)
-        self.last = operator, strategy, self.total + float(times[strategy] - times[self.chosen[operator]])
-        return self.last[2]
-
-    def take(self) -> None:
-        """See `Walk`."""
-        operator, strategy, self.total = self.last
-        self.chosen[operator] = strategy
 
 
 def metropolis(
@@ -81,7 +32,7 @@ def metropolis(
     proposals: int = 100_000,
     beta: float | None = None,
     seed: int = 0,
-    cost: Walk | None = None,
+    cost: Cost | None = None,
     candidates: Sequence[Sequence[int] | Array] = (),
     budget: float = math.inf,
 ) -> Solution:
@@ -114,13 +65,12 @@ def metropolis(
         raise SearchError("proposals, random_starts and beta must be 0 or more")
     rng = random.Random(seed)
     given = [problem.checked(each) for each in starts]
-    of = LocalCost(problem) if cost is None else cost
     cold = COLD * max(problem.operators, 1) if beta is None else beta
 
     def body(watch: Watch) -> str:
         drawn = [np.array([rng.randrange(n) for n in problem.sizes], np.int64) for _ in range(random_starts)]
         for start in [*given, *drawn]:
-            walk_from(problem, of, start, cold, proposals, rng, watch)
+            walk_from(problem, start, cold, proposals, rng, watch)
             if watch.left < 0:
                 return f"budget of {budget:g} s spent"
         return ""
@@ -129,9 +79,7 @@ def metropolis(
     return run_search(problem, "Metropolis", body, candidates=everyone, cost=cost, budget=budget)
 
 
-def walk_from(
-    problem: Problem, of: Walk | LocalCost, start: Array, beta: float, proposals: int, rng: random.Random, watch: Watch
-) -> None:
+def walk_from(problem: Problem, start: Array, beta: float, proposals: int, rng: random.Random, watch: Watch) -> None:
     """Walks from one start, and offers each assignment that is the best so far and fits."""
     limit = problem.limit * (1 + SLACK)
 
@@ -139,14 +87,14 @@ def walk_from(
         return float(np.maximum(used - limit, 0).sum())
 
     movable = [i for i, n in enumerate(problem.sizes) if n > 1]
-    chosen, now = start.copy(), of.start(start)
+    chosen, now = start.copy(), watch.of(start)
     unit = now if 0 < now < math.inf else 1.0
     used = problem.footprints(start[None])[0]
     above, best, since = excess(used), math.inf, 0
     for _ in range(proposals + 1):
         if not above and now < best:
             best, since = now, 0
-            watch.offer(chosen)
+            watch.offer(chosen, now)
         since += 1
         if not movable or since > max(proposals // 2, 1) or watch.left < 0:
             break
@@ -157,7 +105,8 @@ def walk_from(
         if more > above:
             continue
         watch.evaluations += 1
-        new = of.changed(i, s)
+        changed = chosen.copy()
+        changed[i] = s
+        new = watch.of(changed)
         if more < above or new <= now or rng.random() < math.exp(beta * (now - new) / unit):
-            of.take()
-            chosen[i], now, used, above = s, new, after, more
+            chosen, now, used, above = changed, new, after, more

@@ -25,7 +25,7 @@ from vnode.partition.searches.coarsen import clusters
 from vnode.partition.searches.flattened_program import FlatProgram, Link, flatten, readers
 from vnode.partition.searches.problem import Array, Edge, Problem
 from vnode.partition.searches.problem_memory import DecidedBy, points_of, spans_of
-from vnode.partition.searches.search_costs import CostModel
+from vnode.partition.searches.search_costs import Estimate
 from vnode.partition.searches.strategies import Cluster, Strategies, asked_by_path, axis_picks
 from vnode.spmd.layout import Axes, Layout, cut_of, replicated
 from vnode.spmd.resharding import is_even
@@ -149,7 +149,7 @@ class Search:
 def as_problem(
     program: Program,
     axes: Axes,
-    model: CostModel,
+    model: Estimate,
     *,
     carried: Mapping[int, int] | None = None,
     memory: float = math.inf,
@@ -200,7 +200,7 @@ class _Builder:
         self,
         program: Program,
         axes: Axes,
-        model: CostModel,
+        model: Estimate,
         carried: Mapping[int, int],
         fixed: Mapping[int, Layout],
         together: Sequence[Sequence[int]],

@@ -119,15 +119,6 @@ class Problem:
             return np.zeros(0)
         return np.sum([each.max(axis=1) for each in self.memory], axis=0)
 
-    @functools.cached_property
-    def neighbours(self) -> tuple[tuple[tuple[int, Array], ...], ...]:
-        """For each operator its neighbours, with the edge's times ``[own strategy, the neighbour's]``."""
-        found: list[list[tuple[int, Array]]] = [[] for _ in self.seconds]
-        for edge in self.edges:
-            found[edge.start].append((edge.end, edge.seconds))
-            found[edge.end].append((edge.start, np.ascontiguousarray(edge.seconds.T)))
-        return tuple(map(tuple, found))
-
     def costs(self, strategies: Array) -> Array:
         """Seconds of several assignments, int ``[assignments, operators]``: float64 ``[assignments]``."""
         chosen = np.asarray(strategies)
@@ -157,13 +148,6 @@ class Problem:
     def fits(self, strategies: Sequence[int] | Array) -> bool:
         """Whether an assignment stays within the memory limit."""
         return self.footprint(strategies) <= self.limit * (1 + SLACK)
-
-    def marginal(self, operator: int, strategies: Array) -> Array:
-        """The cost of each strategy of one operator with its edges, float64 ``[strategies]``, if the others stay."""
-        total = self.seconds[operator].copy()
-        for other, seconds in self.neighbours[operator]:
-            total += seconds[:, strategies[other]]
-        return total
 
     def restricted(self, kept: Sequence[Array]) -> Problem:
         """The problem with some of the strategies, given as positions for each operator."""

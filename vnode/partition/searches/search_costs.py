@@ -9,9 +9,8 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
@@ -24,22 +23,6 @@ from vnode.spmd.layout import Axes, Cut, Layout, count
 from vnode.spmd.op_sharding import OpSharding, itemsize
 from vnode.spmd.resharding import plan_resharding
 from vnode.spmd.resharding_collectives import needed_neighbours
-
-
-class CostModel(Protocol):
-    """The cost of equations and moves on one device of a mesh."""
-
-    def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
-        """Seconds of a device's copy of an equation, including fetching its neighbours' parts of operands."""
-        ...
-
-    def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
-        """Seconds of bringing a value from one layout to another."""
-        ...
-
-    def bytes(self, layout: Layout, shape: Sequence[int], dtype: Any) -> float:
-        """Bytes of one device's part of a value."""
-        ...
 
 
 class Estimate:
@@ -59,10 +42,10 @@ class Estimate:
     Example:
       >>> from vnode.spmd.layout import Cut, replicated
       >>> model = Estimate(Machine.tpu("v5e:2x4"), {"x": 2, "y": 4})
-      >>> model.bytes(Layout((Cut(("y",), 1, 8), None)), (8, 3), "float32")
+      >>> model.bytes(Layout((Cut(("y",), 1, 8), None)), (8, 3), np.dtype("float32"))
       24.0
       >>> rows = Layout((Cut(("y",), 1, 8), None))
-      >>> model.move_time(replicated(2), rows, (8, 3), "float32")  # a device cuts its own copy in no time
+      >>> model.move_time(replicated(2), rows, (8, 3), np.dtype("float32"))  # a device cuts its own copy in no time
       0.0
     """
 
@@ -75,11 +58,11 @@ class Estimate:
         self.times, self.platform = times or Times(), platform
         self._roofline = self.times.is_roofline
         self._slowest: dict[Any, float] = {}
-        self._transfers = functools.cache(self._ask)
+        self._costs = functools.cache(lambda transfer: transfer.cost(self.machine, self.mesh))
 
     def compute_time(self, eqn: JaxprEqn, choice: OpSharding) -> float:
-        """See `CostModel`."""
-        return self._kernel(eqn, choice) + sum(self._seconds(each) for each in fetched(eqn, choice, self.axes))
+        """Seconds of a device's copy of an equation, including fetching its neighbours' parts of operands."""
+        return self._kernel(eqn, choice) + sum(map(self.seconds, fetched(eqn, choice, self.axes)))
 
     def _kernel(self, eqn: JaxprEqn, choice: OpSharding) -> float:
         cost = copy_cost(eqn, choice)
@@ -97,23 +80,20 @@ class Estimate:
         return self._slowest[key]
 
     def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
-        """The seconds of the route's collectives, one after another."""
-        return sum(map(self._seconds, self.transfers(start, end, shape, dtype)), 0.0)
+        """Seconds of bringing a value from one layout to another: the route's collectives, one after another."""
+        return sum(map(self.seconds, self.transfers(start, end, shape, dtype)), 0.0)
 
     def transfers(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> tuple[Transfer, ...]:
         """The collectives that bring a value from one layout to another."""
-        return transfers_of_route(plan_resharding(start, end, shape, self.axes, dtype), _size(dtype), self.axes)
+        return transfers_of_route(plan_resharding(start, end, shape, self.axes, dtype), itemsize(dtype), self.axes)
 
-    def _seconds(self, transfer: Transfer) -> float:
-        cost = self._transfers(transfer.kind, transfer.axes, transfer.devices, transfer.pairs, transfer.among)
-        return cost.seconds(transfer.bytes)
-
-    def _ask(self, name: str, axes: tuple[str, ...], devices: int, pairs: Any, among: Any) -> Any:
-        return Transfer(name, axes, 0, devices, pairs, among).cost(self.machine, self.mesh)
+    def seconds(self, transfer: Transfer) -> float:
+        """Seconds of a collective."""
+        return self._costs(dataclasses.replace(transfer, bytes=0)).seconds(transfer.bytes)
 
     def bytes(self, layout: Layout, shape: Sequence[int], dtype: Any) -> float:
         """The elements of a device's array, times their size."""
-        return float(math.prod(layout.local_shape(shape, self.axes)) * _size(dtype))
+        return float(math.prod(layout.local_shape(shape, self.axes)) * itemsize(dtype))
 
 
 def copy_cost(eqn: JaxprEqn, choice: OpSharding) -> Cost:
@@ -169,7 +149,3 @@ def fetched(eqn: JaxprEqn, choice: OpSharding, axes: Axes) -> list[Transfer]:
                 devices = count(way.axes, axes)
                 sent.append(Transfer("all-gather", way.axes, ends * devices, devices))
     return sent
-
-
-def _size(dtype: Any) -> int:
-    return itemsize(jnp.dtype(dtype) if isinstance(dtype, str) else dtype)

@@ -11,7 +11,6 @@ As FlexFlow's, a walk simulates again only what a change of one operator affects
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -51,6 +50,7 @@ class Simulated:
 
     def __init__(self, search: Search) -> None:
         self.search = search
+        self._recent: list[tuple[Array, tuple[list[int], list[int]]]] = []  # entries, and the times of their tasks
         self.resource: list[int] = []
         self._tables: list[Array] = []  # the seconds of each task for each pair of strategies of its two places
         self._places: list[tuple[int, int]] = []
@@ -120,42 +120,21 @@ class Simulated:
         return self._seconds[self._entries(strategies)]
 
     def __call__(self, strategies: Array) -> float:
-        """The seconds of an assignment; infinite if it is impossible."""
-        return self._simulate(_State(strategies, self._entries(strategies)))
+        """The seconds of an assignment; infinite if it is impossible.
 
-    def start(self, strategies: Array) -> float:
-        """See `vnode.partition.searches.flexflow_walk.Walk`."""
-        self._state = _State(strategies.copy(), self._entries(strategies))
-        return self._simulate(self._state)
-
-    def changed(self, operator: int, strategy: int) -> float:
-        """See `vnode.partition.searches.flexflow_walk.Walk`: simulates again only from the first changed task on."""
-        strategies = self._state.strategies.copy()
-        strategies[operator] = strategy
-        self._last = _State(strategies, self._entries(strategies))
-        return self._simulate(self._last, self._state)
-
-    def take(self) -> None:
-        """See `vnode.partition.searches.flexflow_walk.Walk`."""
-        self._state = self._last
-
-    def _simulate(self, state: _State, before: _State | None = None) -> float:
-        if not np.isfinite(self._seconds[state.entries]).all():
+        Simulates again only from the first task on that differs from the nearer one of two recent assignments: the one
+        that a walk is at, and the change that it tried last.
+        """
+        entries = self._entries(strategies)
+        if not np.isfinite(self._seconds[entries]).all():
             return math.inf
-        known, since = ((), ()), 0
-        if before is not None and before.times[0]:
-            known = before.times
-            different = np.flatnonzero(state.entries != before.entries).tolist()
-            since = min((known[0][task] for task in different), default=LONGEST)
-        duration, on = self._duration[state.entries].tolist(), self._on[state.entries].tolist()
-        state.times = serve(duration, on, self._followers, 2, known, since)
-        return max(state.times[1], default=0) / SECOND
-
-
-@dataclasses.dataclass(eq=False)
-class _State:
-    """An assignment, the entry of each task in the tables, and the times at which tasks are ready and end."""
-
-    strategies: Array
-    entries: Array
-    times: tuple[Sequence[int], Sequence[int]] = ((), ())
+        near, known, since = [], ((), ()), -1
+        for before, times in self._recent:
+            different = np.flatnonzero(entries != before).tolist()
+            first = min((times[0][task] for task in different), default=LONGEST)
+            if first > since:
+                near, known, since = [(before, times)], times, first
+        duration, on = self._duration[entries].tolist(), self._on[entries].tolist()
+        times = serve(duration, on, self._followers, 2, known, since)
+        self._recent = [*near, (entries, times)]
+        return max(times[1], default=0) / SECOND

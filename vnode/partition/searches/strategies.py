@@ -21,7 +21,7 @@ from jax.extend.core import Literal, Var
 from vnode.operators import Free, Monoid, Shifted, kind
 from vnode.operators.splits import Lead, Split
 from vnode.partition.searches.flattened_program import FlatProgram, Node, size_of, variables
-from vnode.partition.searches.search_costs import CostModel
+from vnode.partition.searches.search_costs import Estimate
 from vnode.spmd.layout import Axes, Cut, Layout, cut_along, replicated
 from vnode.spmd.op_sharding import FactorSharding, OperandSharding, OpSharding, apply_shardings, reached_layouts
 from vnode.spmd.sharding_flow import Path, RequestedSharding
@@ -124,31 +124,30 @@ class Strategies:
       model: the cost of equations and moves.
     """
 
-    def __init__(self, program: FlatProgram, axes: Axes, model: CostModel) -> None:
+    def __init__(self, program: FlatProgram, axes: Axes, model: Estimate) -> None:
         self.program, self.axes, self.model = program, axes, model
         self._strategies: dict[Hashable, tuple[Strategy, ...]] = {}
         self._choices: dict[Hashable, EqnChoice | None] = {}
         self._kinds: dict[Hashable, int] = {}
-        self._known: dict[int, tuple[int, list[tuple[Hashable, Lead, Split]]]] = {}  # by the number of the node
         self._moves: dict[Hashable, float] = {}
-        self._ways: dict[int, list[tuple[Lead, Split]]] = {}
         self._met: dict[Hashable, int] = {}
 
     def cluster(self, numbers: Sequence[int]) -> Cluster:
         """A cluster of nodes, given by their numbers in program order."""
         nodes = [self.program.nodes[n] for n in numbers]
         shape = self.shape_of(nodes)
-        if len(nodes) == 1 and nodes[0].description is not None:
-            leads = self.ways_of(nodes[0], numbers[0])
-            shape = shape, tuple(lead for lead, _ in leads)
-            named = [self.program.factor(numbers[0], lead[0]) for lead, _ in leads]
+        own: list[tuple[Lead, Split]] = []  # of an equation that is a cluster of its own
+        if len(nodes) == 1:
+            own = self.ways_of(nodes[0], numbers[0])
+            shape = shape, tuple(lead for lead, _ in own)
+            named = [self.program.factor(numbers[0], lead[0]) for lead, _ in own]
         else:
-            named = [] if len(nodes) == 1 else self.dimensions(numbers)
+            named = self.dimensions(numbers)
         if self.adds_up(nodes):
             shape, named = (shape, PIECES), [*named, PIECES]
         options = axis_picks(len(named), len(self.axes))
         if shape not in self._strategies:
-            prepared = self.prepared(numbers, nodes, named)
+            prepared = self.prepared(numbers, nodes, named, own)
             self._strategies[shape] = tuple(self.strategy(prepared, named, option) for option in options)
         dimensions = tuple(tuple(None if p is None else named[p] for p in option) for option in options)
         return Cluster(tuple(numbers), self._strategies[shape], shape, dimensions)
@@ -187,17 +186,15 @@ class Strategies:
 
     def ways_of(self, node: Node, number: int) -> list[tuple[Lead, Split]]:
         """The ways to cut an equation along factors of at least the smallest axis's size, the largest factors first."""
-        if number in self._ways:
-            return self._ways[number]
         d = node.description
-        assert d is not None
+        if d is None:
+            return []
         least = min(self.axes.values(), default=1)
         several = [(lead, split) for lead, split in d.leads if max(d.sizes[f] for f in lead) >= least]
         several = [each for each in several if not isinstance(each[1], Shifted) or d.sizes[each[0][0]] > 1]
         order = {each[0]: self._order(self.program.factor(number, each[0][0])) for each in several}
         several.sort(key=lambda each: (-max(d.sizes[f] for f in each[0]), order[each[0]]))
-        self._ways[number] = several[: self.most_picks()]
-        return self._ways[number]
+        return several[: self.most_picks()]
 
     def _order(self, name: Hashable) -> int:
         """A rank of named dimensions that is the same for all equations: the order in which they were first met."""
@@ -216,19 +213,23 @@ class Strategies:
                         weight[name] = weight.get(name, 0.0) + size_of(var)
         return sorted(weight, key=lambda name: -weight[name])[: self.most_picks()]
 
-    def prepared(self, numbers: Sequence[int], nodes: Sequence[Node], named: Sequence[Hashable]) -> list[PreparedNode]:
-        """Prepares a cluster's nodes for all strategies."""
+    def prepared(
+        self,
+        numbers: Sequence[int],
+        nodes: Sequence[Node],
+        named: Sequence[Hashable],
+        own: Sequence[tuple[Lead, Split]],
+    ) -> list[PreparedNode]:
+        """Prepares a cluster's nodes for all strategies; `own` are the ways to cut a single equation."""
         places: dict[Var, int] = {}
         found = []
         for number, node in zip(numbers, nodes, strict=True):
-            of, several = self.known(number, node)
-            leads: list[tuple[Lead, Split] | None]
-            if len(nodes) == 1 and node.description is not None:
-                own = self.ways_of(node, number)
-                leads = [own[p] if p < len(own) else None for p in range(len(named))]
-            else:  # prefers free dimensions
-                by_name = {name: (lead, split) for name, lead, split in reversed(several)}
-                leads = [by_name.get(name) for name in named]
+            d, of = node.description, kind(node.eqn)
+            by_name: dict[Hashable, tuple[Lead, Split]] = {}
+            for lead, split in () if d is None else sorted(d.leads, key=lambda each: not isinstance(each[1], Free)):
+                if d is not None and d.sizes[lead[0]] > 1:  # prefers free dimensions
+                    by_name.setdefault(self.program.factor(number, lead[0]), (lead, split))
+            leads = (*own, *map(by_name.get, named[len(own) :]))
             operands = []
             for atom in node.eqn.invars:
                 if isinstance(atom, Literal):
@@ -238,7 +239,8 @@ class Strategies:
             for var in node.eqn.outvars:
                 places[var] = len(places)
             results = tuple(places[var] for var in node.eqn.outvars)
-            found.append(PreparedNode(node, of, tuple(leads), tuple(operands), results))
+            of = self._kinds.setdefault(("alone", number) if of is None else of, len(self._kinds))
+            found.append(PreparedNode(node, of, leads, tuple(operands), results))
         return found
 
     def strategy(self, nodes: Sequence[PreparedNode], named: Sequence[Hashable], picks: tuple[Pick, ...]) -> Strategy:
@@ -289,21 +291,6 @@ class Strategies:
         operands = [replicated(len(getattr(atom.aval, "shape", ()))) for atom in node.eqn.invars]
         results = [replicated(len(getattr(var.aval, "shape", ()))) for var in node.eqn.outvars]
         return EqnChoice(tuple(operands), tuple(results), 0.0, None)
-
-    def known(self, number: int, node: Node) -> tuple[int, list[tuple[Hashable, Lead, Split]]]:
-        """The number of an equation's kind, and the named dimensions that it can be cut along."""
-        if number not in self._known:
-            of: Hashable = kind(node.eqn)
-            of = ("alone", number) if of is None else of
-            d = node.description
-            several = [] if d is None else sorted(d.leads, key=lambda each: not isinstance(each[1], Free))
-            leads = [
-                (self.program.factor(number, lead[0]), lead, split)
-                for lead, split in several
-                if d is not None and d.sizes[lead[0]] > 1
-            ]
-            self._known[number] = self._kinds.setdefault(of, len(self._kinds)), leads
-        return self._known[number]
 
     def choice(
         self,

@@ -3,10 +3,9 @@
 Knows problems, elimination, and each strategy's part in each halving. Must not know equations or machines.
 
 Source: Wang, Huang, Li, "Supporting very large models using automatic dataflow graph partitioning" (EuroSys 2019),
-section 5. A step divides every operator among two groups of devices, and knows only the choices of earlier steps. It
-goes through the operators in order; its state is the choices of operators that still have readers. No step considers
-later ones, so the result need not be the best. Tofu does not consider memory; here memory has a price, which rises
-until the result fits.
+section 5. A step divides every operator among two groups of devices, and knows only the choices of earlier steps. Its
+dynamic program is the elimination of operators. No step considers later ones, so the result need not be the best. Tofu
+does not consider memory; here memory has a price, which rises until the result fits.
 """
 
 from __future__ import annotations
@@ -20,9 +19,6 @@ from vnode.errors import SearchError
 from vnode.partition.searches.elimination import Elimination
 from vnode.partition.searches.problem import Array, Problem
 from vnode.partition.searches.solution import Solution, Watch, run_search
-
-STATES = 2_000_000
-"""The most states of the dynamic program at a time; beyond it operators' readers choose for themselves."""
 
 RAISES = 40
 """The most doublings of the price of memory."""
@@ -38,7 +34,7 @@ def bisection(
     """Chooses the division of every operator for each halving of the devices, one halving after another.
 
     Args:
-      problem: a problem with its operators in program order.
+      problem: the problem.
       steps: for each operator the action of its strategies at each step, int ``[strategies, steps]``; 0 if both halves
         of the devices do the same. Of strategies with equal rows, the cheaper one is taken.
       candidates: assignments; the result is not worse than any of them that fits.
@@ -82,13 +78,11 @@ def halved(problem: Problem, steps: Sequence[Array], times: Sequence[Array], wat
     """One strategy for each operator, chosen step after step."""
     number = np.shape(steps[0])[1] if steps else 0
     within = [np.arange(n) for n in problem.sizes]
-    order = range(problem.operators)
     chosen = np.zeros(problem.operators, np.int64)
     for step in range(number):
         offered = [representatives(w, does, t, step) for w, does, t in zip(within, steps, times, strict=True)]
         rest = problem.restricted(offered)
-        elimination = Elimination(rest.sizes, rest.edges, STATES, order)
-        _, best = elimination.least([t[o] for t, o in zip(times, offered, strict=True)])
+        _, best = Elimination(rest.sizes, rest.edges).least([t[o] for t, o in zip(times, offered, strict=True)])
         chosen = np.array([o[b] for o, b in zip(offered, best, strict=True)], np.int64)
         within = [w[does[w, step] == does[c, step]] for w, does, c in zip(within, steps, chosen, strict=True)]
         watch.evaluations += 1
