@@ -300,6 +300,23 @@ def test_pieces_are_rounded_before_they_are_added() -> None:
         np.testing.assert_array_equal(np.asarray(total).view(np.int32), want.view(np.int32))
 
 
+def test_a_small_sum_that_a_node_flattens_itself() -> None:
+    """A node's gradient is flattened for a product of its own, and to be stored beside other small sums.
+
+    If both reshapes were one, XLA would add the product over 8 x 3 elements on one device, and over 24 on several.
+    """
+
+    def step(state: Any, x: Any) -> Any:
+        gradient = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+        return jnp.vdot(gradient, state["sum"] / state["scale"]), 0.1 * gradient * gradient
+
+    rng = np.random.default_rng(0)
+    state = {name: jnp.asarray(rng.normal(size=(8, 3)), jnp.float32) for name in ("w", "sum", "scale")}
+    x = jnp.asarray(rng.normal(size=(16, 8)), jnp.float32)
+    virtual = vnode.virtualize(step, virtual_nodes=4)
+    assert len({digest(virtual.on(jax.devices()[:n])(state, x)) for n in (1, 2, 3)}) == 1
+
+
 def equal_norms(a: Any) -> Any:
     return jnp.sqrt((a * a).sum(-1)), jnp.sqrt((a**2).sum(-1))
 

@@ -41,6 +41,7 @@ from vnode.runtime.node_loops import (
     add_all,
     loop_of_nodes,
     materialize,
+    round_to_storage,
     write_at,
 )
 from vnode.runtime.tree import Tree
@@ -86,11 +87,15 @@ def sum_small(
     """
     exact = [s for s in sums if s.exact]
     packs = group_by_buffer(sums)
+    ordered = [i for pack in packs for i in pack]
 
-    def compute(given: list[Any]) -> tuple[list[Any], list[Any]]:
+    def compute(given: list[Any], index: jax.Array) -> tuple[list[Any], list[Any]]:
         pieces, kept = program.compute(given)
-        flat = [jnp.concatenate([pieces[i].astype(sums[i].dtype).reshape(-1) for i in pack]) for pack in packs]
-        return [piece for s, piece in zip(sums, pieces, strict=True) if s.exact], [*flat, *kept]
+        # a node may flatten the same value for a product of its own; one device's compiler would find that only later
+        rounded = round_to_storage([pieces[i].astype(sums[i].dtype) for i in ordered], index)
+        flat = dict(zip(ordered, (piece.reshape(-1) for piece in rounded), strict=True))
+        rows = [jnp.concatenate([flat[i] for i in pack]) for pack in packs]
+        return [piece for s, piece in zip(sums, pieces, strict=True) if s.exact], [*rows, *kept]
 
     sizes = [sum(math.prod(sums[i].shape) for i in pack) for pack in packs]
     places = [jnp.zeros((max(counts), size), sums[pack[0]].dtype) for pack, size in zip(packs, sizes, strict=True)]
@@ -115,7 +120,7 @@ def group_by_buffer(sums: Sequence[Sum]) -> list[list[int]]:
 
 def each_node(
     program: NodeProgram,
-    compute: Callable[[list[Any]], tuple[list[Any], list[Any]]],
+    compute: Callable[[list[Any], jax.Array], tuple[list[Any], list[Any]]],
     exact: Sequence[Sum],
     count: jax.Array,
     buffers: list[Any],
@@ -126,7 +131,7 @@ def each_node(
     """
 
     def body(index: jax.Array, state: State) -> State:
-        pieces, kept = compute(state.parts)
+        pieces, kept = compute(state.parts, index)
         totals = add_all(exact, state.totals, pieces)
         parts = program.take(index + 1)
         if program.single:  # or the parts are loop-invariant, and their users are hoisted
