@@ -317,6 +317,34 @@ def test_a_small_sum_that_a_node_flattens_itself() -> None:
     assert len({digest(virtual.on(jax.devices()[:n])(state, x)) for n in (1, 2, 3)}) == 1
 
 
+NOTATIONS: dict[str, tuple[Any, Any]] = {
+    "power": (lambda q, w: q * q, lambda q, w: q**2),
+    "order": (lambda q, w: abs(q * (q + 1)), lambda q, w: abs((q + 1) * q)),
+    "dot": (lambda q, w: abs(q @ w), lambda q, w: abs(jax.lax.dot(q, w))),
+    "part": (lambda q, w: abs(q[:, :3]), lambda q, w: abs(jnp.split(q, 2, 1)[0])),
+    "squeeze": (lambda q, w: abs(jnp.squeeze(q[:, :1], 1)), lambda q, w: abs(q[:, :1].reshape(-1))),
+}
+"""Values that compilers take for the same, each in two notations."""
+
+
+def test_roots_of_one_value_in_two_notations() -> None:
+    """XLA replaces a division by a root that nothing else reads, and finds two roots to be one earlier or later."""
+
+    def step(w: Any, x: Any) -> Any:
+        results = {}
+        for number, (name, notations) in enumerate(NOTATIONS.items()):
+            first, second = (jnp.sqrt(1 + value(x[number], w[number])) for value in notations)
+            results[name] = jnp.sin(x[number])[:, : first[0].size].reshape(first.shape) * first / second
+        return results
+
+    rng = np.random.default_rng(0)
+    w, x = ([jnp.asarray(rng.normal(size=(n, 6)), jnp.float32) for _ in NOTATIONS] for n in (6, 16))
+    virtual = vnode.virtualize(step, virtual_nodes=4)
+    one, *others = (jax.device_get(virtual.on(jax.devices()[:n])(w, x)) for n in (1, 2, 3))
+    for other in others:
+        assert [name for name in NOTATIONS if one[name].tobytes() != other[name].tobytes()] == []
+
+
 def equal_norms(a: Any) -> Any:
     return jnp.sqrt((a * a).sum(-1)), jnp.sqrt((a**2).sum(-1))
 

@@ -99,17 +99,18 @@ class Rounding:
         zeros = broadcast(lax.convert_element_type(self.zero, bits), value.shape)
         return lax.bitcast_convert_type(lax.bitwise_xor(lax.bitcast_convert_type(value, bits), zeros), value.dtype)
 
-    def hide_broadcast(self, spread: jax.Array) -> jax.Array:
-        """Hides from compilers that a value is a broadcast scalar, or constant along a dimension.
+    def hide_origin(self, value: jax.Array) -> jax.Array:
+        """Hides from compilers how a value is computed.
 
-        XLA may divide by such a value by multiplying with its reciprocal, depending on which other arrays have the same
-        shape. Each element's bits are combined with the index bits that `zero` has, too.
+        XLA may divide by a value by multiplying with its reciprocal, if it is a broadcast or a root. That depends on
+        other users of the value, and on which other arrays have the same shape. Each element's bits are combined with
+        the index bits that `zero` has, too, so that a broadcast does not look like one.
         """
-        if not jnp.issubdtype(spread.dtype, np.floating):
-            return lax.optimization_barrier(spread) if jnp.issubdtype(spread.dtype, np.inexact) else spread
-        bits = jnp.dtype(f"uint{8 * spread.dtype.itemsize}")
-        places = [lax.broadcasted_iota(bits, spread.shape, d) for d, n in enumerate(spread.shape) if n > 1]
+        if not jnp.issubdtype(value.dtype, np.floating):
+            return lax.optimization_barrier(value) if jnp.issubdtype(value.dtype, np.inexact) else value
+        bits = jnp.dtype(f"uint{8 * value.dtype.itemsize}")
+        places = [lax.broadcasted_iota(bits, value.shape, d) for d, n in enumerate(value.shape) if n > 1]
         if not places:
-            return spread
+            return self.round_value(value)
         place = functools.reduce(lax.bitwise_xor, places) & self.zero.astype(bits)
-        return lax.bitcast_convert_type(lax.bitcast_convert_type(spread, bits) ^ place, spread.dtype)
+        return lax.bitcast_convert_type(lax.bitcast_convert_type(value, bits) ^ place, value.dtype)

@@ -15,14 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 
 from vnode.analysis.forms import WHOLE, Form, Location, Partial, Slice, contains_factor
 from vnode.analysis.independent_subgraphs import Subgraph, split_subgraphs
 from vnode.analysis.low_precision_sums import is_narrow
 from vnode.analysis.program import Atom, Program, bind, context_of
 from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
-from vnode.analysis.visible_broadcasts import operands_to_hide, visible_broadcasts
 from vnode.operators import Algebra, OperatorDescription, Role, cast, evaluate_wide
 from vnode.operators import evaluate as evaluate_operator
 from vnode.operators.control_flow import Region, Run, region_of
@@ -62,7 +61,7 @@ class EvaluationMemo:
         self.program, self.describe, self.bodies = program, program.describe, program.bodies
         # keeps the operands, or another object could get the id of one
         self._results: dict[Any, tuple[list[Any], list[Any]]] = {}
-        self._broadcasts: dict[int, Any] = {}
+        self._hidden: dict[int, Any] = {}
 
     def evaluate(
         self,
@@ -79,7 +78,7 @@ class EvaluationMemo:
           operands: values of its operands.
           run: evaluates it.
           how: further values that the results depend on.
-          rounding: hides from compilers that a divisor is a broadcast scalar; None if they may know.
+          rounding: hides from compilers how a divisor is computed; None if they may know.
         """
         if eqn.effects:
             return run(operands)
@@ -88,6 +87,8 @@ class EvaluationMemo:
             shape = np.broadcast_shapes(*[np.shape(value) for value in operands])
             others = description.nonlinear
             operands = [self._broadcast(v, shape, rounding if i in others else None) for i, v in enumerate(operands)]
+        if description is not None and rounding is not None:
+            operands = [self.hide(v, rounding) if i in description.divisors else v for i, v in enumerate(operands)]
         settings = eqn.ctx.threefry_partitionable
         key = (eqn.primitive, how, settings, tuple(eqn.params.items()), *map(value_key, operands))
         try:
@@ -109,37 +110,18 @@ class EvaluationMemo:
         """Hides divisors of a node from compilers, which do not know that no number of a node is negative."""
         return self.convert(node.index, "rounding", lambda: Rounding((node.index < 0).astype(jnp.uint32)))
 
-    def note_broadcasts(
-        self, description: OperatorDescription, operands: Sequence[Any], results: Sequence[Any]
-    ) -> None:
-        """Notes the results that compilers may see to be broadcast values, or computed from such values alone."""
-        arrays = [value for value in operands if isinstance(value, jax.core.Tracer) and value.size > 1]
-        spreads = description.has(Algebra.MOVES) and results[0].size > sum(value.size for value in arrays)
-        if spreads or (description.by_element and arrays and all(id(value) in self._broadcasts for value in arrays)):
-            self._broadcasts |= {id(value): value for value in results}
+    def hide(self, value: Any, rounding: Rounding) -> Any:
+        """Hides from compilers how a value is computed, once; constants are left as they are.
 
-    def hide_divisor(self, value: Any, node: Node) -> Any:
-        """Hides from compilers that a divisor in a node is a broadcast value, if it is.
-
-        XLA multiplies by the reciprocal if two quotients have one broadcast divisor. It may find two divisors to be
-        equal (``p * p`` and ``p**2``), and for one device it finds that later than for many.
+        XLA divides by a root, or multiplies by the reciprocal of the root, depending on how many others read the root.
+        It multiplies by the reciprocal if two quotients have one broadcast divisor. It finds two divisors to be equal
+        (``p * p`` and ``p**2``) later for one device than for many.
         """
-        if id(value) not in self._broadcasts:
+        if id(value) in self._hidden or not isinstance(value, jax.core.Tracer):
             return value
-        return self.convert(value, "hidden", lambda: self.rounding_in(node).hide_broadcast(value))
-
-    @functools.cached_property
-    def spread(self) -> frozenset[Var]:
-        """The values of the program that compilers may see to be broadcasts."""
-        return visible_broadcasts(self.program)
-
-    def hide_divisors(self, eqn: JaxprEqn, operands: Sequence[Any], rounding: Rounding) -> list[Any]:
-        """Hides from compilers which divisors are broadcasts, of an equation on whole values."""
-        shown = operands_to_hide(eqn, self.describe(eqn), self.spread)
-        hide = rounding.hide_broadcast
-        return [
-            self.convert(v, "hidden", functools.partial(hide, v)) if i in shown else v for i, v in enumerate(operands)
-        ]
+        hidden = self.convert(value, "hidden", lambda: rounding.hide_origin(value))
+        self._hidden[id(hidden)] = hidden
+        return hidden
 
     def broadcast(self, scalar: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Broadcasts a scalar once per shape."""
@@ -153,7 +135,10 @@ class EvaluationMemo:
         if key not in self._results:
             dims = range(len(shape))[len(shape) - np.ndim(value) :]
             spread = lax.broadcast_in_dim(value, shape, dims)
-            self._results[key] = ([spread if rounding is None else rounding.hide_broadcast(spread)], [value])
+            if rounding is not None:
+                spread = rounding.hide_origin(spread)
+                self._hidden[id(spread)] = spread
+            self._results[key] = ([spread], [value])
         return self._results[key][0][0]
 
 
@@ -190,15 +175,13 @@ def evaluate_once(
 
 def evaluate_equation(eqn: JaxprEqn, operands: list[Any], known: EvaluationMemo, place: WholeEvaluator) -> list[Any]:
     """Evaluates an equation, and the bodies of a loop or branch, on whole values."""
-    region, rounding = None if eqn.effects else region_of(eqn), place.rounding
+    region = None if eqn.effects else region_of(eqn)
     if region is None:
-        operands = operands if rounding is None else known.hide_divisors(eqn, operands, rounding)
         run = functools.partial(evaluate_whole, eqn, known.describe(eqn), place, broadcast=known.broadcast)
-    else:
-        bodies = [functools.partial(evaluate_program, program, place) for program in known.bodies(eqn)]
-        operands = [as_array(value, atom) for value, atom in zip(operands, eqn.invars, strict=True)]
-        run = functools.partial(region.run, InProgram(eqn), bodies)
-    return known.evaluate(eqn, operands, run, rounding=rounding)
+        return known.evaluate(eqn, operands, run, rounding=place.rounding)
+    bodies = [functools.partial(evaluate_program, program, place) for program in known.bodies(eqn)]
+    operands = [as_array(value, atom) for value, atom in zip(operands, eqn.invars, strict=True)]
+    return known.evaluate(eqn, operands, functools.partial(region.run, InProgram(eqn), bodies))
 
 
 def evaluate_program(program: Program, place: WholeEvaluator, values: Sequence[Any]) -> list[Any]:
@@ -339,14 +322,8 @@ def evaluate_action(
             run = functools.partial(evaluate_wide, description, eqn, platform=node.platform, dtype=wide)
         else:
             run = functools.partial(evaluate_split, action, node=node, wide=wide)
-        if not node.hides_divisors:
-            return known.evaluate(eqn, operands, run, how)
-        divisors = description.divisors
-        operands = [known.hide_divisor(v, node) if i in divisors else v for i, v in enumerate(operands)]
-        rounding = known.rounding_in(node) if divisors and description.has(Algebra.SPREADS) else None
-        results = known.evaluate(eqn, operands, run, how, rounding)
-        known.note_broadcasts(description, operands, results)
-        return results
+        rounding = known.rounding_in(node) if node.hides_divisors and description.divisors else None
+        return known.evaluate(eqn, operands, run, how, rounding)
 
 
 def wide_type(action: Evaluation) -> Any:

@@ -20,7 +20,6 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Atom, bind, context_of
-from vnode.analysis.visible_broadcasts import operands_to_hide, visible_broadcasts
 from vnode.operators import (
     Algebra,
     Free,
@@ -301,7 +300,7 @@ class _Run:
         """
         (value,) = results if self.rounding is None else self.rounding.round_results(eqn, description, results)
         computed = any(isinstance(atom, Var) and atom not in self.anyhow for atom in eqn.invars)
-        return value if self.rounding is None or not computed else self.rounding.hide_broadcast(value)
+        return value if self.rounding is None or not computed else self.rounding.hide_origin(value)
 
     def step(self, step: Step) -> list[Any]:
         if step.region is not None:
@@ -349,20 +348,16 @@ class _Run:
                 results[k] = self.combine_rounded(results[k].astype(jnp.float32), eqn.outvars[k], choice.results[k])
         return results
 
-    @functools.cached_property
-    def spread(self) -> frozenset[Var]:
-        """The values of the program that compilers may see to be broadcasts."""
-        return visible_broadcasts(self.flow.program)
-
     def hide_divisors(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """Hides from compilers which divisors are broadcasts, but for those that were hidden when they were made."""
-        if self.rounding is None:
+        """Hides from compilers how divisors are computed, but for those that were hidden when they were made."""
+        description = self.flow.program.describe(eqn)
+        if self.rounding is None or description is None:
             return operands
-        for i in operands_to_hide(eqn, self.flow.program.describe(eqn), self.spread):
-            if eqn.invars[i] not in self.anyhow:
+        for i in description.divisors:
+            if isinstance(eqn.invars[i], Var) and eqn.invars[i] not in self.anyhow:
                 value = operands[i]
                 if id(value) not in self.hidden:
-                    self.hidden[id(value)] = value, self.rounding.hide_broadcast(value)
+                    self.hidden[id(value)] = value, self.rounding.hide_origin(value)
                 operands[i] = self.hidden[id(value)][1]
         return operands
 
