@@ -47,7 +47,7 @@ class Node:
       node_sizes: examples per node, of each batch.
       batch: the batch that is divided; the largest, if there are several.
       platform: the platform that the program is compiled for.
-      hides_divisors: whether compilers do not see that a divisor is a broadcast value.
+      hides_divisors: whether compilers do not see how a divisor is computed.
     """
 
     index: jax.Array
