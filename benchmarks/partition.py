@@ -164,7 +164,8 @@ def possible(problem: Any, generator: np.random.Generator, starts: Sequence[Any]
     while not np.isfinite(problem.cost(drawn)):
         for i in range(problem.operators):
             own = [each for each in problem.edges if i in (each.start, each.end)]
-            if not np.isfinite([each.seconds[drawn[each.start], drawn[each.end]] for each in own]).all():
+            terms = [each.seconds[drawn[each.start], drawn[each.end]] for each in own]
+            if not np.isfinite([problem.seconds[i][drawn[i]], *terms]).all():
                 drawn[i] = draw(i)
     return drawn
 

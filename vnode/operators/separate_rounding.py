@@ -108,9 +108,10 @@ class Rounding:
         """
         if not jnp.issubdtype(value.dtype, np.floating):
             return lax.optimization_barrier(value) if jnp.issubdtype(value.dtype, np.inexact) else value
-        bits = jnp.dtype(f"uint{8 * value.dtype.itemsize}")
-        places = [lax.broadcasted_iota(bits, value.shape, d) for d, n in enumerate(value.shape) if n > 1]
-        if not places:
-            return self.round_value(value)
-        place = functools.reduce(lax.bitwise_xor, places) & self.zero.astype(bits)
-        return lax.bitcast_convert_type(lax.bitcast_convert_type(value, bits) ^ place, value.dtype)
+        return self.round_value(value, place_bits)
+
+
+def place_bits(number: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The bits of each element's indices that a number has, too; the number itself if there are no two elements."""
+    places = [lax.broadcasted_iota(number.dtype, shape, d) for d, n in enumerate(shape) if n > 1]
+    return functools.reduce(lax.bitwise_xor, places) & number if places else lax.broadcast(number, shape)

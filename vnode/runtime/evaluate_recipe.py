@@ -61,7 +61,6 @@ class EvaluationMemo:
         self.program, self.describe, self.bodies = program, program.describe, program.bodies
         # keeps the operands, or another object could get the id of one
         self._results: dict[Any, tuple[list[Any], list[Any]]] = {}
-        self._hidden: dict[int, Any] = {}
 
     def evaluate(
         self,
@@ -82,13 +81,14 @@ class EvaluationMemo:
         """
         if eqn.effects:
             return run(operands)
-        description = self.describe(eqn)
+        description, spread = self.describe(eqn), set[int]()
         if description is not None and description.has(Algebra.SPREADS):
             shape = np.broadcast_shapes(*[np.shape(value) for value in operands])
-            others = description.nonlinear
-            operands = [self._broadcast(v, shape, rounding if i in others else None) for i, v in enumerate(operands)]
+            given, operands = operands, [self.broadcast(value, shape) for value in operands]
+            spread = {i for i in description.nonlinear if operands[i] is not given[i]}
         if description is not None and rounding is not None:
-            operands = [self.hide(v, rounding) if i in description.divisors else v for i, v in enumerate(operands)]
+            hidden = description.divisors | spread
+            operands = [self.hide(value, rounding) if i in hidden else value for i, value in enumerate(operands)]
         settings = eqn.ctx.threefry_partitionable
         key = (eqn.primitive, how, settings, tuple(eqn.params.items()), *map(value_key, operands))
         try:
@@ -111,35 +111,22 @@ class EvaluationMemo:
         return self.convert(node.index, "rounding", lambda: Rounding((node.index < 0).astype(jnp.uint32)))
 
     def hide(self, value: Any, rounding: Rounding) -> Any:
-        """Hides from compilers how a value is computed, once; constants are left as they are.
+        """Hides from compilers how a value is computed; constants are left as they are.
 
         XLA divides by a root, or multiplies by the reciprocal of the root, depending on how many others read the root.
         It multiplies by the reciprocal if two quotients have one broadcast divisor. It finds two divisors to be equal
         (``p * p`` and ``p**2``) later for one device than for many.
         """
-        if id(value) in self._hidden or not isinstance(value, jax.core.Tracer):
+        if not isinstance(value, jax.core.Tracer):
             return value
-        hidden = self.convert(value, "hidden", lambda: rounding.hide_origin(value))
-        self._hidden[id(hidden)] = hidden
-        return hidden
+        return self.convert(value, "hidden", lambda: rounding.hide_origin(value))
 
-    def broadcast(self, scalar: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Broadcasts a scalar once per shape."""
-        return self._broadcast(scalar, shape, None)
-
-    def _broadcast(self, value: Any, shape: tuple[int, ...], rounding: Rounding | None) -> Any:
-        """Broadcasts a value once; jax would broadcast it at each use."""
+    def broadcast(self, value: Any, shape: tuple[int, ...]) -> Any:
+        """Broadcasts a value once per shape; jax would broadcast it at each use."""
         if np.shape(value) == shape or not isinstance(value, jax.Array):
             return value
-        key = (id(value), shape, rounding is None)
-        if key not in self._results:
-            dims = range(len(shape))[len(shape) - np.ndim(value) :]
-            spread = lax.broadcast_in_dim(value, shape, dims)
-            if rounding is not None:
-                spread = rounding.hide_origin(spread)
-                self._hidden[id(spread)] = spread
-            self._results[key] = ([spread], [value])
-        return self._results[key][0][0]
+        dims = range(len(shape))[len(shape) - np.ndim(value) :]
+        return self.convert(value, shape, lambda: lax.broadcast_in_dim(value, shape, dims))
 
 
 SCALARS = (np.ndarray, np.generic, float, int)

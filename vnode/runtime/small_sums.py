@@ -87,14 +87,14 @@ def sum_small(
     """
     exact = [s for s in sums if s.exact]
     packs = group_by_buffer(sums)
-    ordered = [i for pack in packs for i in pack]
 
     def compute(given: list[Any], index: jax.Array) -> tuple[list[Any], list[Any]]:
         pieces, kept = program.compute(given)
-        # a node may flatten the same value for a product of its own; one device's compiler would find that only later
-        rounded = round_to_storage([pieces[i].astype(sums[i].dtype) for i in ordered], index)
-        flat = dict(zip(ordered, (piece.reshape(-1) for piece in rounded), strict=True))
-        rows = [jnp.concatenate([flat[i] for i in pack]) for pack in packs]
+        rows: list[Any] = []
+        for pack in packs:
+            # a node may flatten the same value for a product of its own; one device's compiler would find it only later
+            rounded = round_to_storage([pieces[i].astype(sums[i].dtype) for i in pack], index)
+            rows.append(jnp.concatenate([piece.reshape(-1) for piece in rounded]))
         return [piece for s, piece in zip(sums, pieces, strict=True) if s.exact], [*rows, *kept]
 
     sizes = [sum(math.prod(sums[i].shape) for i in pack) for pack in packs]

@@ -198,15 +198,16 @@ class CompiledRanking:
     def promising(self, near: Collection[Entry]) -> list[Entry]:
         """The order in which candidates are compiled.
 
-        An expert's that is nearly the fastest by the model, the fastest that fits, the fastest of all, of each untried
-        expert the best, then the next ones.
+        An expert's that fits and is nearly the fastest by the model, the fastest that fits, the fastest of all, of each
+        untried expert the best, then the next ones.
 
         Args:
           near: the entries that were not compiled and nearly fit; not empty.
         """
         order = sorted(near, key=lambda each: (self.memory(each) > self.limit, self.seconds(each), self.memory(each)))
         faster, most = sorted(near, key=self.seconds)[:1], TRUSTED * self.seconds(order[0])
-        trusted = [each for each in order if each.kind in EXPERTS and self.seconds(each) <= most][:1]
+        fits = [each for each in order if self.memory(each) <= self.limit]
+        trusted = [each for each in fits if each.kind in EXPERTS and self.seconds(each) <= most][:1]
         return [*dict.fromkeys([*trusted, order[0], *faster, *self.experts(order), *order])]
 
     def experts(self, near: Collection[Entry]) -> list[Entry]:
