@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ hypothesis.settings.load_profile("vnode")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ["VNODE_TEST_THOROUGH"] = str(int("not thorough" not in config.option.markexpr))  # for tests.budget
     config.addinivalue_line("markers", "newest: part of the selection that also runs on the newest jax")
     config.addinivalue_line(
         "markers", "thorough: takes long; not part of `make test`, but of `make test-thorough`, which CI runs"
@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "sampled(n, thorough=m): n of a test's cases, spread evenly, are part of the usual run; of the others m are "
-        "thorough (as many as n if it is not said), and the rest are sweeps",
+        "thorough (half as many as n if it is not said), and the rest are sweeps",
     )
     config.addinivalue_line("markers", "tpu: asks the compiler for TPUs, and so is thorough")
     config.addinivalue_line(
@@ -83,14 +83,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (count,) = mark.args
         usual = spread(several, count)
         others = [item for item in several if item not in usual]
-        thorough = spread(others, mark.kwargs.get("thorough", count))
+        thorough = spread(others, mark.kwargs.get("thorough", count // 2))
         for item in others:
             item.add_marker(pytest.mark.thorough if item in thorough else pytest.mark.sweep)
     if os.environ.get("VNODE_TEST_ALL") == "1":
         return
-    left_out = [item for item in items if item.get_closest_marker("sweep")]
-    items[:] = [item for item in items if not item.get_closest_marker("sweep")]
+    left_out = [item for item in items if item.get_closest_marker("sweep") or not has_turn(item)]
+    items[:] = [item for item in items if item not in set(left_out)]
     config.hook.pytest_deselected(items=left_out)
+
+
+def has_turn(item: pytest.Item) -> bool:
+    """Whether a test is in the part that runs, if thorough tests take turns: VNODE_TEST_TURN is ``"1/2"`` or ``"2/2"``.
+
+    The tests of a file in `THOROUGH` share what they compile, and so have their turn together.
+    """
+    turn = os.environ.get("VNODE_TEST_TURN")
+    if not turn or not item.get_closest_marker("thorough"):
+        return True
+    part, parts = map(int, turn.split("/"))
+    name = item.path.name if THOROUGH in item.path.parents else item.nodeid
+    return zlib.crc32(name.encode()) % parts == part - 1
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -22,7 +22,7 @@ from tests.random_programs.program import Program
 
 pytestmark = pytest.mark.quickly
 
-SHARDS = 8
+SHARDS = 6
 """Tests of their own, so that workers can share them."""
 
 PROGRAMS = 8

@@ -55,7 +55,7 @@ def arguments(layers: int = 3, width: int = 16, examples: int = 16) -> tuple[Any
     }, jax.random.normal(keys[2], (examples, width))
 
 
-@pytest.mark.sampled(1, thorough=1)
+@pytest.mark.sampled(1)
 @pytest.mark.newest
 @pytest.mark.parametrize(
     ("shape", "partition"), [((1,), {}), ((2,), {}), ((2, 4), {"up$": P(None, None, "model")})], ids=str

@@ -119,7 +119,7 @@ def test_what_cannot_be_there_is_refused() -> None:
 # Steps
 
 
-@pytest.mark.sampled(0, thorough=2)
+@pytest.mark.sampled(0, thorough=1)
 @pytest.mark.parametrize("reduction", ["fast", "invariant"])
 @pytest.mark.parametrize(
     ("shape", "partition"),

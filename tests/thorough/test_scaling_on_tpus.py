@@ -16,6 +16,8 @@ from tests.ahead import printed, program, said
 
 pytestmark = pytest.mark.tpu
 
+LARGE = pytest.param("v5e:16x16", 256, marks=pytest.mark.sweep)
+
 NODES_PER_DEVICE = 4
 
 
@@ -33,7 +35,7 @@ def bytes_of_gradient(layers: int) -> int:
     return sum(4 * leaf.size for leaf in jax.tree.leaves(jax.eval_shape(made.init, jax.random.key(0))))
 
 
-@pytest.mark.parametrize(("topology", "devices"), [("v5e:2x4", 8), ("v5e:16x16", 256)])
+@pytest.mark.parametrize(("topology", "devices"), [("v5e:2x4", 8), LARGE])
 def test_reduces_across_devices_once_and_outside_the_loop(topology, devices):
     found = compile_for(topology, contenders.VNODE, layers=2)
     gradient = bytes_of_gradient(layers=2)
@@ -47,9 +49,7 @@ def test_reduces_across_devices_once_and_outside_the_loop(topology, devices):
     assert times * gradient <= found["outside_bytes"] <= times * (gradient + 64)
 
 
-@pytest.mark.parametrize(
-    ("topology", "devices"), [("v5e:8x8", 64), pytest.param("v5e:16x16", 256, marks=pytest.mark.sweep)]
-)
+@pytest.mark.parametrize(("topology", "devices"), [("v5e:8x8", 64), LARGE])
 def test_sums_in_tree_order_travel_once(topology, devices):
     """Small sums too; chunks of odd sizes twice, as the TPU compiler gathers them by an all-reduce."""
     found = compile_for(topology, contenders.INVARIANT, layers=1)
