@@ -47,6 +47,7 @@ OPTIMIZERS = {
     "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3)),
     "every second step": optax.MultiSteps(optax.adam(1e-2, eps=1e-3), 2).gradient_transformation(),
     "lamb": optax.lamb(1e-2, eps=1e-3),
+    "minima": optax.sm3(1e-1),
     "if finite": optax.apply_if_finite(optax.adam(1e-2, eps=1e-3), 3),
     "in turns": optax.stateless_with_tree_map(lambda g, _: in_turns(g)),
     "orthogonal": optax.stateless_with_tree_map(lambda g, _: orthogonal(g) if g.ndim == 2 else -0.1 * g),
@@ -182,12 +183,13 @@ USUAL = {
         ("orthogonal", "rows"),
         ("products", "rows"),
         ("quotients", "rows"),
+        ("minima", "both"),
     ),
 }
 """Each optimizer once, each layout at least once: norms of all leaves over both axes, of each leaf over one."""
 
 
-@pytest.mark.sampled(1, thorough=2)
+@pytest.mark.sampled(1, thorough=3)
 @pytest.mark.parametrize(
     ("optimizer", "layout", "stage"),
     [

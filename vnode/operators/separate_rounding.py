@@ -94,10 +94,14 @@ class Rounding:
         return dtype is not None and jnp.issubdtype(dtype, np.floating) and not (adds and dtype.itemsize >= NARROW)
 
     def round_value(self, value: jax.Array, broadcast: Broadcast = lax.broadcast) -> jax.Array:
-        """The same value, rounded by an operation on its bits."""
+        """The same value, rounded by an operation on its bits.
+
+        Of two such operations one is left, where compilers drop the equation between them (``1.0 * x``). That is why
+        it is an "or": two exclusive ones would cancel.
+        """
         bits = np.dtype(f"uint{8 * value.dtype.itemsize}")
         zeros = broadcast(lax.convert_element_type(self.zero, bits), value.shape)
-        return lax.bitcast_convert_type(lax.bitwise_xor(lax.bitcast_convert_type(value, bits), zeros), value.dtype)
+        return lax.bitcast_convert_type(lax.bitwise_or(lax.bitcast_convert_type(value, bits), zeros), value.dtype)
 
     def hide_origin(self, value: jax.Array) -> jax.Array:
         """Hides from compilers how a value is computed.

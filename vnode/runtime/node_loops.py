@@ -364,7 +364,7 @@ def round_to_storage(pieces: Sequence[jax.Array], index: jax.Array) -> list[jax.
         if jnp.issubdtype(piece.dtype, jnp.complexfloating):
             return lax.complex(rounded(lax.real(piece)), rounded(lax.imag(piece)))
         bits = np.dtype(f"uint{8 * piece.dtype.itemsize}")
-        held = lax.bitwise_xor(lax.bitcast_convert_type(piece, bits), zeros(piece.shape, bits))
+        held = lax.bitwise_or(lax.bitcast_convert_type(piece, bits), zeros(piece.shape, bits))
         return lax.bitcast_convert_type(held, piece.dtype)
 
     return [rounded(piece) for piece in pieces]
