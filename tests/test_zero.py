@@ -214,6 +214,31 @@ def test_updates_keep_their_bits(optimizer: str, layout: str, stage: int) -> Non
     assert all(bits == seen[0] for bits in seen)
 
 
+@pytest.mark.thorough
+def test_sums_of_what_is_computed_and_kept_have_their_bits() -> None:
+    """A sum of a slot's new values: one device reads them, others gather what they are computed from."""
+    optimizer, rng = optax.contrib.dadapt_adamw(1.0), np.random.default_rng(0)
+    shapes = {"in": (8, 24), "out": (24, 8)}
+    params = {name: jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    x = jnp.asarray(rng.normal(size=(4, 24, 8)), jnp.float32)
+
+    def step(state: Any, x: jax.Array) -> Any:
+        grads = jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["in"]) @ p["out"] - x) ** 2))(state["params"])
+        updates, slots = optimizer.update(grads, state["slots"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "slots": slots}
+
+    seen = []
+    for nodes in (1, 2):
+        columns = NamedSharding(mesh_of(nodes, 1), PartitionSpec(None, "data"))
+        virtual = vnode.virtualize(step, virtual_nodes=8, placement=vnode.Placement(8, mesh=columns.mesh, axis="data"))
+        state = {"params": params, "slots": optimizer.init(params)}
+        state = jax.tree.map(lambda leaf, to=columns: jax.device_put(leaf, to) if leaf.ndim else leaf, state)
+        for batch in x:
+            state = virtual(state, batch)
+        seen.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)])
+    assert seen[0] == seen[1]
+
+
 LENGTHS = (8, 16, 24, 64, 72, 256, 1000, 4096)
 FUNCTIONS = (
     *(jnp.tanh, jnp.exp, jnp.log1p, jnp.expm1, jnp.sin, jnp.cbrt, jnp.arctan, jax.lax.rsqrt),

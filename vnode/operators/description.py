@@ -245,6 +245,13 @@ class OperatorDescription:
         """The operands in which it is not linear though it is in another one, as a quotient is not in its divisor."""
         return self.nonlinear if self.linear else frozenset()
 
+    @property
+    def order_is_open(self) -> bool:
+        """Whether it sums elements in an order that compilers choose for each kernel. Products have kernels of their
+        own."""
+        sums = any(isinstance(x.split, Reduced) and x.split.monoid is Monoid.SUM for x in self.factors)
+        return sums and not self.has(Algebra.CONTRACTS)
+
     def adds_along(self, factor: int) -> frozenset[int]:
         """The operands that must be zero where a free factor has no index, since a result would sum over it."""
         lacking = [r for r in self.summed if not any(factor in dim for dim in self.results[r])]

@@ -138,7 +138,7 @@ class _Run:
         self.last: dict[tuple[Var, Layout], int] = {}  # for each copy, the value of `computed` at its last use
         self.computed = 0  # bytes of results so far
         self.latest: Any = None  # the latest result with floating-point numbers
-        self.hidden: dict[int, tuple[Any, Any]] = {}  # divisors by their ids, and as compilers see them
+        self.shown: dict[tuple[int, bool], tuple[Any, Any]] = {}  # operands by their ids, and as compilers see them
 
     def run_all(self, values: Sequence[Any]) -> list[Any]:
         program = self.flow.program
@@ -311,7 +311,7 @@ class _Run:
             return self.in_blocks(step, step.loop)
         if step.choice is None:
             operands = [self.read(atom, layout) for atom, layout in zip(step.eqn.invars, step.operands, strict=True)]
-            operands = self.hide_divisors(step.eqn, operands)
+            operands = self.show_operands(step.eqn, operands)
             description = self.flow.program.describe(step.eqn)
             if description is not None and description.layout is not None:
                 return operands
@@ -323,7 +323,7 @@ class _Run:
     def evaluate_copy(self, eqn: JaxprEqn, choice: OpSharding) -> list[Any]:
         """Evaluates a device's copy of an equation."""
         d, sizes = choice.description, choice.sizes()
-        operands = self.hide_divisors(eqn, [self.read_operand(eqn, choice, i) for i in range(len(eqn.invars))])
+        operands = self.show_operands(eqn, [self.read_operand(eqn, choice, i) for i in range(len(eqn.invars))])
         positions = {
             f: functools.partial(block_indices, way, choice.parts[f][0][0].length)
             for way in choice.ways
@@ -348,17 +348,29 @@ class _Run:
                 results[k] = self.combine_rounded(results[k].astype(jnp.float32), eqn.outvars[k], choice.results[k])
         return results
 
-    def hide_divisors(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """Hides from compilers how divisors are computed, but for those that were hidden when they were made."""
-        description = self.flow.program.describe(eqn)
-        if self.rounding is None or description is None:
+    def show_operands(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        """Hides from compilers how divisors are computed, and has summands in memory; others stay as they are.
+
+        XLA for CPUs vectorizes a sum as suits its kernel: a kernel that also computes the summands may add them in
+        another order than one that reads them. Which one there is depends on who else reads them, and on what is
+        gathered.
+
+        Args:
+          eqn: the equation that reads them.
+          operands: values of its operands. Those made from nothing were hidden when they were made.
+        """
+        description, alike = self.flow.program.describe(eqn), self.alike
+        if description is None or alike is None or alike.rounding is None:
             return operands
-        for i in description.divisors:
-            if isinstance(eqn.invars[i], Var) and eqn.invars[i] not in self.anyhow:
-                value = operands[i]
-                if id(value) not in self.hidden:
-                    self.hidden[id(value)] = value, self.rounding.hide_origin(value)
-                operands[i] = self.hidden[id(value)][1]
+        several = range(len(operands)) if description.order_is_open else description.divisors
+        show = alike.in_memory if description.order_is_open else alike.rounding.hide_origin
+        for i in several:
+            value, atom = operands[i], eqn.invars[i]
+            if isinstance(atom, Var) and atom not in self.anyhow and jnp.issubdtype(value.dtype, np.inexact):
+                key = id(value), description.order_is_open
+                if key not in self.shown:
+                    self.shown[key] = value, show(value)
+                operands[i] = self.shown[key][1]
         return operands
 
     def combine_rounded(self, value: Any, var: Var, layout: Layout) -> Any:
