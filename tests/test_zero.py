@@ -228,15 +228,15 @@ def test_sums_of_what_is_computed_and_kept_have_their_bits() -> None:
         return {"params": optax.apply_updates(state["params"], updates), "slots": slots}
 
     seen = []
-    for nodes in (1, 2):
-        columns = NamedSharding(mesh_of(nodes, 1), PartitionSpec(None, "data"))
-        virtual = vnode.virtualize(step, virtual_nodes=8, placement=vnode.Placement(8, mesh=columns.mesh, axis="data"))
+    for nodes, entries in ((1, (None, "data")), (2, (None, "data")), (2, ())):
+        over = NamedSharding(mesh_of(nodes, 1), PartitionSpec(*entries))
+        virtual = vnode.virtualize(step, virtual_nodes=8, placement=vnode.Placement(8, mesh=over.mesh, axis="data"))
         state = {"params": params, "slots": optimizer.init(params)}
-        state = jax.tree.map(lambda leaf, to=columns: jax.device_put(leaf, to) if leaf.ndim else leaf, state)
+        state = jax.tree.map(lambda leaf, to=over: jax.device_put(leaf, to) if leaf.ndim else leaf, state)
         for batch in x:
             state = virtual(state, batch)
         seen.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)])
-    assert seen[0] == seen[1]
+    assert seen[0] == seen[1] == seen[2]
 
 
 LENGTHS = (8, 16, 24, 64, 72, 256, 1000, 4096)
