@@ -145,8 +145,8 @@ def shard_replicated_region(
             steps = list(layouts_through(program, steps, made)(layout_of, axes, exact).steps)
         elif kind == "totals":
             later = [step for other, several in parts[k:] if other == "once" for step in several]
-            readers = layouts_through(program, [*later, *after], program.outputs, wanted)
             totals = {step.eqn.outvars[0]: step.results[0] for step in steps}
+            readers = layouts_through(program, steps_around(totals, [*later, *after]), program.outputs, wanted)
             handed = choose_output_layouts(
                 totals, layout_of, lambda *how, of=readers: read_layouts(of(*how)), inner, axes, exact
             )
@@ -194,6 +194,28 @@ def layouts_through(
     return lambda lying, axes, exact: follow_layouts(part, list(map(lying, part.inputs)), axes, exact, ends)
 
 
+def steps_around(values: Collection[Var], steps: Sequence[Step]) -> list[Step]:
+    """The steps that depend on some values, and all that these steps need; the others do not decide about the values.
+
+    A step with a pass for each normalization has many totals, each with few such steps.
+    """
+    reached, needed, kept = set(values), set[Var](), set[int]()
+    for k, step in enumerate(steps):
+        if not reached.isdisjoint(variables_of(step)):
+            reached.update(step.eqn.outvars)
+            kept.add(k)
+    for k, step in reversed([*enumerate(steps)]):
+        if k in kept or not needed.isdisjoint(step.eqn.outvars):
+            kept.add(k)
+            needed.update(variables_of(step))
+    return [step for k, step in enumerate(steps) if k in kept]
+
+
+def variables_of(step: Step) -> list[Var]:
+    """The variables that a step reads."""
+    return [atom for atom in step.eqn.invars if isinstance(atom, Var)]
+
+
 def split_steps(steps: Sequence[Step], loops: Collection[Var]) -> tuple[list[Step], list[Step]]:
     """Splits steps into those up to the last pass, with all that passes need, and the others.
 
@@ -207,7 +229,7 @@ def split_steps(steps: Sequence[Step], loops: Collection[Var]) -> tuple[list[Ste
         needs = kind_of_step(step, loops) != "once" or bool(needed.intersection(step.eqn.outvars))
         found[not needs].append(step)
         if needs:
-            needed.update(atom for atom in step.eqn.invars if isinstance(atom, Var))
+            needed.update(variables_of(step))
     return found[0][::-1], found[1][::-1]
 
 
