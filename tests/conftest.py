@@ -88,9 +88,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.thorough if item in thorough else pytest.mark.sweep)
     if os.environ.get("VNODE_TEST_ALL") == "1":
         return
-    left_out = [item for item in items if item.get_closest_marker("sweep") or not has_turn(item)]
-    items[:] = [item for item in items if item not in set(left_out)]
-    config.hook.pytest_deselected(items=left_out)
+    left_out = {item for item in items if item.get_closest_marker("sweep") or not has_turn(item)}
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=[*left_out])
 
 
 def has_turn(item: pytest.Item) -> bool:
