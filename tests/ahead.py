@@ -38,12 +38,8 @@ def said(name: str, *arguments: str, hasty: bool = False) -> Any:
 
 def printed(*command: str, hasty: bool = False) -> list[str]:
     """The lines that a command prints, with the environment in which the TPU compiler needs no TPU."""
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, **tpu.ENVIRONMENT, **(HASTY if hasty else {})},
-    )
+    variables = {name: value for name, value in os.environ.items() if name != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
+    environment = {**variables, **tpu.ENVIRONMENT, **(HASTY if hasty else {})}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

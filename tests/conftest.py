@@ -44,8 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "tpu: asks the compiler for TPUs, and so is thorough")
     config.addinivalue_line(
         "markers",
-        "quickly: compiled without XLA's expensive optimizations, on which nothing that is tested depends, and, unless "
-        "fusion_emitters=True is said, by its older code generator for CPUs",
+        "quickly: compiled without XLA's expensive optimizations, on which nothing that is tested depends, in the "
+        "processes that a test starts too; and in its own, unless fusion_emitters=True is said, by XLA's older code "
+        "generator for CPUs",
     )
     config.addinivalue_line("markers", "sweep: one of many alike; only with VNODE_TEST_ALL=1")
     config.addinivalue_line("markers", "wheel: downloads packages into a fresh environment; only if asked for")
@@ -94,7 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def has_turn(item: pytest.Item) -> bool:
-    """Whether a test is in the part that runs, if thorough tests take turns: VNODE_TEST_TURN is ``"1/2"`` or ``"2/2"``.
+    """Whether a test is in the part that runs, if thorough tests take turns: VNODE_TEST_TURN is ``"1/4"`` to ``"4/4"``.
 
     The tests of a file in `THOROUGH` share what they compile, and so have their turn together.
     """
@@ -132,7 +133,7 @@ FUSION_EMITTERS = [False]
 
 
 @pytest.fixture(autouse=True)
-def _optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
+def _optimizations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compiling takes most of the time of most tests, and two thirds of that what makes programs fast."""
     marker = request.node.get_closest_marker("quickly")
     if marker is None:
@@ -143,6 +144,7 @@ def _optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
     FUSION_EMITTERS[0] = marker.kwargs.get("fusion_emitters", False)
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # for the processes that a test starts
     yield
     jax.config.update("jax_disable_most_optimizations", before)
     FUSION_EMITTERS[0] = False

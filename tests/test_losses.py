@@ -22,6 +22,8 @@ from vnode.errors import WorkerError
 from vnode.workers.launch import Job, launch
 from vnode.workers.supervisor import KEEP_ALL
 
+pytestmark = pytest.mark.quickly
+
 SCRIPT = ROOT / "tests" / "programs" / "kill_points.py"
 DEADLINE = 300.0
 until = functools.partial(jobs.until, seconds=DEADLINE)

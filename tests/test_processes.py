@@ -173,6 +173,7 @@ def test_processes_agree_or_say_why_not(tmp_path):
     assert "process 1 was seen last when it came to" in found[0][-1]
 
 
+@pytest.mark.quickly
 def test_processes_that_differ_are_refused(tmp_path):
     """Nothing is trained; what a process may have for itself is its own; copies of the state are compared."""
     first, second = processes.run_all([("differing", {}), ("corrupted", {"at": 9})], tmp_path, processes=2)
@@ -200,6 +201,7 @@ def test_processes_that_differ_are_refused(tmp_path):
     assert "the state of process 1 differs from the others' after 12 steps" in corrupted
 
 
+@pytest.mark.quickly
 @pytest.mark.parametrize("at", ["data", pytest.param("callback", marks=everything)])
 def test_all_learn_of_an_error(at, tmp_path):
     """With default timeouts, which are half an hour; where no program is left over they go on with the next run."""
@@ -233,6 +235,7 @@ def test_all_learn_of_an_error(at, tmp_path):
     assert folders["again"] == others["again"] == "ended after 6 steps"
 
 
+@pytest.mark.quickly
 @pytest.mark.parametrize("at", ["compile", "save", pytest.param("restore", marks=everything)])
 def test_a_process_that_is_killed_is_named(at, tmp_path):
     if at == "restore":
@@ -261,6 +264,7 @@ def test_a_process_that_is_stopped_is_told_from_one_that_says_nothing():
             other.kill()
 
 
+@pytest.mark.quickly
 def test_the_process_with_the_service_ends_last(tmp_path):
     """Of the harness: without that, the others end by SIGABRT where they are a little slower than it."""
     with pytest.raises(RuntimeError) as ended:

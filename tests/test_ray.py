@@ -25,7 +25,7 @@ from vnode.workers import job_registry
 from vnode.workers.launch import Job, launch
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.quickly]
 DEADLINE = 300.0
 until = functools.partial(jobs.until, seconds=DEADLINE)
 

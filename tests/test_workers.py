@@ -21,6 +21,8 @@ from vnode.errors import WorkerError
 from vnode.workers.job_registry import find
 from vnode.workers.launch import Job, launch
 
+pytestmark = pytest.mark.quickly
+
 DEADLINE = 300.0
 until = functools.partial(jobs.until, seconds=DEADLINE)
 

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.test_live import PROGRAMS, Served, home, served, until  # noqa: F401
 from vnode.cluster.live.event_store import read_records
 from vnode.cluster.live.job_book import Book
@@ -19,6 +21,8 @@ from vnode.cluster.live.policy_shares import replay
 from vnode.cluster.live.socket_server import request
 from vnode.cluster.live.submission import Submission
 from vnode.workers import job_registry
+
+pytestmark = [pytest.mark.thorough, pytest.mark.quickly]
 
 PROGRAM = str(PROGRAMS / "paced_job.py")
 

@@ -100,6 +100,7 @@ def test_elastic(tmp_path: Path) -> None:
     assert "The hashes are equal" in output
 
 
+@pytest.mark.quickly
 def test_workers(tmp_path: Path) -> None:
     """One of three workers is killed, and another one joins."""
     output = run(str(ROOT / "examples" / "workers.py"), "--steps=600", cwd=tmp_path)
@@ -108,6 +109,7 @@ def test_workers(tmp_path: Path) -> None:
         assert said in output
 
 
+@pytest.mark.quickly
 def test_cluster(tmp_path: Path) -> None:
     """Three jobs share four workers, and the picture says so."""
     output = run(str(ROOT / "examples" / "cluster.py"), "--out", "page", cwd=tmp_path)
