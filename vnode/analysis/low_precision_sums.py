@@ -8,6 +8,8 @@ A sum overflows in the dtype that the user gave it. If each node's piece were ca
 overflow, and a step with loss scaling would not be skipped. So casts come after the sum. The same holds of a difference
 of two such sums, or a product with one half. If a cast is the last equation of a loop's or branch's body, the total is
 rounded to the dtype before the cast once it is complete. Any other use in a body reads the total within the iteration.
+
+A sum in float64 is completed, too, before it is rounded to fewer bits.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from vnode.operators import Algebra
 
 
 def values_after_sums(flow: Flow, rounded: dict[Var, Any]) -> set[Var]:
-    """Partial values that are computed after a sum of fewer bits, or of small range, is complete.
+    """Partial values that are computed after a sum of fewer bits, of small range, or of 64 bits is complete.
 
     Args:
       flow: batch flow of the program.
       rounded: results of loops and branches, with the dtypes that they are rounded to (`rounded_results`).
     """
     return partial_descendants(
-        flow, rounded, lambda step: computes_with_narrow_sum(step) or widens_sum(step)
+        flow, rounded, lambda step: computes_with_narrow_sum(step) or widens_sum(step) or narrows_sum(step)
     ).difference(rounded)
 
 
@@ -165,6 +167,22 @@ def represents_all(wide: Any, narrow: Any) -> bool:
 def widens_sum(step: Step) -> bool:
     """Whether a result of an equation has more bits than a partial operand."""
     return any(itemsize(operand) < itemsize(var) for operand, _ in partial_operands(step) for var in step.eqn.outvars)
+
+
+def narrows_sum(step: Step) -> bool:
+    """Whether an equation rounds a partial operand of 64 bits to fewer bits.
+
+    Pieces that are rounded before they are added leave their errors where they cancel. Sums of fewer bits are added up
+    in 32 bits, whatever they are cast to.
+    """
+    types = [var.aval.dtype for var, _ in partial_operands(step)]
+    results = [var.aval.dtype for var in step.eqn.outvars]
+    return bool(types) and max(map(precision, types)) > max(32, *map(precision, results))
+
+
+def precision(dtype: Any) -> int:
+    """Bits of a floating-point number of a dtype, or of a complex number's part; 0 of others."""
+    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.inexact) else 0
 
 
 def itemsize(atom: Any) -> int:

@@ -20,6 +20,7 @@ from vnode.analysis.clamp_slice_starts import clamp_slice_starts
 from vnode.analysis.discharge_references import discharge_references
 from vnode.analysis.meshless import PmapFound, UnsupportedShardMap, remove_mesh
 from vnode.analysis.program import Program, inline, message_about, source_line_of_error
+from vnode.analysis.wide_types import has_wide_values, own_type, wide_context
 from vnode.errors import UnsupportedPrimitiveError, VnodeError, layout_message
 
 
@@ -32,11 +33,13 @@ class Traced:
       captured: tracers that the function closed over. An outer `jax.grad`, `jax.vmap` or `jax.jit` must see them as
         arguments.
       function: a function of all these, with the derivative rules of the user's function.
+      wide: whether it has 64-bit values. Whoever traces the program further does so in a `wide_context`.
     """
 
     program: Program
     captured: list[Any]
     function: Callable[..., list[Any]]
+    wide: bool
 
 
 def trace(fun: Callable[..., Any], *args: Any) -> Traced:
@@ -63,8 +66,10 @@ def trace(fun: Callable[..., Any], *args: Any) -> Traced:
         consts = [next(outer) if is_traced else value for value, is_traced in zip(closed.consts, traced, strict=True)]
         return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*values[:count])
 
-    plain = discharge_references(ClosedJaxpr(jaxpr, closed.consts))
-    return Traced(inline(clamp_slice_starts(plain.jaxpr), plain.consts), captured, function)
+    wide = has_wide_values(closed.jaxpr)
+    with wide_context(wide):
+        plain = discharge_references(ClosedJaxpr(jaxpr, closed.consts))
+        return Traced(inline(clamp_slice_starts(plain.jaxpr), plain.consts), captured, function, wide)
 
 
 def meshless_function(fun: Callable[..., Any], *args: Any) -> Callable[..., list[Any]]:
@@ -99,6 +104,7 @@ def with_trees(fun: Callable[..., Any], on_trees: Callable[..., Any], treedef: A
 
 def make_jaxpr(fun: Callable[..., Any], args: Sequence[Any]) -> ClosedJaxpr:
     """The jaxpr of a function of arrays, traced by its function of pytrees if it has one (`with_trees`)."""
+    args = [*map(own_type, args)]
     if not hasattr(fun, "on_trees"):
         return jax.make_jaxpr(fun)(*args)
     on_trees, treedef = fun.on_trees  # pyright: ignore[reportFunctionMemberAccess]

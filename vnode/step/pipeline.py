@@ -31,6 +31,7 @@ from vnode.analysis.schedule import schedule
 from vnode.analysis.separate_sums import separate_sums
 from vnode.analysis.states import Coupling, State
 from vnode.analysis.tracing import Traced, trace
+from vnode.analysis.wide_types import wide_context
 from vnode.errors import CouplingError, PlacementError, VnodeError, layout_message
 from vnode.placement.leaf_sharding import partition
 from vnode.placement.leaves import shape_of
@@ -186,12 +187,18 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
       CouplingError: a coupling is forbidden, or recomputation exceeds the budget.
       UnsupportedPrimitiveError: a batched value meets a primitive that has an effect and no description.
     """
-    shapes, options = flat.shapes, flat.options
     within = OUTER_DEVICES.set(frozenset(devices))
     try:
-        traced = trace(flat.fun, *shapes)
+        traced = trace(flat.fun, *flat.shapes)
     finally:
         OUTER_DEVICES.reset(within)
+    with wide_context(traced.wide):
+        return analyse_traced(flat, traced)
+
+
+def analyse_traced(flat: FlatStep, traced: Traced) -> Analysis:
+    """Schedules a step whose function is traced; raises as `analyse`."""
+    shapes, options = flat.shapes, flat.options
     batch = Batch(flat.size)
     states = []
     for axis, leaf, parts in itertools.zip_longest(flat.axes, shapes, flat.parts):
@@ -273,7 +280,14 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
     Returns:
       The function's results.
     """
-    made, options, plan = analyse(flat, placement.devices), flat.options, flat.plan
+    made = analyse(flat, placement.devices)
+    with wide_context(made.traced.wide):
+        return evaluate_analysed(made, flat, placement, differentiable)
+
+
+def evaluate_analysed(made: Analysis, flat: FlatStep, placement: Placement, differentiable: bool) -> list[Any]:
+    """As `evaluate`, for a step that is analysed."""
+    options, plan = flat.options, flat.plan
     emitted = made.schedule if differentiable else emitted_schedule(made.schedule, options, plan, placement.together)
     check_effects(made.program, placement)
     check_references(made.program, placement)
@@ -407,11 +421,12 @@ def program_of_groups(flat: FlatStep, placement: Placement, name: str) -> GroupP
       A callable that takes the arguments and gives the results.
 
     Raises:
-      PlacementError: the step has effects, which every group would run.
+      PlacementError: the step has effects, which every group would run, or 64-bit values where x64 is off.
     """
     if flat.uneven_state is not None:
         raise PlacementError("an unevenly sharded state needs devices of one program, not groups")
     made = analyse(flat, placement.devices)
+    check_types(made, "a step on groups of devices", PlacementError)
     for eqn in made.program.equations:
         if eqn.effects:
             raise PlacementError(
@@ -426,6 +441,22 @@ def program_of_groups(flat: FlatStep, placement: Placement, name: str) -> GroupP
     shared = [isinstance(leaf, ShardedBatch) for leaf in flat.leaves]
     emitted = emitted_schedule(made.schedule, flat.options, flat.plan, placement.together)
     return GroupProgram(emitted, placement, mode, flat.options.lane, name, shared)
+
+
+def check_types(made: Analysis, who: str, error: type[VnodeError]) -> None:
+    """Checks that a step has no 64-bit values while x64 is off, for those who trace parts of it later.
+
+    Raises:
+      VnodeError: it has some; of type `error`.
+    """
+    if made.traced.wide and not jax.config.jax_enable_x64:
+        raise error(
+            layout_message(
+                f"{who} cannot have 64-bit values where x64 is off.",
+                facts=["the step has some: arrays or operations from within jax.enable_x64(True)"],
+                remedies=['jax.config.update("jax_enable_x64", True) before the state is made', "or 32-bit values"],
+            )
+        )
 
 
 def check_effects(program: Program, placement: Placement) -> None:

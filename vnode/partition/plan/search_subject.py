@@ -24,7 +24,7 @@ from vnode.placement.placement import node_count
 from vnode.remat.recompute import TurningPoint
 from vnode.remat.residual_remat import Residual, loop_residuals
 from vnode.step.call import OutputTree, wrap
-from vnode.step.pipeline import analyse
+from vnode.step.pipeline import analyse, check_types
 from vnode.step.protocol import Step
 from vnode.step.result_layouts import successors
 from vnode.step.virtual import VirtualStep
@@ -168,11 +168,13 @@ def subject_of(step: Any, args: Sequence[Any]) -> Subject:
 
     Raises:
       VnodeError: as for calling the step.
+      PartitionError: the step has 64-bit values where x64 is off.
     """
     spec = step.spec
     shapes, _ = shapes_of((tuple(args), {}), sharding="drop")
     call, output = spec.call(shapes, {}), OutputTree()
     made = analyse(spec.flatten(call, output))
+    check_types(made, "a step that is planned", PartitionError)
     program = made.program
     given, _ = spec.with_static(shapes, {})
     placed = jax.tree.map(

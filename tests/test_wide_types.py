@@ -1,0 +1,97 @@
+"""64-bit values in a step while x64 is off, and sums of 64 bits that are rounded to fewer.
+
+Knows steps and `jax.enable_x64`. Must not know how types are kept. The reference is the step as the user wrote it, and
+NumPy. Large values cancel in every sum: in 32 bits nothing would be left of the others.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vnode
+
+LARGE = 2.0**30
+X = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)
+X[0], X[-1] = LARGE, -LARGE
+
+
+def metrics(w: Any, x: Any) -> Any:
+    """Values of 64 bits of all kinds: sums, products, maxima, of each example, in a loop, after a coupling."""
+    loss, slope = jax.value_and_grad(lambda w: jnp.tanh((x / (1 + jnp.abs(x))) @ w).mean())(w)
+    with jax.enable_x64(True):
+        wide = x.astype(jnp.float64)
+        total = wide.sum(0)
+        found = {
+            "rounded": total.astype(jnp.float32),
+            "wide": total,
+            "then more": (total - 1.0).astype(jnp.float32),
+            "product": (jnp.ones(24) @ wide).astype(jnp.float32),
+            "integers": jnp.abs(x).astype(jnp.int64).sum(0) * 4,
+            "largest": (x.astype(jnp.int64) * 8).max(0),
+            "positive": total > 0,
+            "of each": wide * 2,
+            "coupled": ((wide - total) ** 2).sum(0),
+            "running": jnp.cumsum(wide, 0)[-1],
+            "in turns": jax.lax.fori_loop(0, 3, lambda i, a: a + wide.sum(0), jnp.zeros(4)),
+            "norm": jnp.sqrt((slope.astype(jnp.float64) ** 2).sum()).astype(jnp.float32),
+        }
+    return w - slope, {**found, "loss": loss}
+
+
+def equal(one: Any, other: Any) -> None:
+    """Checks types and values."""
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["invariant", "fast"])
+def test_values_of_64_bits_where_x64_is_off(reduction: str) -> None:
+    w = jnp.ones(4)
+    step = vnode.virtualize(metrics, virtual_nodes=8, reduction=reduction)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # jax warns where it truncates a type
+        wanted = jax.jit(metrics)(w, X)
+        found = [step.on(devices)(w, jnp.asarray(X)) for devices in (1, 3)]
+    equal(wanted, found[0])
+    np.testing.assert_allclose(found[0][1]["wide"], X.astype(np.float64).sum(0), rtol=1e-6)
+    if reduction == "invariant":
+        first, second = ([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(each)] for each in found)
+        assert first == second
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")  # by jax, in the step
+def test_arguments_of_64_bits_where_x64_is_off() -> None:
+    with jax.enable_x64(True):
+        w, x, count = jnp.eye(4), jnp.asarray(X, jnp.float64), jnp.asarray(2**40)
+
+    def step(state: Any, x: Any) -> Any:
+        w, count = state
+        loss, slope = jax.value_and_grad(lambda w: jnp.tanh(x @ w).mean())(w)
+        return (w - slope, count + 1), (x.T @ x, loss)
+
+    equal(jax.jit(step)((w, count), x), vnode.virtualize(step, virtual_nodes=8).on(2)((w, count), x))
+
+
+def test_a_sum_of_64_bits_is_rounded_when_it_is_complete() -> None:
+    def step(w: Any, x: Any) -> Any:
+        total = x.astype(jnp.float64).sum(0)
+        return w, (total.astype(jnp.float32), (total * w).astype(jnp.bfloat16), (total + 1j).astype(jnp.complex64))
+
+    with jax.enable_x64(True):
+        equal(jax.jit(step)(2.0, X), vnode.virtualize(step, virtual_nodes=8).on(2)(2.0, X))
+
+
+def test_who_traces_later_refuses_64_bits_where_x64_is_off() -> None:
+    step, arguments = vnode.virtualize(metrics, virtual_nodes=8), (jnp.ones(4), jnp.asarray(X))
+    with pytest.raises(vnode.PartitionError, match="64-bit values where x64 is off"):
+        vnode.partition.search(step, arguments, vnode.partition.Machine.here(jax.devices()[:2]))
+    groups = [jax.devices()[:1], jax.devices()[1:3]]
+    with pytest.raises(vnode.PlacementError, match="64-bit values where x64 is off"):
+        step.on(vnode.Placement(8, groups=groups))(*arguments)
