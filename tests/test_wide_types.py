@@ -79,13 +79,24 @@ def test_arguments_of_64_bits_where_x64_is_off() -> None:
     equal(jax.jit(step)((w, count), x), vnode.virtualize(step, virtual_nodes=8).on(2)((w, count), x))
 
 
-def test_a_sum_of_64_bits_is_rounded_when_it_is_complete() -> None:
-    def step(w: Any, x: Any) -> Any:
-        total = x.astype(jnp.float64).sum(0)
-        return w, (total.astype(jnp.float32), (total * w).astype(jnp.bfloat16), (total + 1j).astype(jnp.complex64))
+def test_a_sum_is_complete_before_it_is_rounded_to_fewer_bits() -> None:
+    """Sums of integers are exact in any order, so that NumPy's are the very results."""
+    x = np.random.default_rng(1).integers(-8, 8, (24, 4)).astype(np.float32)
+    x[0] += 2.0**20
+    x[-1] -= 2.0**20
+    total = x.sum(0)
 
-    with jax.enable_x64(True):
-        equal(jax.jit(step)(2.0, X), vnode.virtualize(step, virtual_nodes=8).on(2)(2.0, X))
+    def step(state: Any, x: Any) -> Any:
+        sums, ones = x.sum(0), jnp.ones(4, jnp.bfloat16)
+        with jax.enable_x64(True):
+            wide = x.astype(jnp.float64).sum(0)
+            narrowed = wide.astype(jnp.float32), (wide + 1j).astype(jnp.complex64), wide.astype(jnp.float32).sum()
+        return state, [*narrowed, sums.astype(jnp.bfloat16) @ ones, jax.lax.reduce_precision(sums, 8, 7).sum()]
+
+    _, found = vnode.virtualize(step, virtual_nodes=8).on(2)(0, x)
+    assert [each.dtype for each in found] == ["float32", "complex64", "float32", "bfloat16", "float32"]
+    for one, other in zip(found, [total, total + 1j, *[total.sum()] * 3], strict=True):
+        np.testing.assert_array_equal(np.asarray(one, one.dtype if one.dtype == "complex64" else np.float32), other)
 
 
 def test_who_traces_later_refuses_64_bits_where_x64_is_off() -> None:

@@ -9,7 +9,7 @@ overflow, and a step with loss scaling would not be skipped. So casts come after
 of two such sums, or a product with one half. If a cast is the last equation of a loop's or branch's body, the total is
 rounded to the dtype before the cast once it is complete. Any other use in a body reads the total within the iteration.
 
-A sum in float64 is completed, too, before it is rounded to fewer bits.
+A sum outside of loops and branches is completed, too, before it is rounded to fewer bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vnode.operators import Algebra
 
 
 def values_after_sums(flow: Flow, rounded: dict[Var, Any]) -> set[Var]:
-    """Partial values that are computed after a sum of fewer bits, of small range, or of 64 bits is complete.
+    """Partial values that are computed after a sum of fewer or more bits, or of small range, is complete.
 
     Args:
       flow: batch flow of the program.
@@ -170,14 +170,12 @@ def widens_sum(step: Step) -> bool:
 
 
 def narrows_sum(step: Step) -> bool:
-    """Whether an equation rounds a partial operand of 64 bits to fewer bits.
+    """Whether an equation rounds a partial operand to fewer bits.
 
-    Pieces that are rounded before they are added leave their errors where they cancel. Sums of fewer bits are added up
-    in 32 bits, whatever they are cast to.
+    Pieces that are rounded before they are added leave their errors where they cancel.
     """
-    types = [var.aval.dtype for var, _ in partial_operands(step)]
-    results = [var.aval.dtype for var in step.eqn.outvars]
-    return bool(types) and max(map(precision, types)) > max(32, *map(precision, results))
+    bits = [precision(var.aval.dtype) for var, _ in partial_operands(step)]
+    return bool(bits) and max(bits) > max((precision(var.aval.dtype) for var in step.eqn.outvars), default=0)
 
 
 def precision(dtype: Any) -> int:
