@@ -51,6 +51,7 @@ def equal(one: Any, other: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("reduction", ["invariant", "fast"])
 def test_values_of_64_bits_where_x64_is_off(reduction: str) -> None:
     w = jnp.ones(4)

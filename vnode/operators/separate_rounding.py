@@ -94,14 +94,8 @@ class Rounding:
         return dtype is not None and jnp.issubdtype(dtype, np.floating) and not (adds and dtype.itemsize >= NARROW)
 
     def round_value(self, value: jax.Array, broadcast: Broadcast = lax.broadcast) -> jax.Array:
-        """The same value, rounded by an operation on its bits.
-
-        Of two such operations one is left, where compilers drop the equation between them (``1.0 * x``). That is why
-        it is an "or": two exclusive ones would cancel.
-        """
-        bits = np.dtype(f"uint{8 * value.dtype.itemsize}")
-        zeros = broadcast(lax.convert_element_type(self.zero, bits), value.shape)
-        return lax.bitcast_convert_type(lax.bitwise_or(lax.bitcast_convert_type(value, bits), zeros), value.dtype)
+        """The same value, rounded by `round_by_bits`."""
+        return round_by_bits(value, lambda shape, bits: broadcast(lax.convert_element_type(self.zero, bits), shape))
 
     def hide_origin(self, value: jax.Array) -> jax.Array:
         """Hides from compilers how a value is computed.
@@ -113,6 +107,21 @@ class Rounding:
         if not jnp.issubdtype(value.dtype, np.floating):
             return lax.optimization_barrier(value) if jnp.issubdtype(value.dtype, np.inexact) else value
         return self.round_value(value, place_bits)
+
+
+def round_by_bits(value: jax.Array, zeros: Callable[[tuple[int, ...], Any], jax.Array]) -> jax.Array:
+    """A value, rounded by an "or" of its bits with zeros.
+
+    Of two such operations one is left, where compilers drop the equation between them (``1.0 * x``): two exclusive ones
+    would cancel.
+
+    Args:
+      value: real floating-point numbers.
+      zeros: makes an array without set bits, of a shape and an unsigned dtype, that compilers do not know to be zeros.
+    """
+    bits = np.dtype(f"uint{8 * value.dtype.itemsize}")
+    rounded = lax.bitwise_or(lax.bitcast_convert_type(value, bits), zeros(value.shape, bits))
+    return lax.bitcast_convert_type(rounded, value.dtype)
 
 
 def place_bits(number: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from vnode.operators import Monoid
+from vnode.operators.separate_rounding import round_by_bits
 
 COMBINE = {
     Monoid.SUM: lax.add,
@@ -363,9 +364,7 @@ def round_to_storage(pieces: Sequence[jax.Array], index: jax.Array) -> list[jax.
     def rounded(piece: jax.Array) -> jax.Array:
         if jnp.issubdtype(piece.dtype, jnp.complexfloating):
             return lax.complex(rounded(lax.real(piece)), rounded(lax.imag(piece)))
-        bits = np.dtype(f"uint{8 * piece.dtype.itemsize}")
-        held = lax.bitwise_or(lax.bitcast_convert_type(piece, bits), zeros(piece.shape, bits))
-        return lax.bitcast_convert_type(held, piece.dtype)
+        return round_by_bits(piece, zeros)
 
     return [rounded(piece) for piece in pieces]
 
