@@ -353,7 +353,7 @@ def test_idle_devices_and_padding_are_warned_about_once_at_the_users_line() -> N
         return vnode.virtualize(descend, virtual_nodes=nodes).on(devices, **options)
 
     (idle,) = warnings_of(on(2, 3), 8)
-    assert idle.startswith("1 of 3 devices are idle: 'descend' has 2 virtual nodes.") and "step.on(2)" in idle
+    assert idle.startswith("1 of 3 devices is idle: 'descend' has 2 virtual nodes.") and "step.on(2)" in idle
     (padding,) = warnings_of(on(8, 1), 9)
     assert padding.startswith(
         "7 of 16 examples that 'descend' computes are padding: 9 examples on 8 virtual nodes of 2"

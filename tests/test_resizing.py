@@ -5,6 +5,7 @@ Knows placements, compilations and transfers. That the bits stay is what test_in
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -218,3 +219,32 @@ def test_preparing_what_cannot_be_prepared() -> None:
     assert not preparation.seconds
     state = step.on(jax.devices()[:2])(state, batch(0))  # with other shapes, it works
     assert np.isfinite(np.asarray(state["w"])).all()
+
+
+def test_a_step_that_reads_what_changes_is_told_when_it_is_traced_again() -> None:
+    """Silent for host code that counts its calls, and where another kind of arguments makes another program."""
+    rate, calls = {"rate": 0.1}, []
+
+    def plain(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        seen = jax.pure_callback(lambda a: calls.append(a) or np.asarray(a), jax.ShapeDtypeStruct((), w.dtype), w.sum())
+        return w - rate["rate"] * x.sum(0), seen
+
+    def noisy(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return w + np.random.normal(size=3).astype(np.float32), x.sum()
+
+    w, x = jnp.ones(3), jnp.ones((8, 3))
+    step = vnode.virtualize(plain, virtual_nodes=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step.on(1)(w, x)
+        step.on(2)(w, x)
+        rate["rate"] = 0.2
+        step.on(2)(w, x)  # is not traced again
+        step.on(2)(w, jnp.ones((12, 3)))
+    with pytest.warns(vnode.VnodeWarning, match=r"'plain' was traced again(.|\n)*now: +mul\((.|\n)*0.2") as told:
+        step.on(4)(w, x)
+    assert told[0].filename == __file__
+    step = vnode.virtualize(noisy, virtual_nodes=4)
+    step.on(1)(w, x)
+    with pytest.warns(vnode.VnodeWarning, match=r"constant float32\[3\]"):
+        step.on(2)(w, x)

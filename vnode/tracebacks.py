@@ -106,9 +106,16 @@ def error_causes(error: BaseException) -> Iterator[BaseException]:
 def level_of_caller() -> int:
     """The number of frames from this function's caller to the user's code: a ``stacklevel`` for `warnings.warn`."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and (is_vnode_frame(frame) or frame.f_code.co_filename == CONTEXTLIB_FILE):
+    while frame.f_back is not None and (
+        is_vnode_frame(frame) or frame.f_code.co_filename == CONTEXTLIB_FILE or is_jax_frame(frame)
+    ):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def is_jax_frame(frame: types.FrameType) -> bool:
+    """Whether a frame is of a function of JAX, which traces a step."""
+    return frame.f_globals.get("__name__", "").startswith("jax.")
 
 
 def is_vnode_frame(frame: types.FrameType) -> bool:

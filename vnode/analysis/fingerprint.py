@@ -99,18 +99,23 @@ def fingerprint(fun: Callable[..., Any], *args: Any) -> Fingerprint:
     return fingerprint_of(trace(fun, *args).program)
 
 
-def fingerprint_of(*programs: Program) -> Fingerprint:
-    """The fingerprint of several programs, in order."""
-    writer = Writer()
+def fingerprint_of(*programs: Program, host_code: bool = True) -> Fingerprint:
+    """The fingerprint of several programs, in order; without `host_code` only with the names of Python functions."""
+    writer = Writer(host_code)
     for program in programs[:-1]:
         writer.program(program)
     return writer.write(programs[-1])
 
 
 class Writer:
-    """Turns programs into text, operation by operation."""
+    """Turns programs into text, operation by operation.
 
-    def __init__(self) -> None:
+    Args:
+      host_code: whether the text contains the behaviour of Python functions whose results a program reads.
+    """
+
+    def __init__(self, host_code: bool = True) -> None:
+        self.host_code = host_code
         self.counts: Counter[str] = Counter()
         self.lines: dict[str, str] = {}
         self.hash = hashlib.sha256()
@@ -152,7 +157,8 @@ class Writer:
         params = [] if region is None else facts_of(region)
         if region is None:
             said = {name: value for name, value in eqn.params.items() if value is not None and name != "weak_type"}
-            texts = {name: parameter_text(value, bool(eqn.outvars)) for name, value in sorted(said.items())}
+            is_read = self.host_code and bool(eqn.outvars)
+            texts = {name: parameter_text(value, is_read) for name, value in sorted(said.items())}
             params = [f"{name}={text}" for name, text in texts.items() if text]
         inside = ", ".join(literal(a) if isinstance(a, Literal) else type_of(a) for a in eqn.invars)
         outside = ", ".join(map(type_of, eqn.outvars))

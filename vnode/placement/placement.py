@@ -344,7 +344,7 @@ def device_list(devices: Any) -> list[Any]:
                     remedies=[
                         f"name from 1 to {len(there)}",
                         "or, to try several on a CPU, write this before jax is used: "
-                        'jax.config.update("jax_num_cpu_devices", 8)',
+                        f'jax.config.update("jax_num_cpu_devices", {max(devices, 1)})',
                     ],
                 )
             )

@@ -47,7 +47,8 @@ def values_table(title: str, note: str, entries: Sequence[tuple[str, Line]]) -> 
         Column("source line", code=True, wide=True),
     )
     rows = []
-    for (level, what, place), lines in ordered[:SHOWN]:
+    shown = SHOWN if len(ordered) > SHOWN + 1 else len(ordered)  # one more takes no more room than to say so
+    for (level, what, place), lines in ordered[:shown]:
         bytes_of_all = sum(line.bytes for line in lines)
         share = bytes_of_all / total
         rows.append(
@@ -59,7 +60,7 @@ def values_table(title: str, note: str, entries: Sequence[tuple[str, Line]]) -> 
                 Cell(short_source(place), place),
             )
         )
-    left = [line for _, lines in ordered[SHOWN:] for line in lines]
+    left = [line for _, lines in ordered[shown:] for line in lines]
     rest = f"… and {several(len(left), 'smaller one')}, {size(sum(line.bytes for line in left))}" if left else ""
     return Table(title, columns, tuple(rows), note, rest)
 

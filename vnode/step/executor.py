@@ -57,6 +57,7 @@ from vnode.step.result_layouts import (
     specs_of,
     typed_specs,
 )
+from vnode.step.retraces import Retraces
 from vnode.step.spec import StepSpec
 from vnode.step.step_identity import argument_types, identity_of, program_differences
 from vnode.step.uneven_state import put_by_name, restore_for_placement
@@ -85,15 +86,17 @@ class Executor:
     Args:
       spec: the step.
       placement: where its nodes live.
+      retraces: compares programs with those of other placements.
 
     Attributes:
       arguments: places arguments.
       traced: whether a program was traced since this was last set to False.
     """
 
-    def __init__(self, spec: StepSpec, placement: Placement) -> None:
+    def __init__(self, spec: StepSpec, placement: Placement, retraces: Retraces) -> None:
         self.spec = spec
         self.placement = placement
+        self.retraces = retraces
         self.traced = False
         self.arguments = ArgumentPlacer(spec, placement)
         self._processes = frozenset(device.process_index for device in placement.devices)
@@ -427,15 +430,18 @@ class Executor:
         typed = typed_mesh(jax.tree.leaves((args, kwargs)))
         wholes = self.arguments.wholes(len(args))
         specs = around.specs if typed is None else typed_specs(args, wholes)
-        seen: list[Program] | None = [] if self.arguments.across else None
+        seen: list[Program] = []
         noted = TRACED_PROGRAMS.set(seen)
         try:
             with use_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext():
                 arrays = evaluate(spec.flatten(call, output, self._batches(call), specs), self.placement)
         finally:
             TRACED_PROGRAMS.reset(noted)
-        if seen:
-            self._fingerprints[argument_types(*jax.tree.flatten((args, kwargs)))] = fingerprint_of(*seen)
+        types = argument_types(*jax.tree.flatten((args, kwargs)))
+        if self.arguments.across:
+            self._fingerprints[types] = fingerprint_of(*seen)
+        if around.in_place:
+            self.retraces.compare((types, around.mesh), seen, spec.name)
         if around.in_place and self.arguments.several:
             specs = specs or replicated_specs(args, wholes)
         results = constrain_results(output.unflatten(arrays), args, specs, typed or self.placement.mesh)

@@ -111,8 +111,9 @@ def warn_of_waste(placement: Placement, lane: int, size: int, name: str) -> bool
     if idle and list(placement.counts) == even_counts(nodes, placement.size, lane):  # and not the user's own
         lanes = -(-nodes // lane)
         more = f"virtual_nodes={placement.size} or more" if lane == 1 else f"lanes={placement.size} or more"
+        verb = "is" if idle == 1 else "are"
         warn(
-            f"{idle} of {several(placement.size, 'device')} are idle: {name!r} has {several(nodes, 'virtual node')}"
+            f"{idle} of {several(placement.size, 'device')} {verb} idle: {name!r} has {several(nodes, 'virtual node')}"
             + (f" in {several(lanes, 'lane')}." if lane > 1 else "."),
             [more, f"fewer devices: step.on({lanes})"],
         )
@@ -120,13 +121,13 @@ def warn_of_waste(placement: Placement, lane: int, size: int, name: str) -> bool
         warn(
             f"{rows - size} of {rows} examples that {name!r} computes are padding: "
             f"{several(size, 'example')} on {several(nodes, 'virtual node')} of {rows // nodes}.",
-            ["a batch that the number of virtual nodes divides", f"virtual_nodes={size} or fewer"],
+            ["a batch that the number of virtual nodes divides", f"virtual_nodes={size}" + " or fewer" * (size > 1)],
         )
     else:
         return False
     return True
 
 
-def warn(what: str, remedies: Sequence[str]) -> None:
+def warn(what: str, remedies: Sequence[str], facts: Sequence[str] = ()) -> None:
     """Warns at the line of the user that called vnode."""
-    warnings.warn(layout_message(what, remedies=remedies), VnodeWarning, stacklevel=level_of_caller())
+    warnings.warn(layout_message(what, facts=facts, remedies=remedies), VnodeWarning, stacklevel=level_of_caller())

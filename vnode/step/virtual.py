@@ -31,6 +31,7 @@ from vnode.step.likely_mistakes import explain_failure, warn_of_waste
 from vnode.step.pipeline import Options, outer_devices
 from vnode.step.protocol import P, R, Step
 from vnode.step.resolved import Resolved
+from vnode.step.retraces import Retraces
 from vnode.step.spec import StepSpec
 from vnode.step.uneven_state import put_by_name, restore_for_placement, restore_shapes
 from vnode.tracebacks import api_boundary, remove_frames
@@ -84,7 +85,7 @@ class VirtualStep(Step[P, R]):
         """The programs of the step on its placement."""
         if self._executor is None:
             self.family.check(self.placement)
-            self._executor = Executor(self.spec, self.placement)
+            self._executor = Executor(self.spec, self.placement, self.family.retraces)
         return self._executor
 
     def on(self, devices: Any, *, counts: Sequence[int] | None = None) -> VirtualStep[P, R]:
@@ -364,12 +365,14 @@ class StepFamily:
     Attributes:
       last: shapes of the arguments of the last trace.
       warned: whether idle devices and padding were checked, for the first batch.
+      retraces: compares the programs of all placements.
     """
 
     def __init__(self, patterns: Patterns = ()) -> None:
         self.unmet_patterns = patterns
         self._members: collections.OrderedDict[Placement, VirtualStep] = collections.OrderedDict()
         self.warned = False
+        self.retraces = Retraces()
         self.last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def member(self, placement: Placement) -> VirtualStep | None:

@@ -179,7 +179,7 @@ class Plan(Drawn, Bound):
                     f"the plan is for {several(wanted, 'device')}, and there are {len(found)}.",
                     facts=[f"machine: {self.machine.name}"],
                     remedies=[
-                        "give the devices: plan.step(devices)",
+                        f"give as many devices: jax.devices()[:{wanted}]",
                         "or search a plan for the present devices: vnode.partition.Machine.here()",
                     ],
                 )

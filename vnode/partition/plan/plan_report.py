@@ -125,7 +125,7 @@ def other_plans(plan: Any) -> Table:
         times = "the draft's, compiled with few optimizations"
     spreads = zip(what, plan.spreads(source), strict=True)
     if said := " and ".join(f"{name} {each[0]:g} to {each[-1]:g}" for name, each in spreads if each):
-        note += f"; as compiled, {said} times {times}, of eight in ten programs"
+        note += f"; eight of ten programs were measured as compiled to have {said} times {times}"
     return Table("beside others", columns, (row(f"this: {plan.name}", plan.figures, True), *others), note)
 
 

@@ -69,7 +69,9 @@ def check(
       (True, 'float32[3]')
     """
     if not isinstance(args, tuple | list):
-        raise TypeError(f"args must be a tuple of the step's arguments, not {type(args).__name__}")
+        raise TypeError(
+            f"args must be a tuple of the step's arguments, as vnode.check(step, (w, x)), not {type(args).__name__}"
+        )
     remedy = "vnode.check(vnode.virtualize(step, virtual_nodes=32), (state, batch))"
     step, args = step_and_arguments(step, args, "check", remedy)
     with step.resolved(args, kwargs or {}) as here:
