@@ -40,7 +40,7 @@ from vnode.analysis.forms import (
     locate,
     project,
 )
-from vnode.analysis.low_precision_sums import is_narrow
+from vnode.analysis.low_precision_sums import may_overflow
 from vnode.analysis.node_control_flow import region_step
 from vnode.analysis.program import Program, message_about
 from vnode.analysis.states import NONZERO, CoupledInBody, Coupling, CouplingMode, CouplingReason, Flow, State, Step
@@ -377,7 +377,7 @@ class Follower:
         """Whether copies on parts of a free factor give every result that is read, or a term of it."""
         program = view.flow.program
         for k, var in enumerate(view.eqn.outvars):
-            if k in description.summed and not is_narrow(var, SUM):
+            if k in description.summed and not may_overflow(var, SUM):
                 continue
             stands = contains_factor(factor, description.results[k])
             if not stands and (var in program.readers or any(var is atom for atom in program.outputs)):

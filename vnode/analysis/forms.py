@@ -89,12 +89,13 @@ class Partial:
     monoid: Monoid
 
     def dtype(self, dtype: Any) -> Any:
-        """The dtype of a node's piece of a value of type `dtype`: float32 for a dtype of smaller range, as float16.
+        """The dtype of a node's piece of a value of type `dtype`: float32 for a dtype of fewer bits.
 
-        A piece of smaller range may overflow where the total does not, or the reverse.
+        A rounded piece leaves its error where pieces cancel. A piece of smaller range, as float16, may overflow where
+        the total does not, or the reverse.
         """
         combines = self.monoid in (Monoid.SUM, Monoid.PROD) and jnp.issubdtype(dtype, jnp.floating)
-        return np.dtype(np.float32 if combines and jnp.finfo(dtype).maxexp < 128 else dtype)
+        return np.dtype(np.float32 if combines and jnp.finfo(dtype).bits < 32 else dtype)
 
     def __str__(self) -> str:
         return f"partial({self.monoid.value})"

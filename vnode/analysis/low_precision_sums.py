@@ -117,8 +117,13 @@ def find_unrounded_use(step: Step) -> JaxprEqn | None:
 
 
 def is_narrow(var: Var, form: Partial) -> bool:
-    """Whether nodes' pieces of a sum have a dtype of larger range than the sum."""
+    """Whether nodes' pieces of a sum have a dtype of more bits than the sum."""
     return form.dtype(var.aval.dtype) != var.aval.dtype
+
+
+def may_overflow(var: Var, form: Partial) -> bool:
+    """Whether nodes' pieces of a sum have a dtype of larger range than the sum."""
+    return is_narrow(var, form) and not represents_all(var.aval.dtype, "bfloat16")
 
 
 def partial_operands(step: Step) -> list[tuple[Var, Partial]]:
@@ -135,7 +140,7 @@ def computes_with_narrow_sum(step: Step) -> bool:
     return (
         step.description is not None
         and not only_moves(step)
-        and any(is_narrow(var, form) for var, form in partial_operands(step))
+        and any(may_overflow(var, form) for var, form in partial_operands(step))
     )
 
 

@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.equation_view import EquationView
 from vnode.analysis.forms import VARYING, Partial, Slice, Varying, Whole
-from vnode.analysis.low_precision_sums import find_unrounded_use, is_narrow, partials_to_round_first
+from vnode.analysis.low_precision_sums import find_unrounded_use, may_overflow, partials_to_round_first
 from vnode.analysis.program import Atom, Program, inline
 from vnode.analysis.states import BatchFollower, CoupledInBody, CouplingReason, Flow, State, Step
 from vnode.operators import Algebra, Monoid
@@ -135,7 +135,7 @@ def loop_over_batch(
         if not added:
             raise CoupledInBody(view.eqn, CouplingReason.CARRIES)
         follower.sums |= added
-        if is_narrow(carry, SUM):
+        if may_overflow(carry, SUM):
             raise CoupledInBody(view.eqn, CouplingReason.CARRIES)  # it may overflow between two examples
         states[first + i] = State(SUM, model=view.states[first + i].model)
         view.forms[first + i] = SUM

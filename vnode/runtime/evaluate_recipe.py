@@ -389,7 +389,7 @@ def evaluate_region(action: Evaluation, node: Node | WholeEvaluator, read: Calla
     ]
     for i in region.carried:
         if operands[i] is not None:
-            operands[i] = as_array(operands[i], eqn.invars[i])
+            operands[i] = as_piece(operands[i], eqn.invars[i], action.operands[i])
     bodies = [
         functools.partial(run_body, made, None if k < region.tests else action, node)
         for k, made in enumerate(action.bodies)
@@ -399,6 +399,12 @@ def evaluate_region(action: Evaluation, node: Node | WholeEvaluator, read: Calla
     return region.run(InProgram(eqn), bodies, operands)
 
 
+def as_piece(value: Any, atom: Atom, form: Form) -> jax.Array:
+    """A value that a body takes or returns, in the dtype of a node's piece."""
+    array = as_array(value, atom)
+    return array.astype(form.dtype(array.dtype)) if isinstance(form, Partial) else array
+
+
 def run_body(
     recipe: Recipe, action: Evaluation | None, node: Node | WholeEvaluator, values: Sequence[Any]
 ) -> list[Any]:
@@ -406,7 +412,7 @@ def run_body(
     inputs = dict(zip(recipe.flow.program.inputs, values, strict=True))
     env = {(var, form): inputs[var] for var, form in recipe.leaves if var in inputs}
     made = evaluate_recipe(recipe, env, node)
-    made = [as_array(value, atom) for value, (atom, _) in zip(made, recipe.requests, strict=True)]
+    made = [as_piece(value, *request) for value, request in zip(made, recipe.requests, strict=True)]
     if action is None:
         return made
     results: list[Any] = [None] * len(action.results)
