@@ -1,4 +1,4 @@
-"""64-bit values in a step while x64 is off, and sums of 64 bits that are rounded to fewer.
+"""64-bit values in a step while x64 is off, and sums that are rounded to fewer bits.
 
 Knows steps and `jax.enable_x64`. Must not know how types are kept. The reference is the step as the user wrote it, and
 NumPy. Large values cancel in every sum: in 32 bits nothing would be left of the others.
@@ -98,6 +98,31 @@ def test_a_sum_is_complete_before_it_is_rounded_to_fewer_bits() -> None:
     assert [each.dtype for each in found] == ["float32", "complex64", "float32", "bfloat16", "float32"]
     for one, other in zip(found, [total, total + 1j, *[total.sum()] * 3], strict=True):
         np.testing.assert_array_equal(np.asarray(one, one.dtype if one.dtype == "complex64" else np.float32), other)
+
+
+def test_parts_of_bfloat16_sums_are_not_rounded() -> None:
+    """Parts of 9 bits and more cancel, in loops over layers, a loop with a shared weight, a branch and a reshape."""
+    x = np.random.default_rng(2).integers(101, 256, (24, 4)).astype(np.float32)
+    x[12:] = -x[:12]
+    x[-1] += 3
+    ones, total = jnp.ones(4, jnp.bfloat16), x.sum(0)
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            values, _ = jax.lax.scan(lambda c, w: (c + x @ w, None), jnp.zeros(24, jnp.bfloat16), params["layers"])
+            values = jax.lax.fori_loop(0, 2, lambda _, c: c + x @ params["shared"], values)
+            values = jax.lax.cond(params["branch"][0] > 0, lambda c: c + x @ params["branch"], lambda c: c, values)
+            return (values + x @ params["square"].reshape(4)).sum()
+
+        return params, jax.grad(loss)(params)
+
+    params = {"layers": jnp.stack([ones] * 3), "shared": ones, "branch": ones, "square": ones.reshape(2, 2)}
+    step = vnode.virtualize(step, virtual_nodes=8)
+    found = [step.on(devices)(params, jnp.asarray(x, jnp.bfloat16))[1] for devices in (1, 3)]
+    wanted = {"layers": np.stack([total] * 3), "shared": 2 * total, "branch": total, "square": total.reshape(2, 2)}
+    for each in found:
+        for name, value in wanted.items():
+            np.testing.assert_array_equal(np.asarray(each[name], np.float32), value, name)
 
 
 def test_who_traces_later_refuses_64_bits_where_x64_is_off() -> None:
