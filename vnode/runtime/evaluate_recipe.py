@@ -388,8 +388,8 @@ def evaluate_region(action: Evaluation, node: Node | WholeEvaluator, read: Calla
         None if form is None else read(atom, form) for atom, form in zip(eqn.invars, action.operands, strict=True)
     ]
     for i in region.carried:
-        if operands[i] is not None:
-            operands[i] = as_piece(operands[i], eqn.invars[i], action.operands[i])
+        if (form := action.operands[i]) is not None:
+            operands[i] = as_piece(operands[i], eqn.invars[i], form)
     bodies = [
         functools.partial(run_body, made, None if k < region.tests else action, node)
         for k, made in enumerate(action.bodies)
