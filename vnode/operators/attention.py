@@ -73,5 +73,6 @@ def attention(eqn: JaxprEqn) -> OperatorDescription | None:
         linear=(frozenset({12}),) if len(shapes) > 10 else (),
         summed=dict.fromkeys(range(1, len(results)), frozenset({12})) if len(shapes) > 10 else {},
         algebra=Algebra.CONTINUOUS,
+        own_types=True,
         work=Work(2 * products),
     )

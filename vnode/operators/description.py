@@ -178,6 +178,7 @@ class OperatorDescription:
         dimension; None where it leaves the choice. `emit` evaluates every copy of it, also one of full size.
       opaque: compilers do not know what it does, and may refuse to divide it over the devices of a mesh: where it is
         computed once, each device computes all of it.
+      own_types: a kernel that takes operands of the equation's types only.
       whole_because: why factors are whole that might not have been, as text.
       resize: gives the parameters of a copy with other factor sizes; None where they need no change.
       emit: evaluates a copy; by default binds the primitive with resized parameters. Needed with positional factors,
@@ -199,6 +200,7 @@ class OperatorDescription:
     widen: Callable[[Mapping[str, Any], Any], dict[str, Any]] | None = None
     layout: tuple[tuple[str, ...] | None, ...] | None = None
     opaque: bool = False
+    own_types: bool = False
     whole_because: str = ""
     resize: Resize | None = None
     emit: Emit | None = None

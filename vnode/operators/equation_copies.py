@@ -64,7 +64,8 @@ def evaluate_wide(
 ) -> list[Any]:
     """As `evaluate`, in a floating-point type with more bits than the results', without rounding to it.
 
-    Products of narrow operands stay narrow: only their sum is wide. A user's primitive, or a kernel, may not accept
+    Products of narrow operands stay narrow: only their sum is wide. CPUs multiply in float32, and XLA's CPU compiler
+    refuses some products of bfloat16 with a wider sum: there the operands are cast. A user's primitive, or a kernel, may not accept
     another type: its results are cast.
 
     Args:
@@ -80,10 +81,11 @@ def evaluate_wide(
       The results, of that type.
     """
     sizes, positions = sizes or description.sizes, positions or {}
-    if is_users(eqn) or description.opaque:
-        narrow = [cast(value, atom.aval.dtype) for value, atom in zip(operands, eqn.invars, strict=True)]
-        return [cast(value, dtype) for value in evaluate(description, eqn, narrow, sizes, positions, platform)]
-    if not description.has(Algebra.CONTRACTS) or any(getattr(value, "dtype", None) == dtype for value in operands):
+    if is_users(eqn) or description.opaque or description.own_types:
+        own = [cast(value, atom.aval.dtype) for value, atom in zip(operands, eqn.invars, strict=True)]
+        return [cast(value, dtype) for value in evaluate(description, eqn, own, sizes, positions, platform)]
+    narrow = description.has(Algebra.CONTRACTS) and platform != "cpu"
+    if not narrow or any(getattr(value, "dtype", None) == dtype for value in operands):
         operands = [cast(value, dtype) for value in operands]
     if description.widen is not None:
         eqn = eqn.replace(params=description.widen(eqn.params, dtype))
