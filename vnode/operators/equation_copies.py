@@ -65,8 +65,8 @@ def evaluate_wide(
     """As `evaluate`, in a floating-point type with more bits than the results', without rounding to it.
 
     Products of narrow operands stay narrow: only their sum is wide. CPUs multiply in float32, and XLA's CPU compiler
-    refuses some products of bfloat16 with a wider sum: there the operands are cast. A user's primitive, or a kernel, may not accept
-    another type: its results are cast.
+    refuses some products of bfloat16 with a wider sum: there the operands are cast. A user's primitive, or a kernel,
+    may not accept another type: its results are cast.
 
     Args:
       description: of `eqn`.
