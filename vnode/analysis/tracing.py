@@ -33,7 +33,7 @@ class Traced:
       captured: tracers that the function closed over. An outer `jax.grad`, `jax.vmap` or `jax.jit` must see them as
         arguments.
       function: a function of all these, with the derivative rules of the user's function.
-      wide: whether it has 64-bit values. Whoever traces the program further does so in a `wide_context`.
+      wide: whether it has 64-bit values. The program is traced further in a `wide_context` only.
     """
 
     program: Program

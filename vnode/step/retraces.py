@@ -4,8 +4,8 @@
 
 Knows programs and their fingerprints. Must not know placements, nor how programs are run.
 
-A step is traced again for each placement. What it reads besides its arguments (a Python variable, NumPy's random
-numbers, the time) is read again then, and a result would depend on when the devices changed.
+A step is traced again for each placement. A trace reads Python variables, NumPy's random numbers and the time anew. A
+result would then depend on when the devices changed.
 """
 
 from __future__ import annotations
