@@ -267,6 +267,41 @@ def test_leaves_that_are_no_arrays_are_named_where_they_are_in_the_way() -> None
     assert step(LINE, {**BATCH, "name": "train"})[1]["n"] == 48
 
 
+def test_arguments_that_make_a_trace_fail_are_named() -> None:
+    def decide(state: Any, batch: Any, train: bool) -> Any:
+        return (descend(state, batch) if train else (state, {}))[0]
+
+    def joined(state: Any, batch: Any) -> Any:
+        return state, batch["x"] + batch["y"]
+
+    error = raised(lambda: step_of(decide)(LINE, BATCH, True))
+    assert "vnode.virtualize(..., static_argnames='train')" in "".join(error.__notes__)
+    step_of(decide, static_argnames="train")(LINE, BATCH, True)  # the remedy
+    error = raised(lambda: step_of(joined)(LINE, {**BATCH, "y": np.ones((4, 3))}))
+    assert "batch['x'] has 8, batch['y'] has 4" in "".join(error.__notes__)
+
+
+def test_a_step_that_does_not_use_the_batch_is_told() -> None:
+    def warned(fun: Any) -> str:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step_of(fun)(LINE, BATCH)
+        return "".join(str(each.message) for each in caught)
+
+    assert "'forget' returns nothing" in warned(forget)
+    assert "no result of 'decay' depends on the batch" in warned(decay)
+    assert not warned(descend)
+    assert not warned(lambda state, batch: jax.debug.callback(lambda x: None, batch["x"].sum()))
+
+
+def forget(state: Any, batch: Any) -> None:
+    descend(state, batch)
+
+
+def decay(state: Any, batch: Any) -> Any:
+    return jax.tree.map(lambda w: 0.9 * w, state), {}
+
+
 def test_usual_steps_of_nnx() -> None:
     nnx, optax = pytest.importorskip("flax.nnx"), pytest.importorskip("optax")
 

@@ -105,6 +105,15 @@ class Program:
         return found
 
 
+def read_inputs(program: Program) -> set[int]:
+    """The positions of inputs that an output, or an equation with an effect, is computed from."""
+    read = {atom for atom in program.outputs if isinstance(atom, Var)}
+    for eqn in reversed(program.equations):
+        if eqn.effects or not read.isdisjoint(eqn.outvars):
+            read.update(atom for atom in eqn.invars if isinstance(atom, Var))
+    return {i for i, var in enumerate(program.inputs) if var in read}
+
+
 @functools.lru_cache(maxsize=1)
 def barrier_equation() -> JaxprEqn:
     """A template equation of ``optimization_barrier`` with one operand."""

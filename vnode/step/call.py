@@ -264,6 +264,16 @@ class Call:
         """The arguments with other arrays in place of its own; static leaves are leaves again."""
         return unwrap(jax.tree.unflatten(self.treedef, leaves))
 
+    def sizes_by_name(self) -> dict[str, int]:
+        """The number of examples of each array that is divided, by the array's name."""
+        paths = jax.tree.leaves_with_path(jax.tree.unflatten(self.treedef, range(len(self.leaves))))
+        several = zip(paths, self.leaves, self.axes, strict=True)
+        return {
+            argument_name(path, self.names): leaf.size if is_sharded_batch(leaf) else np.shape(leaf)[axis]
+            for (path, _), leaf, axis in several
+            if axis is not None
+        }
+
     def flat_function(self, fun: Callable[..., Any], output: OutputTree) -> Callable[..., list[Any]]:
         """The step as a function of flat arrays that returns arrays; `output` records the structure of its result."""
 

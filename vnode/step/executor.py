@@ -20,7 +20,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from vnode.analysis.fingerprint import Fingerprint, fingerprint_of
-from vnode.analysis.program import Program
+from vnode.analysis.program import Program, read_inputs
 from vnode.errors import PlacementError, ProcessError, layout_message
 from vnode.placement.agreement import check_same
 from vnode.placement.donated import donated_leaves
@@ -91,6 +91,8 @@ class Executor:
     Attributes:
       arguments: places arguments.
       traced: whether a program was traced since this was last set to False.
+      results: the number of arrays that the last traced program returns.
+      reads_batch: whether a result or an effect of the last traced program depends on the batch.
     """
 
     def __init__(self, spec: StepSpec, placement: Placement, retraces: Retraces) -> None:
@@ -98,6 +100,8 @@ class Executor:
         self.placement = placement
         self.retraces = retraces
         self.traced = False
+        self.results = 0
+        self.reads_batch = True
         self.arguments = ArgumentPlacer(spec, placement)
         self._processes = frozenset(device.process_index for device in placement.devices)
         self._launched: dict[Any, tuple[int | None, int | None]] = {}
@@ -437,6 +441,9 @@ class Executor:
                 arrays = evaluate(spec.flatten(call, output, self._batches(call), specs), self.placement)
         finally:
             TRACED_PROGRAMS.reset(noted)
+        split = [i for i, axis in enumerate(call.axes) if axis is not None]
+        self.results = len(arrays)
+        self.reads_batch = not (split and seen) or any(not read_inputs(program).isdisjoint(split) for program in seen)
         types = argument_types(*jax.tree.flatten((args, kwargs)))
         if self.arguments.across:
             self._fingerprints[types] = fingerprint_of(*seen)

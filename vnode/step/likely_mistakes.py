@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from vnode.placement.leaves import is_array, shapes_of
 from vnode.placement.placement import Placement, even_counts
 from vnode.show.units import several
 from vnode.step.argument_checks import by_argument
+from vnode.step.spec import StepSpec
 from vnode.tracebacks import level_of_caller
 
 DEFAULT_AXES = (None, 0)
@@ -33,18 +34,14 @@ PADDING = 1 / 3
 """The share of padding above which a warning is given."""
 
 
-def explain_failure(
-    error: Exception, fun: Callable[..., Any], in_axes: Any, args: Sequence[Any], kwargs: Mapping[str, Any], called: Any
-) -> None:
+def explain_failure(error: Exception, spec: StepSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Finds the likely mistake in a call whose trace failed.
 
     Args:
       error: the error, to which notes are added.
-      fun: the user's function.
-      in_axes: which dimensions hold examples.
+      spec: the step.
       args: positional arguments.
       kwargs: keyword arguments.
-      called: names of the positional arguments.
 
     Raises:
       BatchError: the step works with its two arguments the other way round.
@@ -54,11 +51,11 @@ def explain_failure(
     if (
         len(args) == 2
         and not kwargs
-        and tuple_of(in_axes) == DEFAULT_AXES
-        and not can_trace(fun, args)
-        and can_trace(fun, args[::-1])
+        and tuple_of(spec.in_axes) == DEFAULT_AXES
+        and not can_trace(spec.fun, args)
+        and can_trace(spec.fun, args[::-1])
     ):
-        first, second = list(by_argument(dict(enumerate(args)), {}, called))
+        first, second = list(by_argument(dict(enumerate(args)), {}, spec.positional))
         raise BatchError(
             layout_message(
                 "the step fails with these arguments, and works with the two swapped.",
@@ -70,15 +67,35 @@ def explain_failure(
             )
         ) from error
     if isinstance(error, TypeError | ValueError | AttributeError):
-        named = by_argument(dict(enumerate(args)), kwargs, called)
-        found = [
-            f"{name}{jax.tree_util.keystr(path)} is a {type(leaf).__name__}"
-            for name, tree in named.items()
-            for path, leaf in jax.tree.leaves_with_path(tree)
-            if not is_array(leaf)
-        ]
-        if found:
-            error.add_note(f"Leaves that are no arrays are constants of the step: {', '.join(found[:SHOWN])}.")
+        for note in notes_on_arguments(error, spec, args, kwargs):
+            error.add_note(note)
+
+
+def notes_on_arguments(
+    error: Exception, spec: StepSpec, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Iterator[str]:
+    """Says what is unusual about the arguments of a call that failed."""
+    named = by_argument(dict(enumerate(args)), kwargs, spec.positional)
+    found = [
+        f"{name}{jax.tree_util.keystr(path)} is a {type(leaf).__name__}"
+        for name, tree in named.items()
+        for path, leaf in jax.tree.leaves_with_path(tree)
+        if not is_array(leaf)
+    ]
+    if found:
+        yield f"Leaves that are no arrays are constants of the step: {', '.join(found[:SHOWN])}."
+    if isinstance(error, jax.errors.ConcretizationTypeError):
+        numbers = [name for name, value in named.items() if isinstance(value, bool | int | float)]
+        if numbers:
+            yield (
+                f"Python numbers are values that a program is given: {', '.join(numbers[:SHOWN])}. "
+                f"For Python to decide by one of them: vnode.virtualize(..., static_argnames={numbers[0]!r})."
+            )
+    with contextlib.suppress(Exception):
+        sizes = spec.call(args, kwargs).sizes_by_name()
+        if len(set(sizes.values())) > 1:
+            said = [f"{name} has {size}" for name, size in sizes.items()]
+            yield f"The batch's arrays have different numbers of examples: {', '.join(said[:SHOWN])}."
 
 
 def can_trace(fun: Callable[..., Any], args: Sequence[Any]) -> bool:
@@ -126,6 +143,26 @@ def warn_of_waste(placement: Placement, lane: int, size: int, name: str) -> bool
     else:
         return False
     return True
+
+
+def warn_of_unused(name: str, results: int, reads_batch: bool) -> None:
+    """Warns if a step returns nothing, or computes nothing from the batch.
+
+    Args:
+      name: of the step.
+      results: the number of arrays that the step returns.
+      reads_batch: whether a result or an effect of the step depends on the batch.
+    """
+    if not results and not reads_batch:
+        warn(f"{name!r} returns nothing, so nothing is computed.", ["return the new state: return state, loss"])
+    elif not reads_batch:
+        warn(
+            f"no result of {name!r} depends on the batch, so nothing is divided among virtual nodes.",
+            [
+                "in_axes=(None, None, 0) if another argument holds the examples: by default the second one does",
+                "return what is computed from the batch",
+            ],
+        )
 
 
 def warn(what: str, remedies: Sequence[str], facts: Sequence[str] = ()) -> None:

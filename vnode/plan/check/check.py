@@ -20,6 +20,7 @@ from vnode.placement.sharded import whole_batches
 from vnode.plan.check.answer import Check
 from vnode.plan.check.arrays import DIFFERENT, EQUAL, ROUNDING, UNKNOWN, compare_leaf, same_bits, to_host
 from vnode.plan.check.plain import Reference
+from vnode.show.progress import display
 from vnode.show.units import several
 from vnode.step.argument_checks import check_arguments, check_values
 from vnode.step.protocol import step_and_arguments
@@ -34,6 +35,7 @@ def check(
     *,
     devices: Any = None,
     plain: bool = True,
+    progress: bool | None = None,
 ) -> Check:
     """Runs a step as it was written, and virtualized on several devices; says what is equal, and which bits.
 
@@ -50,6 +52,10 @@ def check(
       devices: numbers of devices, e.g. ``[1, 2, 3]``, or what `VirtualStep.on` takes: placements, or lists of devices.
         By default one, two, three and all there are.
       plain: whether to run the step as written; without it only the bits on devices are compared.
+      progress: whether to show a progress bar; by default in notebooks and on terminals. Most of the time is
+        compilation, of a program for each number of devices.
+      progress: whether to display a bar; by default in a notebook, and if standard error is a terminal and rich is
+        installed. Most of the time is compilation, of one program for each number of devices.
 
     Returns:
       A `Check`; print it, or ask ``check(...).ok``. A plain step that does not fit in the device's memory is left out,
@@ -87,18 +93,27 @@ def check(
                 "or on this process's devices: vnode.check(step, args, devices=[jax.local_devices()])",
             ],
         )
-        reference = Reference(here, virtual.on(places[0]).placement.devices[0]) if plain else None
+        runs = 0
 
-        def run(place: Any) -> list[tuple[str, Any]]:
-            return named_results(virtual.get(virtual.on(place)(*copy_arrays(here.args), **copy_arrays(here.kwargs))))
+        with display(progress, 0, plain + 1 + len(places)) as bar:
 
-        first = run(places[0])
-        again = run(places[0])
-        repeatable = all(same_bits(a, b) for (_, a), (_, b) in zip(first, again, strict=True))
-        bits = [[True] for _ in first]
-        for place in places[1:]:
-            for held, (_, a), (_, b) in zip(bits, first, run(place), strict=True):
-                held.append(same_bits(a, b))
+            def run(place: Any) -> list[tuple[str, Any]]:
+                nonlocal runs
+                there = virtual.on(place)
+                bar.update(plain + runs, f"on {placement_text(there.placement)}")
+                runs += 1
+                return named_results(virtual.get(there(*copy_arrays(here.args), **copy_arrays(here.kwargs))))
+
+            bar.update(0, "as it was written")
+            reference = Reference(here, virtual.on(places[0]).placement.devices[0]) if plain else None
+            first = run(places[0])
+            again = run(places[0])
+            repeatable = all(same_bits(a, b) for (_, a), (_, b) in zip(first, again, strict=True))
+            bits = [[True] for _ in first]
+            for place in places[1:]:
+                for held, (_, a), (_, b) in zip(bits, first, run(place), strict=True):
+                    held.append(same_bits(a, b))
+            bar.update(plain + runs, "")
     wants = reference.results(len(first)) if reference else [(None, None)] * len(first)
     known = reference is not None and reference.noisy
     found = [
