@@ -16,14 +16,19 @@ from vnode.errors import ClusterError
 SHOWN = (
     ("makespan", "makespan", "{:.0f}"),
     ("jct_mean", "mean JCT", "{:.0f}"),
-    ("jct_median", "median", "{:.0f}"),
-    ("jct_p99", "p99", "{:.0f}"),
+    ("jct_median", "median JCT", "{:.0f}"),
+    ("jct_p99", "p99 JCT", "{:.0f}"),
     ("queueing_median", "queueing", "{:.0f}"),
     ("utilisation_allocated", "allocated", "{:.2f}"),
     ("utilisation_effective", "effective", "{:.2f}"),
     ("resizes", "resizes", "{}"),
 )
 """Figures of the table: name, title, format."""
+
+LEGEND = (
+    "In seconds: JCT is a job's completion time, from its arrival to its end; queueing, the median wait for devices.\n"
+    "allocated, effective: the share of the devices' time that jobs had, and that they used."
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -34,7 +39,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--throughputs", metavar="FILE", help="of Gavel's, for a trace of Gavel's")
     parser.add_argument("--devices", type=devices, metavar="N", help="or v100=4,p100=8; default: what the file says")
     parser.add_argument("--rounds", type=float, default=360, metavar="SECONDS", help="of Gavel's policies")
-    parser.add_argument("--policy", action="append", metavar="NAME", help="again for more; default: goodput")
+    parser.add_argument("--policy", action="append", metavar="NAME", help="several: --policy static --policy wfs; default: goodput")
     parser.add_argument("--guarantee", type=float, default=1.1, metavar="C", help="of the policy guarantee")
     parser.add_argument("--inner", default="goodput", metavar="NAME", help="the policy inside of a guarantee")
     parser.add_argument("--seeds", type=int, default=0, metavar="N", help="draw N other traces from these jobs, too")
@@ -92,6 +97,7 @@ def execute(chosen: argparse.Namespace) -> int:
         print(json.dumps(found, indent=1))
         return 0
     print(table(found))
+    print(LEGEND)
     for policy, means in seeds.items() if chosen.seeds else ():
         middle = sorted(means)[len(means) // 2]
         print(f"{policy}, {chosen.seeds} seeds: mean JCT {middle:.0f} s (median), {min(means):.0f} to {max(means):.0f}")
@@ -103,8 +109,8 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
     Example:
       >>> print(table({"fifo": {name: 3 for name, _, _ in SHOWN}}))
-      policy  makespan  mean JCT  median  p99  queueing  allocated  effective  resizes
-      fifo           3         3       3    3         3       3.00       3.00        3
+      policy  makespan  mean JCT  median JCT  p99 JCT  queueing  allocated  effective  resizes
+      fifo           3         3           3        3         3       3.00       3.00        3
     """
     lines = [["policy", *(title for _, title, _ in SHOWN)]]
     lines += [[name, *(form.format(figures[key]) for key, _, form in SHOWN)] for name, figures in found.items()]
