@@ -26,7 +26,7 @@ help:
 	@echo "make demo      train a small network on 1, 2, 3, 4 and 8 devices, and while they change; compare"
 	@echo "make quick     tests that compile nothing, and some others, in a minute"
 	@echo "make test      a few cases of each mechanism"
-	@echo "make test-thorough  these, and those that take long or need the TPU compiler; continuous integration runs a quarter of them, in turns"
+	@echo "make test-thorough  these, and those that take long or need the TPU compiler; continuous integration runs an eighth of them, in turns"
 	@echo "make test-all  every combination of step, nodes and devices, other instruction sets, $(PROGRAMS) random programs, $(DIVIDED) divided, $(SEARCHED) searched"
 	@echo "make lint      ruff and pyright"
 	@echo "make docs      the site, in out/docs/index.html"

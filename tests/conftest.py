@@ -95,16 +95,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def has_turn(item: pytest.Item) -> bool:
-    """Whether a test is in the part that runs, if thorough tests take turns: VNODE_TEST_TURN is ``"1/4"`` to ``"4/4"``.
-
-    The tests of a file in `THOROUGH` share what they compile, and so have their turn together.
-    """
+    """Whether a test is in the part that runs, if thorough tests take turns: VNODE_TEST_TURN is "1/8" to "8/8"."""
     turn = os.environ.get("VNODE_TEST_TURN")
     if not turn or not item.get_closest_marker("thorough"):
         return True
     part, parts = map(int, turn.split("/"))
-    name = item.path.name if THOROUGH in item.path.parents else item.nodeid
-    return zlib.crc32(name.encode()) % parts == part - 1
+    return zlib.crc32(item.nodeid.encode()) % parts == part - 1
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

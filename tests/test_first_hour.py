@@ -356,6 +356,13 @@ def test_steps_that_a_run_cannot_call() -> None:
     run(step_of(lambda state, batch, rate=0.1: (state, {})), LINE, [BATCH], steps=1)
 
 
+def test_dtypes_that_checkpoints_do_not_have_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    step = step_of(lambda state, batch: (state, {"n": batch["x"].sum()}))
+    state = {"w": jnp.ones(3), "codes": jnp.ones(3, jnp.uint4)}
+    told(vnode.VnodeError, lambda: run(step, state, [BATCH], steps=1, checkpoint=tmp_path), "state['codes']: uint4[3]")
+    assert run(step, state, [BATCH], steps=1).step == 1
+
+
 def test_machines_times_and_numbers_of_devices() -> None:
     from vnode.partition import search
 

@@ -22,7 +22,7 @@ from vnode.data.source import Cycle, loader
 from vnode.elastic.driver import Driver
 from vnode.elastic.evaluation import check_evaluation
 from vnode.elastic.options import CHECKPOINTS_KEPT, RunOptions
-from vnode.elastic.run_checks import check_step, check_takes
+from vnode.elastic.run_checks import check_step, check_storable, check_takes
 from vnode.elastic.run_devices import responds
 from vnode.elastic.run_identity import differing_lines, facts_of_run
 from vnode.elastic.run_result import Result
@@ -215,6 +215,8 @@ def begin(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
     """`run` with options that are checked."""
     check_evaluation(options.evaluate)
     check_not_donated({"state": state}, returned="result.state")
+    if options.checkpoint is not None:
+        check_storable(state)
     if hasattr(step, "functional"):
         check_takes(step, len(state) if isinstance(state, tuple) else 1)
         return run_objects(step, state, data, options)

@@ -16,7 +16,7 @@ import numpy as np
 from vnode.elastic.options import RunOptions
 from vnode.errors import CheckpointError, VnodeError, layout_message
 from vnode.placement.donated import donated_leaves
-from vnode.placement.leaves import is_array, shape_of
+from vnode.placement.leaves import is_array, is_key, shape_of
 from vnode.step.protocol import Step
 
 if TYPE_CHECKING:
@@ -113,6 +113,32 @@ def check_start(number: int, options: RunOptions, checkpoints: Checkpoints | Non
             remedies=["more steps" if beyond else "leave out start to resume from the checkpoint", "another folder"],
         )
     )
+
+
+def check_storable(state: Any) -> None:
+    """Refuses a state with arrays of dtypes that checkpoints do not have: uint2, uint4, and float8_e4m3.
+
+    Raises:
+      VnodeError: there is such an array.
+    """
+    import tensorstore
+
+    for path, leaf in jax.tree.leaves_with_path(state):
+        if is_array(leaf) and not is_key(leaf):
+            dtype = shape_of(leaf).dtype
+            try:
+                tensorstore.dtype(dtype.name)
+            except ValueError:
+                raise VnodeError(
+                    layout_message(
+                        f"checkpoints cannot hold arrays of {dtype}.",
+                        facts=[f"state{jax.tree_util.keystr(path)}: {dtype}{list(np.shape(leaf))}"],
+                        remedies=[
+                            "keep it in another dtype of the same range, as uint8 for uint4, and cast it in the step",
+                            "or run without checkpoint=...",
+                        ],
+                    )
+                ) from None
 
 
 def check_results(results: Any, state: Any) -> None:
