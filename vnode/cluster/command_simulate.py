@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--throughputs", metavar="FILE", help="of Gavel's, for a trace of Gavel's")
     parser.add_argument("--devices", type=devices, metavar="N", help="or v100=4,p100=8; default: what the file says")
     parser.add_argument("--rounds", type=float, default=360, metavar="SECONDS", help="of Gavel's policies")
-    parser.add_argument("--policy", action="append", metavar="NAME", help="several: --policy static --policy wfs; default: goodput")
+    parser.add_argument("--policy", action="append", metavar="NAME", help="may be repeated; default: goodput")
     parser.add_argument("--guarantee", type=float, default=1.1, metavar="C", help="of the policy guarantee")
     parser.add_argument("--inner", default="goodput", metavar="NAME", help="the policy inside of a guarantee")
     parser.add_argument("--seeds", type=int, default=0, metavar="N", help="draw N other traces from these jobs, too")

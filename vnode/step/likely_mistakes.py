@@ -71,9 +71,7 @@ def explain_failure(error: Exception, spec: StepSpec, args: Sequence[Any], kwarg
             error.add_note(note)
 
 
-def notes_on_arguments(
-    error: Exception, spec: StepSpec, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Iterator[str]:
+def notes_on_arguments(error: Exception, spec: StepSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[str]:
     """Says what is unusual about the arguments of a call that failed."""
     named = by_argument(dict(enumerate(args)), kwargs, spec.positional)
     found = [
