@@ -53,7 +53,7 @@ def with_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_loops, "KEEP_BARRIERS", frozenset({"cpu"}))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2, thorough=4)
 @pytest.mark.parametrize("step", [pairs, turned])
 @pytest.mark.parametrize(("examples", "nodes", "devices"), [(24, 8, 1), (24, 8, 2), (23, 5, 3), (24, 4, 4)])
 @pytest.mark.usefixtures("with_barriers")

@@ -306,6 +306,7 @@ def test_a_measured_profile(measured: tuple[Any, Profiles, Path]) -> None:
     assert_same((state, loss), regression, *arguments())
 
 
+@pytest.mark.thorough
 def test_the_memory_is_the_compilers(measured: tuple[Any, Profiles, Path]) -> None:
     """Of the whole batch on two devices: what they say of the same step on a batch of the same size."""
     step, profiles, _ = measured
@@ -413,6 +414,7 @@ def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
         vnode.profile(regression, arguments())
 
 
+@pytest.mark.thorough
 def test_a_step_on_objects() -> None:
     """A step that mutates nnx objects is measured as the same step on arrays would be; the objects stay as they are."""
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))

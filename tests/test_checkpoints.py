@@ -593,6 +593,7 @@ def test_run_goes_on_from_theirs(way: str, tmp_path: Path) -> None:
         restore(tmp_path, {"w": jnp.zeros(4), "slots": (jnp.ones(2),)})
 
 
+@pytest.mark.thorough
 def test_a_run_after_damage(tmp_path: Path) -> None:
     """A run goes on from the newest good checkpoint, and ends where an undisturbed one does."""
     data = [np.full((4, 3), number, np.float32) for number in range(6)]

@@ -9,6 +9,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.ahead import program
 
 
@@ -26,6 +28,7 @@ def programs(devices: int, cache: Path) -> int:
     return len(list(cache.glob("jit_train_step-*-cache")))
 
 
+@pytest.mark.thorough
 def test_programs_of_several_cpu_devices_are_compiled_in_each_process(tmp_path: Path) -> None:
     assert [programs(2, tmp_path), programs(2, tmp_path)] == [1, 2]
 

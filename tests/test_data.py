@@ -170,6 +170,7 @@ def test_a_step_on_shares(batch_size: int) -> None:
         assert jax.tree.map(np.shape, actual) == jax.tree.map(np.shape, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.quickly  # that shares give the bits of the batch, the test above says
 def test_shares_of_another_placement() -> None:
     """Wherever a batch was loaded for, the step has the same result; also inside `jax.jit` and differentiated."""

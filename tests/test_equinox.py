@@ -243,6 +243,7 @@ def test_primitives_written_in_jax_are_what_they_do() -> None:
     assert line.what.startswith("rounded(")
 
 
+@pytest.mark.thorough
 def test_what_a_primitive_does_is_what_it_does_now() -> None:
     """The same primitive after a setting was changed, and with a parameter that Python takes to be equal."""
 

@@ -139,6 +139,7 @@ def test_candidates_end_where_nodes_do() -> None:
 # The number that is found
 
 
+@pytest.mark.thorough
 def test_the_smallest_number_that_fits(table: dict[int, int]) -> None:
     assert table[2] > table[4] > table[8] > table[16]  # or a limit would not tell them apart
     step = automatic(table[8])

@@ -43,7 +43,7 @@ def normal(*shape: int) -> jax.Array:
 
 
 @pytest.mark.quickly
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, thorough=2)
 @pytest.mark.parametrize(
     "name",
     [

@@ -78,7 +78,7 @@ def trained_names() -> list[str]:
     return list(TRAINED) if ALL else [n for n in TRAINED if n not in RARELY]
 
 
-@pytest.mark.sampled(3, thorough=4)
+@pytest.mark.sampled(1, thorough=6)
 @pytest.mark.parametrize("name", trained_names())
 def test_twenty_steps_on_any_number_of_devices(name: str) -> None:
     with compare.running_in("float32"):
@@ -270,7 +270,10 @@ def test_what_a_single_node_contributes_is_as_if_added_to_zero(dtype: str) -> No
     assert made.tobytes() == (np.zeros((), dtype) + x).tobytes()
 
 
-@pytest.mark.parametrize(("nodes", "lanes"), [(12, 5), (8, 1), pytest.param(16, 4, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    ("nodes", "lanes"),
+    [(12, 5), pytest.param(8, 1, marks=pytest.mark.thorough), pytest.param(16, 4, marks=pytest.mark.sweep)],
+)
 def test_lanes(nodes: int, lanes: int) -> None:
     with compare.running_in("float32"):
         program = compare.build(named("linen_clip_by_global_norm"), "float32")
@@ -399,6 +402,7 @@ EQUAL_DIVISORS = [
 ]
 
 
+@pytest.mark.sampled(3, thorough=3)
 @pytest.mark.parametrize(("step", "coupling"), EQUAL_DIVISORS, ids=lambda value: getattr(value, "__name__", value))
 def test_divisors_that_the_compiler_finds_to_be_equal(step: Any, coupling: str) -> None:
     """XLA multiplies by the reciprocal of a divisor that two quotients share; when it knows depends on the devices."""

@@ -69,6 +69,7 @@ def temporaries(step: Any, *args: Any) -> int:
     return step.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.thorough
 def test_a_normalized_network_needs_less_memory_than_the_plain_step() -> None:
     """Although the products of all layers are kept, as computing them again would exceed the budget: but those only."""
     step, args = step_of(network), arguments()
@@ -152,6 +153,7 @@ def test_devices_share_what_loops_hold_also_if_they_hold_different_numbers_of_no
     assert three < 0.6 * one
 
 
+@pytest.mark.thorough
 def test_loops_give_the_same_bits_where_devices_hold_different_numbers_of_nodes() -> None:
     """Carries, stacked results, a branch inside, and two views of the batch one after another."""
 
@@ -223,6 +225,7 @@ def test_no_choice_costs_less(seed: int) -> None:
     assert price(found) == min(price(set(kept)) for kept in choices)
 
 
+@pytest.mark.thorough
 def test_more_than_the_batch_is_kept_only_where_the_step_would_be_refused_otherwise() -> None:
     """Layers that are wider than the input, as those of every convolutional network: the step as written holds them."""
     args = kit.normal(64, 512, scale=0.1), kit.normal(512, 512, scale=0.04), kit.normal(1024, 64)

@@ -163,6 +163,7 @@ def kernel_parameters(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", [0, 1], ids=["heads last", "heads first"])
 @pytest.mark.parametrize("groups", [2, 4])
@@ -295,7 +296,7 @@ SPARSE: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, thorough=2)
 @pytest.mark.parametrize("name", SPARSE)
 def test_batches_of_sparse_arrays(name: str) -> None:
     """Forward and backward, without a value of all examples."""

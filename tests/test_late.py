@@ -107,6 +107,7 @@ def test_what_cannot_be_computed_again_is_refused() -> None:
     assert all(late.program.equations[k].primitive.name != "sub" or k <= late.turn for k, _ in late.recomputable)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1, thorough=2)
 @pytest.mark.parametrize(("share", "seed"), [(1.0, 0), (0.5, 1)])
 @pytest.mark.parametrize(("shape", "split"), [((1,), False), ((2,), False), ((2, 4), True)], ids=str)

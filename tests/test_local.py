@@ -159,7 +159,7 @@ PICKED: dict[str, Loss] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, thorough=2)
 @pytest.mark.parametrize("name", PICKED)
 def test_what_examples_put_somewhere_is_not_estimated(name: str) -> None:
     assert_same(local(PICKED[name])(PARAMS, DATA), gradient(PICKED[name]), PARAMS, DATA)
@@ -246,7 +246,7 @@ STATISTICS: dict[str, Callable[..., jax.Array]] = {
 }
 
 
-@pytest.mark.sampled(3, thorough=2)
+@pytest.mark.sampled(1, thorough=4)
 @pytest.mark.parametrize("nodes", [2, 4])
 @pytest.mark.parametrize("name", STATISTICS)
 def test_statistics_are_those_of_the_nodes(name: str, nodes: int) -> None:

@@ -56,6 +56,7 @@ def temporaries(step: Any, *args: Any) -> int:
     return step.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("loss", [clip_loss, vicreg_loss], ids=["clip", "vicreg"])
 def test_activations_of_a_coupled_loss_are_those_of_one_node(loss: Callable[..., jax.Array]) -> None:

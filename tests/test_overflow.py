@@ -332,6 +332,7 @@ def test_loss_scaling_skips_the_same_steps() -> None:
         assert skipped(vnode.virtualize(step, virtual_nodes=nodes).on(jax.devices()[:1]), start, x)[0] == want
 
 
+@pytest.mark.thorough
 def test_gradient_accumulation_skips_the_same_steps() -> None:
     """Gradients of microbatches are summed in float16 and added up in float32: two nodes' sums are half of a turn's."""
     rng = np.random.default_rng(0)

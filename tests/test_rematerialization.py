@@ -68,6 +68,7 @@ def on(shape: tuple[int, ...]) -> Any:
     return vnode.virtualize(step, virtual_nodes=4, reduction="fast", placement=vnode.Placement(4, mesh=mesh), **split)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [(1,), (2,), (2, 4)], ids=str)
 def test_what_is_computed_again_waits_for_the_backward_pass(shape: tuple[int, ...]) -> None:

@@ -138,6 +138,7 @@ def same(a: Any, b: Any) -> bool:
     return all(x.tobytes() == y.tobytes() for x, y in zip(leaves(a), leaves(b), strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("donated", [(), 0])
 def test_what_is_warmed_up_is_not_compiled_again_and_leaves_no_trace(donated: Any) -> None:

@@ -128,6 +128,7 @@ def test_philox_is_that_of_jax(words, x64):
             np.testing.assert_allclose(*gamma, rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1, thorough=0)
 @pytest.mark.parametrize("impl", ["philox2x32", "philox4x32"])
 def test_philox_on_several_devices(impl):

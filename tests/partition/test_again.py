@@ -55,6 +55,7 @@ def arguments(layers: int = 3, width: int = 16, examples: int = 16) -> tuple[Any
     }, jax.random.normal(keys[2], (examples, width))
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.newest
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ def written() -> tuple[Program, list[Any], list[Any]]:
     return program, leaves, evaluated(program, leaves)
 
 
+@pytest.mark.thorough
 @settings(max_examples=examples(25), deadline=None)
 @given(st.data())
 def test_a_program_computes_what_it_did(data: st.DataObject) -> None:
@@ -258,6 +259,7 @@ BEGINS = 64 * 4096 * 128 * 4
 """Bytes of what the turns of 64 layers begin with, of one node."""
 
 
+@pytest.mark.thorough
 def test_a_plan_has_on_the_host_what_does_not_fit_though_all_is_computed_again(tmp_path: Any) -> None:
     free, tight, args = plans()
     assert not free.offloaded and not free.recomputed and tight.offloaded and tight.recomputed and not tight.host

@@ -37,6 +37,7 @@ def target(devices: int = 4) -> CompileTarget:
     return CompileTarget(tuple(jax.devices()[:devices]))
 
 
+@pytest.mark.thorough
 def test_another_process_says_what_this_one_does(tmp_path: Path) -> None:
     """And says it again from disk; a damaged answer there is asked for again."""
     cache = Cache(tmp_path)

@@ -67,6 +67,7 @@ def test_as_many_wait_there_as_need_to(plans):
     assert others[0].figures.transfer < others[1].figures.transfer
 
 
+@pytest.mark.thorough
 def test_the_bits_stay(plans):
     wanted = vnode.virtualize(train, virtual_nodes=NODES)(*arguments())
     for plan in plans:

@@ -64,6 +64,7 @@ def kinds(state: Any) -> dict[str, str]:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1, thorough=2)
 @pytest.mark.parametrize("reduction", ["invariant", "fast"])
 @pytest.mark.parametrize(

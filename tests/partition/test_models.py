@@ -208,6 +208,7 @@ def test_words_are_routed_as_by_hand(capacity: int) -> None:
     np.testing.assert_allclose(balance, (share * probabilities.mean(1)).sum(1).mean() * experts, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_both_spellings_of_the_transformer_say_the_same() -> None:
     """The loss of either, with the same parameters under the names of each."""
     loop, scan = MODELS["transformer"]("small"), MODELS["transformer-scan"]("small")
@@ -288,6 +289,7 @@ def test_a_batch_is_learned(prepared: Any) -> None:
     assert np.mean(losses[-5:]) < 0.99 * np.mean(losses[:5]), losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("prepared", models(ALWAYS, seldom=(*VISION, "transformer")), indirect=True)
 def test_virtual_nodes_compute_the_same(prepared: Any) -> None:
     """The 94 normalizations of Inception-v3 take 95 passes, and minutes."""

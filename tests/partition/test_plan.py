@@ -192,6 +192,7 @@ def test_a_state_sharded_over_the_nodes_is_carried_out() -> None:
     assert up.addressable_shards[0].data.size == up.size // 8
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.quickly
 @pytest.mark.parametrize("machine", [V5E, Machine.gpus("P100", hosts=1, per_host=8)], ids=["tpu", "gpu"])
@@ -206,6 +207,7 @@ def test_a_plan_for_devices_of_another_kind_is_carried_out(machine: Machine, tmp
         assert_same(made(made.put(state), batch), plain, state, batch)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1, thorough=1)
 @pytest.mark.parametrize("name", CASES)
 def test_random_plans_with_a_state_sharded_over_the_nodes_too(name: str) -> None:
@@ -322,7 +324,7 @@ def test_a_plan_is_found_and_carried_out_within_what_a_caller_sets(around: str) 
     assert_same(got, step, *args)
 
 
-@pytest.mark.sampled(2, thorough=1)
+@pytest.mark.sampled(1, thorough=2)
 @pytest.mark.quickly  # the programs are the same: so are the bits, however they are compiled
 @pytest.mark.parametrize("around", ["explicit mesh", "no jit"])
 @pytest.mark.parametrize("name", CASES)
@@ -645,6 +647,7 @@ def test_a_job_of_a_cluster_is_as_fast_as_its_best_plan(tmp_path: Path) -> None:
             vnode.cluster.read(trace)
 
 
+@pytest.mark.thorough
 @pytest.mark.quickly  # the programs are the same: so are the bits, however they are compiled
 def test_a_saved_plan_makes_the_same_step(tmp_path: Path) -> None:
     step, (state, batch) = example("layers")
@@ -771,6 +774,7 @@ def test_parameters_are_shown_before_slots_and_numbered_names_together(tmp_path:
         assert shown["params/layers/Dense_*/kernel"] == "3" and "more" in table.rest
 
 
+@pytest.mark.thorough
 def test_names_are_taken_as_they_are() -> None:
     """Whatever they say as patterns: a name with a line's end is not the one without."""
 

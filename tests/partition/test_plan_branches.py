@@ -222,6 +222,7 @@ def test_derivatives_from_outside() -> None:
     assert_same(got, jax.grad(lambda params, batch: step(params, batch)[1][0]), params, batch)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [("towers", "2x2x2"), *[pytest.param(n, "2x4", marks=pytest.mark.thorough) for n in ("towers", "experts")]],

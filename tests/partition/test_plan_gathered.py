@@ -213,7 +213,7 @@ def in_one_branch(params: Params, batch: tuple[jax.Array, jax.Array]) -> Any:
     return {**params, "above": params["above"] + loss}, (loss, more)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, thorough=2)
 @pytest.mark.quickly
 @pytest.mark.parametrize("above", [-9.0, 9.0])
 @pytest.mark.parametrize(("sizes", "nodes"), [({"vnode": 2, "model": 4}, 5), ({"vnode": 4, "model": 2}, 4)])
@@ -312,7 +312,7 @@ def a_number_of_each_branch(params: Params, x: jax.Array) -> Any:
     return params - gradient, found
 
 
-@pytest.mark.sampled(2, thorough=2)
+@pytest.mark.sampled(1, thorough=3)
 @pytest.mark.quickly
 @pytest.mark.parametrize("sizes", [{"vnode": 1, "model": 4}, {"vnode": 2, "model": 2, "model2": 2}], ids=str)
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ class TestFound:
         assert plan.figures.seconds < plan.beside["Megatron-style"].seconds
         assert plan.figures.seconds < plan.beside["searched"].seconds
 
+    @pytest.mark.thorough
     def test_between_all_fast_and_all_slow(self) -> None:
         alike = [search(STEP, (STATE, X), machine(2, 1.0, work=w), virtual_nodes=1) for w in (WORK, 3 * WORK)]
         assert not any(map(shares_of, alike))
@@ -212,6 +213,7 @@ def test_heads_and_hidden_units_of_layers_in_a_scan() -> None:
     assert_same((planned.get(found), loss), jax.jit(step), state, x)
 
 
+@pytest.mark.thorough
 def test_bits_do_not_depend_on_the_devices_that_nodes_are_spread_over() -> None:
     """For fixed counts."""
     subject = subject_of(on_nodes(STEP, 4, {}), (STATE, X))
@@ -254,6 +256,7 @@ def candidate(
     return on.shared("unequal", shared, several.across.counts)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("reduction", "sizes", "counts"),

@@ -25,6 +25,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1, thorough=0)
 @pytest.mark.parametrize("name", REALISTIC)
 def test_loss_falls(name: str) -> None:

@@ -141,7 +141,7 @@ def divided(
     return flow_over_mesh(flow, mesh_of(axes)), flow, len(groups)
 
 
-@pytest.mark.sampled(3, thorough=3)
+@pytest.mark.sampled(1, thorough=5)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize(("function", "params", "x", "spec", "specs", "scopes"), list(cases()))
 def test_values_and_gradients(function: Any, params: Any, x: Any, spec: P, specs: Any, scopes: Any, mesh: str) -> None:

@@ -136,7 +136,7 @@ def runs() -> list[Any]:
     ]
 
 
-@pytest.mark.sampled(6, thorough=6)
+@pytest.mark.sampled(3, thorough=9)
 @pytest.mark.parametrize(("case", "shape"), runs())
 def test_step(case: zoo.Case, shape: str) -> None:
     if case.name in REFUSED:

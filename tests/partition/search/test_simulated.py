@@ -38,7 +38,7 @@ def test_an_assignment_is_impossible_where_the_problem_says_so(name: str) -> Non
     assert [np.isfinite(simulated(each)) for each in drawn] == finite and any(finite)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, thorough=2)
 @pytest.mark.parametrize("name", ["attention", "layers", "recurrent"])
 def test_a_change_takes_the_time_of_a_full_simulation(name: str) -> None:
     """FlexFlow's delta simulation: from the first changed task on, the same times to the picosecond."""

@@ -226,7 +226,7 @@ def split(flow: Flow) -> list[tuple[str, tuple[FactorSharding, ...]]]:
     return found + [each for step in flow.steps for body in step.bodies for each in split(body)]
 
 
-@pytest.mark.sampled(6, thorough=6)
+@pytest.mark.sampled(4, thorough=8)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", STEPS)
 def test_any_strategies_give_the_steps_values(name: str, seed: int) -> None:
@@ -495,6 +495,7 @@ def test_gradients_that_a_loop_adds_up_are_summed_over_devices_once() -> None:
     assert_carried_out(search, best.strategies, arguments, plain)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["mlp", "attention", "recurrent"])
 def test_meshes_of_three_axes(name: str) -> None:
     """Equations are divided along two dimensions at most; what one merged axis can do is not lost."""
