@@ -418,6 +418,16 @@ def test_context_parallelism_divides_all_by_the_sequence_and_gathers_keys_and_va
     assert exchanges(flow)["all_gather"] >= 2, "keys and values are gathered"
 
 
+def test_random_keys_of_examples_are_no_sequence() -> None:
+    def step(w: jax.Array, x: jax.Array, keys: jax.Array) -> jax.Array:
+        return jnp.mean(jax.vmap(jax.random.bernoulli)(keys)[:, None] * jnp.tanh(x @ w) @ w.T)
+
+    traced = jax.make_jaxpr(step)(normal(8, 16), normal(8, 8), jax.random.split(jax.random.key(0), 8))
+    search = as_problem(inline(traced.jaxpr, traced.consts), AXES, Counted())
+    assert {"FSDP", "Megatron over y"} <= experts(search, [1, 2]).keys()
+
+
+@pytest.mark.thorough
 def test_expert_parallelism_divides_experts_and_exchanges_tokens() -> None:
     d, f, e = 8, 16, 4
     params = {"router": normal(d, e), "up": normal(e, d, f), "down": normal(e, f, d)}

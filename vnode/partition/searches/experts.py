@@ -25,6 +25,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from vnode.operators import Algebra, Windowed
@@ -141,7 +142,7 @@ class _Experts:
         windows slide is not one.
         """
         inputs = [self.search.program.inputs[i] for i in self.batch]
-        words = [var for var in inputs if len(var.aval.shape) > 1 + (not np.issubdtype(var.aval.dtype, np.integer))]
+        words = [var for var in inputs if len(var.aval.shape) > 1 + (not jnp.issubdtype(var.aval.dtype, jnp.integer))]
         found = {self.flat.named(var, 1): None for var in words if var.aval.shape[1] > 1}
         for number, node in enumerate(self.flat.nodes):
             d = node.description
