@@ -70,7 +70,7 @@ def runs() -> list[Any]:
     return marked
 
 
-@pytest.mark.sampled(5, thorough=15)
+@pytest.mark.sampled(3, thorough=17)
 @pytest.mark.parametrize(("case", "mesh"), runs())
 def test_step_with_sharded_state(case: zoo.Case, mesh: str) -> None:
     precision = "float64" if case.float64 else "float32"

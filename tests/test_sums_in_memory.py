@@ -67,7 +67,7 @@ def arguments(nodes: int) -> Any:
     return params, (jax.random.normal(keys[2], (2 * nodes, 8)), jax.random.normal(keys[3], (2 * nodes, 1)))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, thorough=1)
 @pytest.mark.parametrize("nodes", [8, 7])
 def test_small_updates_in_a_loop(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits on any devices, and as with a stack of sums that wait; as the plain step up to rounding."""
@@ -117,7 +117,7 @@ def temporary(compiled: jax.stages.Compiled) -> int:
     return analysis.temp_size_in_bytes
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, thorough=1)
 @pytest.mark.parametrize(("devices", "nodes"), [(1, 16), (1, 64), (4, 16)])
 def test_few_examples_and_many_parameters_take_one_gradient_more_than_by_hand(devices: int, nodes: int) -> None:
     params, x = layers(nodes)
@@ -127,7 +127,7 @@ def test_few_examples_and_many_parameters_take_one_gradient_more_than_by_hand(de
     assert temporary(step.lower(params, x).compile()) <= temporary(hand) + gradients
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, thorough=1)
 @pytest.mark.parametrize("nodes", [16, 12])
 def test_passes_for_parts_of_the_sums_give_the_same_bits(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     params, x = layers(nodes)

@@ -219,6 +219,7 @@ def test_no_device_has_another_ones_part() -> None:
     assert {shard.data.shape for shard in made(state, x)[0][0]["wi"].addressable_shards} == {(4, 10)}
 
 
+@pytest.mark.thorough
 @pytest.mark.quickly
 def test_a_state_is_taken_to_other_devices_and_given_away() -> None:
     loss, params, x, partition = CASES["perceptron"]

@@ -134,6 +134,7 @@ def test_workers_that_are_replaced_at_each_change_end_with_the_bits_of_one_proce
     assert saved("sharded", asked["folder"]) == expected["saved"]
 
 
+@pytest.mark.thorough
 def test_an_error_in_all_workers_ends_the_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The job fails with the first error; who was a step behind may be given a new peer before it fails, too."""
     job = started({"model": "plain", "steps": 50, "raises": 7}, 2)
