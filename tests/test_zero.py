@@ -215,28 +215,33 @@ def test_updates_keep_their_bits(optimizer: str, layout: str, stage: int) -> Non
 
 
 @pytest.mark.thorough
-def test_sums_of_what_is_computed_and_kept_have_their_bits() -> None:
-    """A sum of a slot's new values: one device reads them, others gather what they are computed from."""
-    optimizer, rng = optax.contrib.dadapt_adamw(1.0), np.random.default_rng(0)
-    shapes = {"in": (8, 24), "out": (24, 8)}
+@pytest.mark.parametrize(
+    ("optimizer", "width"),
+    [(optax.contrib.dadapt_adamw(1.0), 8), (optax.lamb(1e-2, weight_decay=0.1), 6)],
+    ids=["dadapt", "lamb"],
+)
+def test_sums_of_what_is_computed_and_kept_have_their_bits(optimizer: optax.GradientTransformation, width: int) -> None:
+    """A sum of a slot's new values, or of updates: one device reads them, others gather what they come from."""
+    rng, shapes = np.random.default_rng(0), {"in": (width, 24), "out": (24, 24)}
     params = {name: jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
-    x = jnp.asarray(rng.normal(size=(4, 24, 8)), jnp.float32)
+    x, y = (jnp.asarray(rng.normal(size=(4, 24, n)), jnp.float32) for n in (width, 24))
 
-    def step(state: Any, x: jax.Array) -> Any:
-        grads = jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["in"]) @ p["out"] - x) ** 2))(state["params"])
+    def step(state: Any, batch: Any) -> Any:
+        x, y = batch
+        grads = jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["in"]) @ p["out"] - y) ** 2))(state["params"])
         updates, slots = optimizer.update(grads, state["slots"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "slots": slots}
 
     seen = []
-    for nodes, entries in ((1, (None, "data")), (2, (None, "data")), (2, ())):
+    for nodes, entries in ((1, (None, "data")), (2, (None, "data")), (2, ()), (1, ())):
         over = NamedSharding(mesh_of(nodes, 1), PartitionSpec(*entries))
         virtual = vnode.virtualize(step, virtual_nodes=8, placement=vnode.Placement(8, mesh=over.mesh, axis="data"))
         state = {"params": params, "slots": optimizer.init(params)}
         state = jax.tree.map(lambda leaf, to=over: jax.device_put(leaf, to) if leaf.ndim else leaf, state)
-        for batch in x:
+        for batch in zip(x, y, strict=True):
             state = virtual(state, batch)
         seen.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)])
-    assert seen[0] == seen[1] == seen[2]
+    assert all(bits == seen[0] for bits in seen)
 
 
 LENGTHS = (8, 16, 24, 64, 72, 256, 1000, 4096)

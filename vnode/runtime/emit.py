@@ -210,7 +210,8 @@ class Emission(PassEmission):
         rounds = self.joint_evaluator.rounding is not None
 
         def device_program(values: Sequence[Any]) -> list[Any]:
-            place = WholeEvaluator(self.platform, Rounding.from_values(values) if rounds else None)
+            rounding = Rounding.from_values(values) if rounds else None
+            place = WholeEvaluator(self.platform, rounding, self.materialize_input if rounds else None)
             return dataclasses.replace(together, place=place)(values)
 
         everywhere = jax.shard_map(
@@ -237,7 +238,8 @@ class Emission(PassEmission):
             several = {var: self.whole[var] for var in latest if var in self.whole} | self.whole
             made = [value for var, value in several.items() if var not in constants and self.layout(var).is_whole]
             rounding = Rounding.from_values(made) if self.mode is Mode.INVARIANT and not self.by_xla else None
-            self.joint_evaluators[latest] = WholeEvaluator(self.platform, rounding)
+            stored = None if rounding is None else self.materialize_input
+            self.joint_evaluators[latest] = WholeEvaluator(self.platform, rounding, stored)
         return self.joint_evaluators[latest]
 
     @functools.cached_property

@@ -69,6 +69,7 @@ class EvaluationMemo:
         run: Callable[[list[Any]], list[Any]],
         how: Any = None,
         rounding: Rounding | None = None,
+        in_memory: Callable[[Any], Any] | None = None,
     ) -> list[Any]:
         """The results of `run` on an equation's operands, evaluated at most once.
 
@@ -78,6 +79,8 @@ class EvaluationMemo:
           run: evaluates it.
           how: further values that the results depend on.
           rounding: hides from compilers how a divisor is computed; None if they may know.
+          in_memory: materializes the summands of a sum, which is then added in the order of a sharded array's; None if
+            compilers may choose the order.
         """
         if eqn.effects:
             return run(operands)
@@ -89,6 +92,8 @@ class EvaluationMemo:
         if description is not None and rounding is not None:
             hidden = description.divisors | spread
             operands = [self.hide(value, rounding) if i in hidden else value for i, value in enumerate(operands)]
+        if description is not None and in_memory is not None and description.order_is_open:
+            operands = [self.store(value, in_memory) for value in operands]
         settings = eqn.ctx.threefry_partitionable
         key = (eqn.primitive, how, settings, tuple(eqn.params.items()), *map(value_key, operands))
         try:
@@ -120,6 +125,11 @@ class EvaluationMemo:
         if not isinstance(value, jax.core.Tracer):
             return value
         return self.convert(value, "hidden", lambda: rounding.hide_origin(value))
+
+    def store(self, value: Any, in_memory: Callable[[Any], Any]) -> Any:
+        """Materializes an array of several numbers, once."""
+        several = isinstance(value, jax.Array) and value.size > 1 and jnp.issubdtype(value.dtype, np.inexact)
+        return self.convert(value, "in memory", lambda: in_memory(value)) if several else value
 
     def broadcast(self, value: Any, shape: tuple[int, ...]) -> Any:
         """Broadcasts a value once per shape; jax would broadcast it at each use."""
@@ -165,7 +175,7 @@ def evaluate_equation(eqn: JaxprEqn, operands: list[Any], known: EvaluationMemo,
     region = None if eqn.effects else region_of(eqn)
     if region is None:
         run = functools.partial(evaluate_whole, eqn, known.describe(eqn), place, broadcast=known.broadcast)
-        return known.evaluate(eqn, operands, run, rounding=place.rounding)
+        return known.evaluate(eqn, operands, run, rounding=place.rounding, in_memory=place.in_memory)
     bodies = [functools.partial(evaluate_program, program, place) for program in known.bodies(eqn)]
     operands = [as_array(value, atom) for value, atom in zip(operands, eqn.invars, strict=True)]
     return known.evaluate(eqn, operands, functools.partial(region.run, InProgram(eqn), bodies))

@@ -31,10 +31,12 @@ class WholeEvaluator:
     Attributes:
       platform: the platform that the program is compiled for.
       rounding: rounds single elements, if compilers must not choose the rounding.
+      in_memory: materializes an array, if compilers must not choose the order of sums.
     """
 
     platform: str
     rounding: Rounding | None = None
+    in_memory: Callable[[Any], Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

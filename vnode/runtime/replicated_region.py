@@ -99,7 +99,8 @@ class ReplicatedFunction:
 
     def __call__(self, values: Sequence[Any], latest: Any = None, rounding: Rounding | None = None) -> list[Any]:
         rounding = rounding or Rounding.from_values(values) if self.alike is not None else None
-        return dataclasses.replace(self.fun, place=WholeEvaluator(self.fun.place.platform, rounding))(values)
+        stored = None if self.alike is None else self.alike.in_memory
+        return dataclasses.replace(self.fun, place=WholeEvaluator(self.fun.place.platform, rounding, stored))(values)
 
 
 def divide_region(
