@@ -414,6 +414,19 @@ def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
         vnode.profile(regression, arguments())
 
 
+def test_steps_with_keyword_only_arguments_are_refused() -> None:
+    def step(w: Any, *, batch: Any) -> Any:
+        return w - (batch @ w).mean()
+
+    virtual, args = vnode.virtualize(step, virtual_nodes=2, in_axes={"batch": 0}), (jnp.ones(3), jnp.ones((4, 3)))
+    for refused in (
+        lambda: vnode.profile(virtual, args),
+        lambda: vnode.partition.search(virtual, args, "v5e:2x2", compiled_for=()),
+    ):
+        with pytest.raises(vnode.VnodeError, match="'step' takes batch by keyword only"):
+            refused()
+
+
 @pytest.mark.thorough
 def test_a_step_on_objects() -> None:
     """A step that mutates nnx objects is measured as the same step on arrays would be; the objects stay as they are."""
@@ -436,8 +449,12 @@ def test_a_step_on_objects() -> None:
 
 
 def test_a_step_that_finds_its_number_of_nodes() -> None:
-    step = vnode.virtualize(lambda w, x: w - (x @ w).mean(), virtual_nodes="auto", memory="1GiB")
-    profiles = vnode.profile(step, (jnp.ones(3), jnp.ones((16, 3))), jax.devices()[:1], steps=1)
+    """Its state has a None, as optimizers of filtered modules have."""
+    step = vnode.virtualize(
+        lambda s, x: {**s, "w": s["w"] - (x @ s["w"]).mean()}, virtual_nodes="auto", memory="1GiB"
+    )
+    state = {"w": jnp.ones(3), "average": None}
+    profiles = vnode.profile(step, (state, jnp.ones((16, 3))), jax.devices()[:1], steps=1)
     chosen = step.placement.virtual_nodes
     assert [m.nodes for m in profiles.kinds[0].measurements] == [n for n in (2, 4, 8) if n <= chosen]
     assert chosen > 1

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -291,6 +292,29 @@ def test_a_planned_step_has_the_bits_of_one_that_keeps_all() -> None:
     state, batch = arguments(8, 32, 2048)
     results = [each(each.put(state), batch) for each in (plan.step(jax.devices()[:1]) for plan in made)]
     jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_loops_with_passes_of_their_own_keep_residuals_on_the_device() -> None:
+    """Layers that normalize over the batch: what a node would send to the host, a later pass reads."""
+
+    def loss(w: Any, x: Any) -> Any:
+        def layer(h: Any, w: Any) -> Any:
+            h = h @ w
+            return jnp.tanh(h - h.mean(0)), None
+
+        return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+
+    def step(w: Any, x: Any) -> Any:
+        return w - 0.1 * jax.grad(loss)(w, x)
+
+    args = jax.ShapeDtypeStruct((4, 64, 64), np.float32), jax.ShapeDtypeStruct((256, 64), np.float32)
+    base = on_nodes(step, 2, {"recompute_budget": 10.0})
+    subject = subject_of(base, args)
+    keeping = MemoryPlanner(subject, ONE, "tpu")
+    assert not keeping.plan_at_level(keeping.levels(True), 1.0, True).offloaded
+    forced = min(offloadable_residuals(subject.schedule.flow.program))
+    with pytest.raises(vnode.PartitionError, match="passes of its own"):
+        subject_of(with_recomputation(base, (), (forced,)), args)
 
 
 # What compilers make of it

@@ -91,7 +91,7 @@ class Executor:
     Attributes:
       arguments: places arguments.
       traced: whether a program was traced since this was last set to False.
-      results: the number of arrays that the last traced program returns.
+      results: the number of arrays that the last traced program returns, and of its effects.
       reads_batch: whether a result or an effect of the last traced program depends on the batch.
     """
 
@@ -386,10 +386,10 @@ class Executor:
         with without_mesh():
             given, _ = self.arguments(whole_batches(tuple(args)), {})
             compiled = self._jit.lower(self._surroundings(mesh, given), *given).compile()
-            leaves, treedef = jax.tree.flatten(given)
-            shardings = jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda leaf: leaf is None)
+            leaves, treedef = jax.tree.flatten(given, is_leaf=is_none)
+            shardings = jax.tree.leaves(compiled.input_shardings[0], is_leaf=is_none)
             placed = [
-                leaf if sharding is None else jax.device_put(leaf, sharding, may_alias=False)
+                leaf if leaf is None or sharding is None else jax.device_put(leaf, sharding, may_alias=False)
                 for leaf, sharding in zip(leaves, shardings, strict=True)
             ]
         return compiled, jax.tree.unflatten(treedef, placed)
@@ -442,7 +442,7 @@ class Executor:
         finally:
             TRACED_PROGRAMS.reset(noted)
         split = [i for i, axis in enumerate(call.axes) if axis is not None]
-        self.results = len(arrays)
+        self.results = len(arrays) + sum(bool(eqn.effects) for program in seen for eqn in program.equations)
         self.reads_batch = not (split and seen) or any(not read_inputs(program).isdisjoint(split) for program in seen)
         types = argument_types(*jax.tree.flatten((args, kwargs)))
         if self.arguments.across:
@@ -508,6 +508,11 @@ class Executor:
                     if isinstance(array, jax.Array):
                         array.delete()
         return unwrap(output.unflatten(arrays))
+
+
+def is_none(leaf: Any) -> bool:
+    """Whether a leaf is None; for ``is_leaf``."""
+    return leaf is None
 
 
 def with_name(program: Callable[..., Any], name: str) -> Callable[..., Any]:

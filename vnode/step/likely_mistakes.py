@@ -148,7 +148,7 @@ def warn_of_unused(name: str, results: int, reads_batch: bool) -> None:
 
     Args:
       name: of the step.
-      results: the number of arrays that the step returns.
+      results: the number of arrays that the step returns, and of its effects.
       reads_batch: whether a result or an effect of the step depends on the batch.
     """
     if not results and not reads_batch:

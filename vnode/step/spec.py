@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from vnode.errors import VnodeError, layout_message
 from vnode.step.argument_checks import check_signature, positional_names, takes_any
 from vnode.step.call import Call, OutputTree, with_static
 from vnode.step.pipeline import NO_PLAN, FlatStep, Options, PlanChoices
@@ -91,6 +92,24 @@ class StepSpec:
                 break
             args = (*args, kwargs.pop(names[i]))
         return args, kwargs
+
+    def check_positional(self, args: Sequence[Any], kwargs: Mapping[str, Any], purpose: str) -> None:
+        """Checks that all arguments are passed by position.
+
+        Raises:
+          VnodeError: some can be passed by keyword only.
+        """
+        _, named = self.bind_positional(tuple(args), kwargs)
+        if named:
+            raise VnodeError(
+                layout_message(
+                    f"{purpose} takes steps whose arguments are positional.",
+                    facts=[f"{self.name!r} takes {', '.join(named)} by keyword only"],
+                    remedies=[
+                        "a function around it: vnode.virtualize(lambda state, batch: step(state, batch=batch), ...)"
+                    ],
+                )
+            )
 
     def with_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with compile-time constants as structure."""

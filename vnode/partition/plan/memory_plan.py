@@ -128,7 +128,7 @@ class MemoryPlanner:
     def __init__(self, subject: Subject, machine: Machine, platform: str) -> None:
         self.subject, self.late = subject, subject.late_reads
         kept, kind = subject.kept, machine.kinds[0]
-        self.stacked = stacked_of(self.late, kept, kind, platform != "cpu")
+        self.stacked = stacked_of(self.late, kept, kind, platform != "cpu", subject.loops_on_device)
         without = {self.late.program.equations[k].outvars[j] for k, j in kept}
         fused = fuse_program(self.late.program, Calibration.for_platform(platform, kind.name).recomputes)
         self.values = _LateValues(self.late, fused, without, kind).all()
@@ -183,18 +183,23 @@ DEVICE, HOST, NOWHERE = StackLocation.DEVICE, StackLocation.HOST, StackLocation.
 
 
 def stacked_of(
-    late: TurningPoint, kept: Mapping[ResultIndex, Residual], kind: Kind, host: bool
+    late: TurningPoint,
+    kept: Mapping[ResultIndex, Residual],
+    kind: Kind,
+    host: bool,
+    on_device: Collection[int] = frozenset(),
 ) -> dict[ResultIndex, StackedValue]:
     """The values that loops may keep: their residuals `kept`, and the carries at the start of their iterations.
 
-    Only values that depend on examples are offloaded, and only if the host's memory can be used (`host`).
+    Only values that depend on examples are offloaded, only if the host's memory can be used (`host`), and none of the
+    loops with the numbers `on_device`.
     """
     rate = max(kind.rate("float32"), kind.vector)
     equations = late.program.equations
 
-    def transfer_seconds(var: Var, like: Var, turns: int) -> float | None:
-        """Seconds of the transfers to the host and back, by iteration; None if `like` depends on no examples."""
-        if not host or like not in late.varying or not is_offloadable(var):
+    def transfer_seconds(k: int, var: Var, like: Var, turns: int) -> float | None:
+        """Seconds of the transfers to the host and back, by iteration; None if a value of loop `k` stays."""
+        if not host or k in on_device or like not in late.varying or not is_offloadable(var):
             return None
         return 2 * (all_bytes(var.aval) / kind.host_bandwidth + turns * kind.host_latency)
 
@@ -208,12 +213,12 @@ def stacked_of(
         seconds = None if each.is_carry else each.flops / rate
         needs = () if each.is_carry else tuple(numbers[k, n] for n in each.carries)
         found[k, j] = StackedValue(
-            each.bytes, each.bytes // each.trip_count, seconds, transfer_seconds(var, var, each.trip_count), needs
+            each.bytes, each.bytes // each.trip_count, seconds, transfer_seconds(k, var, var, each.trip_count), needs
         )
     for (k, n), turns in others.items():
         carried = equations[k].outvars[n]
         whole, part = stacked_variable(carried.aval, turns), all_bytes(carried.aval)
-        found[k, n] = StackedValue(turns * part, part, 0.0, transfer_seconds(whole, carried, turns), optional=True)
+        found[k, n] = StackedValue(turns * part, part, 0.0, transfer_seconds(k, whole, carried, turns), optional=True)
     return found
 
 

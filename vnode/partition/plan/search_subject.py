@@ -104,6 +104,17 @@ class Subject:
         """The late reads of its program without recomputation."""
         return TurningPoint.from_program(self.schedule.flow.program, self.batch)
 
+    @functools.cached_property
+    def loops_on_device(self) -> frozenset[int]:
+        """Numbers of the loops whose residuals are not offloaded: they have passes of their own, or a reader has."""
+        program = self.schedule.flow.program
+        nested = {id(step.eqn) for step in self.schedule.flow.steps if step.nested}
+        return frozenset(
+            k
+            for k, eqn in enumerate(program.equations)
+            if any(id(each) in nested for each in (eqn, *(r for v in eqn.outvars for r in program.readers.get(v, ()))))
+        )
+
     @property
     def inputs(self) -> Sequence[Any]:
         """The variables of the program's inputs."""
@@ -167,10 +178,11 @@ def subject_of(step: Any, args: Sequence[Any]) -> Subject:
       args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
-      VnodeError: as for calling the step.
+      VnodeError: as for calling the step; or some arguments can be passed by keyword only.
       PartitionError: the step has 64-bit values where x64 is off.
     """
     spec = step.spec
+    spec.check_positional(args, {}, "a plan")
     shapes, _ = shapes_of((tuple(args), {}), sharding="drop")
     call, output = spec.call(shapes, {}), OutputTree()
     made = analyse(spec.flatten(call, output))

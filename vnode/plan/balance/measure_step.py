@@ -103,6 +103,7 @@ def profile(
             ],
         )
     with step.resolved(args, {}) as here:
+        here.step.spec.check_positional(here.args, here.kwargs, "vnode.profile")
         check_values(here.args, here.kwargs, here.step.spec.positional)
         return measure_groups(here.step, here.args, groups, nodes, steps, memory, mixed, file)
 
