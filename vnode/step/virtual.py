@@ -177,7 +177,7 @@ class VirtualStep(Step[P, R]):
         Example:
           >>> import jax.numpy as jnp, vnode
           >>> step = vnode.virtualize(lambda w, x: w - (x @ w).mean(), virtual_nodes=4)
-          >>> step.warm_up(jax.devices()[:1], jnp.ones(3), jnp.ones((8, 3))).wait().done()
+          >>> step.warm_up(1, jnp.ones(3), jnp.ones((8, 3))).wait().done()
           True
         """
         steps, mesh = self.steps_on(placements), current_mesh()
@@ -312,7 +312,7 @@ class VirtualStep(Step[P, R]):
 
     def steps_on(self, placements: Any) -> list[VirtualStep]:
         """The step on each of several placements, or on one."""
-        single = isinstance(placements, Placement | jax.sharding.Mesh)
+        single = isinstance(placements, Placement | jax.sharding.Mesh | int)
         wanted = [placements] if single else list(placements)
         if any(hasattr(entry, "platform") for entry in wanted):
             wanted = [wanted]
