@@ -61,7 +61,7 @@ def test_digits_fail_where_a_bit_differs(tmp_path: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(DIGITS.parent)!r}); import digits\n"
         "fingerprints = iter('aab'); digits.sha256 = lambda params: next(fingerprints)\n"
-        "digits.train_step = digits.vnode.virtualize(lambda state, batch: (state, state.step), virtual_nodes=32)\n"
+        "digits.train_step = digits.vnode.virtualize(lambda s, batch: (s, batch['label'].sum()), virtual_nodes=32)\n"
         "digits.main()"
     )
     runs = ("--devices", "1", "--resize", "2", "1", "--uneven", "30", "2")

@@ -13,13 +13,13 @@ long before they are read, and keep both copies.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
-from vnode.analysis.program import Atom, Program, ResultIndex
+from vnode.analysis.program import Atom, Program, ResultIndex, source_line
 from vnode.analysis.scan_rewriting import open_loop, rebuild_scan
-from vnode.errors import PartitionError
+from vnode.errors import PartitionError, layout_message
 from vnode.operators.host_transfer import has_several_rows, move, variable_in_space
 from vnode.operators.memory_spaces import HOST, can_offload, is_on_host
 from vnode.remat.residual_remat import loop_residuals
@@ -67,6 +67,25 @@ def offload_residuals(program: Program, chosen: Collection[ResultIndex]) -> Prog
         if any(var in away for var in eqn.outvars):
             equations[k] = send_to_host(eqn, away)
     return program.with_equations(equations)
+
+
+def check_offloaded(loops: Iterable[JaxprEqn]) -> None:
+    """Checks that no residual is offloaded from or to some loops: those that are divided into passes of their own.
+
+    A pass keeps what the next one reads on the device.
+
+    Raises:
+      PartitionError: one is.
+    """
+    for eqn in loops:
+        if any(is_on_host(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
+            raise PartitionError(
+                layout_message(
+                    "a plan offloads a residual of a loop that is divided into passes of its own.",
+                    facts=[source_line(eqn)],
+                    remedies=["search again: such residuals stay on the device now"],
+                )
+            )
 
 
 def send_to_host(eqn: JaxprEqn, away: Mapping[Var, Var]) -> JaxprEqn:

@@ -26,14 +26,13 @@ from jax.sharding import PartitionSpec
 from vnode.analysis.batch_flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Slice
 from vnode.analysis.passes import Schedule
-from vnode.analysis.program import Program, ResultIndex, message_about, source_line
+from vnode.analysis.program import Program, ResultIndex, message_about
 from vnode.analysis.schedule import schedule
 from vnode.analysis.separate_sums import separate_sums
-from vnode.analysis.states import Coupling, State, Step
+from vnode.analysis.states import Coupling, State
 from vnode.analysis.tracing import Traced, trace
 from vnode.analysis.wide_types import wide_context
-from vnode.errors import CouplingError, PartitionError, PlacementError, VnodeError, layout_message
-from vnode.operators.memory_spaces import is_on_host
+from vnode.errors import CouplingError, PlacementError, VnodeError, layout_message
 from vnode.placement.leaf_sharding import partition
 from vnode.placement.leaves import shape_of
 from vnode.placement.patterns import Pattern, Patterns
@@ -231,26 +230,10 @@ def analyse_traced(flat: FlatStep, traced: Traced) -> Analysis:
     made, couplings = follow(options.coupling)
     check_couplings(made, couplings, options.coupling, options.recompute_budget, follow)
     if plan.offloaded:
-        check_offloaded(made.flow.steps)
+        from vnode.remat.offload import check_offloaded
+
+        check_offloaded(step.eqn for step in made.flow.steps if step.nested)
     return Analysis(traced, made, couplings)
-
-
-def check_offloaded(steps: Iterable[Step]) -> None:
-    """Checks that no residual is offloaded from or to a loop with passes of its own: a pass keeps values on devices.
-
-    Raises:
-      PartitionError: one is.
-    """
-    for step in steps:
-        atoms = (*step.eqn.invars, *step.eqn.outvars)
-        if step.nested and any(is_on_host(atom.aval) for atom in atoms):
-            raise PartitionError(
-                layout_message(
-                    "a plan offloads a residual of a loop that is divided into passes of its own.",
-                    facts=[source_line(step.eqn)],
-                    remedies=["search again: plans offload such residuals no longer"],
-                )
-            )
 
 
 def check_estimates(flat: FlatStep) -> None:
