@@ -406,6 +406,7 @@ def failures(folder: str, at: str) -> dict[str, list[Any]]:
         """A step that one process refuses while the other traces it, for so many seconds."""
 
         def refuses(state, batch):
+            time.sleep(0 if seconds else 2)  # where the other does not take long to trace, until it has
             fail(name)
             end = time.monotonic() + seconds
             while time.monotonic() < end:

@@ -209,7 +209,7 @@ def test_all_learn_of_an_error(at, tmp_path):
     (folders, first), (others, second) = processes.run_all(cases, tmp_path, processes=2)
     print({name: round(seconds, 2) for name, (_, seconds) in first.items()})
     assert "process 0 came to trace 'refuses'" in first["trace"][0]
-    assert re.search("process 0 came to (trace|compile) 'refuses'", first["compile"][0])  # it may be slower
+    assert "process 0 came to compile 'refuses'" in first["compile"][0]
     for name in ("trace", "compile", "save", at):
         assert first[name][1] < process_cases.LONG / 3
         raised = "CheckpointError: could not write a checkpoint" if name == "save" else "ValueError: no luck with the"

@@ -216,15 +216,18 @@ def test_updates_keep_their_bits(optimizer: str, layout: str, stage: int) -> Non
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("optimizer", "width"),
-    [(optax.contrib.dadapt_adamw(1.0), 8), (optax.lamb(1e-2, weight_decay=0.1), 6)],
+    ("optimizer", "width", "results"),
+    [(optax.contrib.dadapt_adamw(1.0), 8, 8), (optax.lamb(1e-2, weight_decay=0.1), 6, 24)],
     ids=["dadapt", "lamb"],
 )
-def test_sums_of_what_is_computed_and_kept_have_their_bits(optimizer: optax.GradientTransformation, width: int) -> None:
+def test_sums_of_what_is_computed_and_kept_have_their_bits(
+    optimizer: optax.GradientTransformation, width: int, results: int
+) -> None:
     """A sum of a slot's new values, or of updates: one device reads them, others gather what they come from."""
-    rng, shapes = np.random.default_rng(0), {"in": (width, 24), "out": (24, 24)}
+    rng, shapes = np.random.default_rng(0), {"in": (width, 24), "out": (24, results)}
     params = {name: jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
-    x, y = (jnp.asarray(rng.normal(size=(4, 24, n)), jnp.float32) for n in (width, 24))
+    x = jnp.asarray(rng.normal(size=(4, 24, width)), jnp.float32)
+    y = x if results == width else jnp.asarray(rng.normal(size=(4, 24, results)), jnp.float32)
 
     def step(state: Any, batch: Any) -> Any:
         x, y = batch

@@ -107,11 +107,18 @@ class Program:
 
 def read_inputs(program: Program) -> set[int]:
     """The positions of inputs that an output, or an equation with an effect, is computed from."""
-    read = {atom for atom in program.outputs if isinstance(atom, Var)}
-    for eqn in reversed(program.equations):
-        if eqn.effects or not read.isdisjoint(eqn.outvars):
-            read.update(atom for atom in eqn.invars if isinstance(atom, Var))
+    wanted = [*program.outputs, *(atom for eqn in program.equations if eqn.effects for atom in eqn.invars)]
+    read = origins(program, {atom for atom in wanted if isinstance(atom, Var)})
     return {i for i, var in enumerate(program.inputs) if var in read}
+
+
+def origins(program: Program, wanted: Iterable[Var]) -> set[Var]:
+    """Some variables of a program, and all that they are computed from."""
+    found = set(wanted)
+    for eqn in reversed(program.equations):
+        if not found.isdisjoint(eqn.outvars):
+            found.update(atom for atom in eqn.invars if isinstance(atom, Var))
+    return found
 
 
 @functools.lru_cache(maxsize=1)

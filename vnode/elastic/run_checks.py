@@ -121,8 +121,10 @@ def check_storable(state: Any) -> None:
     Raises:
       VnodeError: there is such an array.
     """
-    import tensorstore
-
+    try:
+        import tensorstore
+    except ImportError:  # `open_folder` says what to install
+        return
     for path, leaf in jax.tree.leaves_with_path(state):
         if is_array(leaf) and not is_key(leaf):
             dtype = shape_of(leaf).dtype

@@ -11,12 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import jax
-from jax.extend.core import Var
 
 from vnode.analysis.fingerprint import Fingerprint, Writer
 from vnode.analysis.forms import Slice
 from vnode.analysis.passes import Schedule
-from vnode.analysis.program import ResultIndex
+from vnode.analysis.program import ResultIndex, origins
 from vnode.errors import PartitionError, layout_message
 from vnode.placement.leaves import is_number, shape_of, shapes_of
 from vnode.placement.patterns import full_name, name_of
@@ -83,10 +82,7 @@ class Subject:
     def parameters(self) -> frozenset[str]:
         """Names of the state's leaves that passes read, or that values read by passes come from: no slots."""
         program = self.schedule.flow.program
-        read = {var for nodes in self.schedule.passes for var in nodes.whole_inputs}
-        for eqn in reversed(program.equations):
-            if not read.isdisjoint(eqn.outvars):
-                read.update(atom for atom in eqn.invars if isinstance(atom, Var))
+        read = origins(program, {var for nodes in self.schedule.passes for var in nodes.whole_inputs})
         found = {self.leaves[i] for i in self.state if program.inputs[i] in read}
         return frozenset(name for name in found if name is not None)
 
