@@ -17,7 +17,6 @@ producer-consumer rules of any compiler:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence, Set
 
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -25,6 +24,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from vnode.analysis.program import Program
 from vnode.operators.cost import nbytes
 from vnode.partition.cost.collective_cost import KINDS
+from vnode.partition.cost.lower_to_device import body_programs
 from vnode.partition.cost.op_kinds import FusedOp, FusedProgram, OpKind, op_kind_of
 from vnode.partition.cost.timed_pieces import timed_op_of
 
@@ -38,9 +38,13 @@ LIGHT = {OpKind.ELEMENTWISE, OpKind.BITCAST, OpKind.TRANSPOSED}
 """Kinds that may be fused into their readers."""
 
 
-@functools.lru_cache(maxsize=8)  # time and memory are asked for one after the other
 def fuse_program(program: Program, recomputes: bool) -> FusedProgram:
-    """Fuses the equations of one device's program; `recomputes` says whether arithmetic is cheaper than memory."""
+    """Fuses the equations of one device's program, and those in the bodies of its loops and branches.
+
+    Args:
+      program: the program.
+      recomputes: whether arithmetic is cheaper than memory.
+    """
     shapes = {id(eqn): op_kind_of(eqn, program.describe(eqn)) for eqn in program.equations}
     ends = {atom for atom in program.outputs if isinstance(atom, Var)}
     inside = inlined_equations(program, shapes, ends, recomputes)
@@ -54,7 +58,10 @@ def fuse_program(program: Program, recomputes: bool) -> FusedProgram:
     found = []
     for eqn in program.equations:
         if id(eqn) not in inside and not (eqn.outvars and eqn.outvars[0] in names):
-            found.append(FusedOp(timed_op_of(fused_equations(eqn, program, inside), eqn.outvars), shapes[id(eqn)], eqn))
+            inner = body_programs(eqn) if shapes[id(eqn)] is OpKind.REGION else ()
+            bodies = tuple(fuse_program(body, recomputes) for body in inner)
+            piece = timed_op_of(fused_equations(eqn, program, inside), eqn.outvars)
+            found.append(FusedOp(piece, shapes[id(eqn)], eqn, bodies))
     return combine_collectives(FusedProgram(program, tuple(found), names))
 
 

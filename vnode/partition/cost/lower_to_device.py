@@ -12,7 +12,6 @@ equations, collectives too, are evaluated once, as every compiler does.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -129,9 +128,8 @@ def operand_key(atom: Any) -> object:
     return (np.asarray(atom.val).tobytes(), atom.aval) if isinstance(atom, Literal) else atom
 
 
-@functools.lru_cache(maxsize=8)
 def body_programs(eqn: JaxprEqn) -> Sequence[Program]:
-    """The programs of the bodies of a loop or branch, the same for who asks for their time, and for their memory."""
+    """The programs of the bodies of a loop or branch."""
     region = region_of(eqn)
     assert region is not None
     return tuple(simplify(inline(body.jaxpr, body.constants, eqn)) for body in region.bodies)

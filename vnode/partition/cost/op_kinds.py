@@ -67,11 +67,13 @@ class FusedOp:
       timed_op: the equations; the variables that it reads and writes are in memory.
       kind: the kind of `root`.
       root: the equation whose result it writes.
+      bodies: of a loop or branch, the fused operations of its bodies, tests first.
     """
 
     timed_op: TimedOp
     kind: OpKind
     root: JaxprEqn
+    bodies: tuple[FusedProgram, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

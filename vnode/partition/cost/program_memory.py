@@ -15,16 +15,15 @@ import collections
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Var
 
-from vnode.analysis.program import Program
 from vnode.operators.control_flow import Region, region_of
 from vnode.operators.cost import all_bytes, nbytes
 from vnode.operators.memory_spaces import is_on_host
 from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.fusion import fuse_program
 from vnode.partition.cost.liveness import Moment, Operation, liveness_in_best_order, peak_bytes
-from vnode.partition.cost.lower_to_device import DeviceProgram, body_programs
+from vnode.partition.cost.lower_to_device import DeviceProgram
 from vnode.partition.cost.op_kinds import LOOP_BUFFERS, FusedOp, FusedProgram, OpKind
 from vnode.show.units import size
 
@@ -78,13 +77,19 @@ class Memory:
         )
 
 
-def memory_of(device: DeviceProgram, calibration: Calibration) -> Memory:
-    """The memory of one device's program at its peak."""
-    program = device.program
-    _, moments = outer_moments(device, calibration)
+def memory_of(device: DeviceProgram, calibration: Calibration, fused: FusedProgram | None = None) -> Memory:
+    """The memory of one device's program at its peak.
+
+    Args:
+      device: the program.
+      calibration: the constants of the compiler.
+      fused: its fused operations, if they are known.
+    """
+    program, fused = device.program, fused or fuse_program(device.program, calibration.recomputes)
+    moments = outer_moments(fused, calibration)
     arguments = sum(nbytes(var.aval) for var in program.inputs)
     outputs = sum(nbytes(atom.aval) for atom in program.outputs)
-    return Memory(arguments, outputs, aliased_bytes(device), peak_bytes(moments), host_bytes(program))
+    return Memory(arguments, outputs, aliased_bytes(device), peak_bytes(moments), host_bytes(fused))
 
 
 def levels_over_time(device: DeviceProgram, calibration: Calibration) -> list[Level]:
@@ -98,15 +103,14 @@ def levels_over_time(device: DeviceProgram, calibration: Calibration) -> list[Le
       >>> [(each.label, each.bytes) for each in levels_over_time(device, Calibration())]
       [('dot_general', 256), ('tanh', 256), ('dot_general', 512), ('reduce_sum', 256)]
     """
-    fused, moments = outer_moments(device, calibration)
-    return levels_of(fused, moments, calibration)
-
-
-def outer_moments(device: DeviceProgram, calibration: Calibration) -> tuple[FusedProgram, list[Moment]]:
-    """The fused operations of a program, and the live values while each runs."""
     fused = fuse_program(device.program, calibration.recomputes)
-    ends = [fused.buffer_of(atom) for atom in device.program.outputs if isinstance(atom, Var)]
-    return fused, liveness_in_best_order(memory_operations(fused, calibration, {*device.program.inputs, *ends}))
+    return levels_of(fused, outer_moments(fused, calibration), calibration)
+
+
+def outer_moments(fused: FusedProgram, calibration: Calibration) -> list[Moment]:
+    """The live values while each fused operation of a device's program runs."""
+    ends = [fused.buffer_of(atom) for atom in fused.program.outputs if isinstance(atom, Var)]
+    return liveness_in_best_order(memory_operations(fused, calibration, {*fused.program.inputs, *ends}))
 
 
 def memory_operations(
@@ -134,7 +138,7 @@ def memory_operations(
         needs = frozenset(fused.writers[var] for var in fused.reads[k] if fused.writers.get(var, k) != k)
         inside = -calibration.on_chip
         if op.kind is OpKind.REGION:
-            inside = max(peak_bytes(moments) for _, moments in inner_moments(op.root, calibration))
+            inside = max(peak_bytes(moments) for moments in inner_moments(op, calibration))
         over = [pair for pair in in_place_pairs(op, fused, k) if fused.writers.get(pair[1]) not in constant]
         found.append(Operation(writes, reads, inside, tuple(over), needs))
     return found
@@ -153,26 +157,26 @@ def in_place_pairs(op: FusedOp, fused: FusedProgram, k: int) -> tuple[tuple[Var,
     )
 
 
-def inner_moments(eqn: JaxprEqn, calibration: Calibration) -> list[tuple[FusedProgram, list[Moment]]]:
-    """For each body of a loop or branch: its fused operations, and the live values while each runs."""
-    region = region_of(eqn)
+def inner_moments(op: FusedOp, calibration: Calibration) -> list[list[Moment]]:
+    """For each body of a loop or branch the live values while each of its fused operations runs."""
+    region = region_of(op.root)
     assert region is not None
-    pairs = zip(body_programs(eqn), region.inputs, strict=True)
+    pairs = zip(op.bodies, region.inputs, strict=True)
     return [body_moments(body, inputs, region, k < region.tests, calibration) for k, (body, inputs) in enumerate(pairs)]
 
 
 def body_moments(
-    body: Program, inputs: Sequence[int], region: Region, is_test: bool, calibration: Calibration
-) -> tuple[FusedProgram, list[Moment]]:
+    fused: FusedProgram, inputs: Sequence[int], region: Region, is_test: bool, calibration: Calibration
+) -> list[Moment]:
     """One body: its new carry is live from its writer on; its stacked results are in the stack."""
-    fused = fuse_program(body, calibration.recomputes)
+    body = fused.program
     ends = [fused.buffer_of(atom) if isinstance(atom, Var) else None for atom in body.outputs]
     count = 0 if is_test or region.chooser is not None else len(region.carried)
     begins = {i: var for i, var in zip(inputs, body.inputs, strict=True) if i in region.carried}
     stacked = {var for var in ends[count:] if var is not None}
     kept = frozenset(var for var in ends[:count] if var is not None) - {*body.inputs}
     operations = memory_operations(fused, calibration, {*body.inputs, *(stacked - kept)}, {*begins.values()})
-    return fused, liveness_in_best_order(operations, kept)
+    return liveness_in_best_order(operations, kept)
 
 
 def levels_of(fused: FusedProgram, moments: Sequence[Moment], calibration: Calibration) -> list[Level]:
@@ -180,8 +184,9 @@ def levels_of(fused: FusedProgram, moments: Sequence[Moment], calibration: Calib
     found: list[Level] = []
     for k, now, sizes in moments:
         op = fused.fused_ops[k]
-        inner = inner_moments(op.root, calibration) if op.kind is OpKind.REGION else []
-        below = max((levels_of(*each, calibration) for each in inner), key=highest_level, default=[])
+        inner = inner_moments(op, calibration) if op.kind is OpKind.REGION else []
+        several = [levels_of(body, each, calibration) for body, each in zip(op.bodies, inner, strict=True)]
+        below = max(several, key=highest_level, default=[])
         beside = sum(sizes.values())
         found += [Level(each.bytes + beside, each.label, each.depth + 1) for each in below]
         found += [] if below else [Level(now, str(op.timed_op))]
@@ -206,19 +211,16 @@ def aliased_bytes(device: DeviceProgram) -> int:
     return found
 
 
-def host_bytes(program: Program) -> int:
+def host_bytes(fused: FusedProgram) -> int:
     """Bytes that a program's loops stack in the host's memory, and the most that one of their bodies has there.
 
     >>> import jax, jax.numpy as jnp
     >>> from vnode.analysis.program import inline
     >>> turn = lambda c, x: (c, jax.device_put(c * x, jax.memory.Space.Host))
     >>> traced = jax.make_jaxpr(lambda x: jax.lax.scan(turn, x[0], x)[0])(jnp.ones((4, 3)))
-    >>> host_bytes(inline(traced.jaxpr, traced.consts))
+    >>> host_bytes(fuse_program(inline(traced.jaxpr, traced.consts), recomputes=False))
     48
     """
-    own = inner = 0
-    for eqn in program.equations:
-        if region_of(eqn) is not None:
-            own += sum(all_bytes(var.aval) for var in eqn.outvars if is_on_host(var.aval))
-            inner = max([inner, *map(host_bytes, body_programs(eqn))])
-    return own + inner
+    loops = [op for op in fused.fused_ops if op.kind is OpKind.REGION]
+    own = sum(all_bytes(var.aval) for op in loops for var in op.root.outvars if is_on_host(var.aval))
+    return own + max((host_bytes(body) for op in loops for body in op.bodies), default=0)

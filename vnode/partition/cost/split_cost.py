@@ -23,12 +23,12 @@ from jax.extend.core import JaxprEqn, Var
 from vnode.analysis.program import Program
 from vnode.operators.control_flow import Region, region_of
 from vnode.operators.cost import all_bytes
-from vnode.operators.memory_spaces import crosses_memories, is_on_host
+from vnode.operators.memory_spaces import is_on_host
 from vnode.partition.cost.calibration import Calibration
 from vnode.partition.cost.collective_cost import Transfer, transfer_of
 from vnode.partition.cost.fusion import fuse_program
-from vnode.partition.cost.lower_to_device import DeviceProgram, body_programs, device_program
-from vnode.partition.cost.op_kinds import LOOP_BUFFERS, FusedOp, OpKind
+from vnode.partition.cost.lower_to_device import DeviceProgram, device_program
+from vnode.partition.cost.op_kinds import LOOP_BUFFERS, FusedOp, FusedProgram, OpKind
 from vnode.partition.cost.program_memory import Memory, memory_of
 from vnode.partition.cost.time_sources import Time, Times
 from vnode.partition.machine import Machine, MachineMesh
@@ -180,8 +180,9 @@ def program_cost(
         axes = {name: n for name, n in mesh.shape.items() if n > 1}
         program = device_program(program, axes, platform=platform, donated=donated)
     calibration = Calibration.for_platform(platform, machine.kinds[0].name)
-    taken = _CostSum(machine, mesh, program.axes, times or Times(), calibration.recomputes)
-    timeline = taken.timeline(program.program, 1)
+    taken = _CostSum(machine, mesh, program.axes, times or Times())
+    fused = fuse_program(program.program, calibration.recomputes)
+    timeline = taken.timeline(fused, 1)
     compute = sum(time.seconds * runs for time, runs in taken.times)
     exchange, transfer = (
         sum(each.seconds * each.runs for each in several) for several in (taken.collectives, taken.moves)
@@ -195,7 +196,7 @@ def program_cost(
         exchange=exchange,
         timeline=dataclasses.replace(timeline, idle=np.maximum(timeline.busy - works, 0)),
         collectives=tuple(taken.collectives),
-        memory=memory_of(program, calibration),
+        memory=memory_of(program, calibration, fused),
         sources=sources,
         noise=float(np.sqrt(sum((time.noise * runs) ** 2 for time, runs in taken.times))),
         unknown=frozenset(taken.unknown),
@@ -217,7 +218,6 @@ class _CostSum:
     mesh: MachineMesh
     axes: Mapping[str, int]
     source: Times
-    recomputes: bool
     times: list[tuple[Time, float]] = dataclasses.field(default_factory=list)
     collectives: list[PlannedCollective] = dataclasses.field(default_factory=list)
     others: list[PlannedCollective] = dataclasses.field(default_factory=list)  # of bodies that are not the slowest
@@ -225,11 +225,11 @@ class _CostSum:
     unknown: set[str] = dataclasses.field(default_factory=set)
     open_loops: int = 0
 
-    def timeline(self, program: Program, runs: int) -> Timeline:
+    def timeline(self, fused: FusedProgram, runs: int) -> Timeline:
         """The timeline of a program, whose costs are counted `runs` times."""
-        fused, graph, made = fuse_program(program, self.recomputes), TaskGraph(RESOURCES), dict[Var, int]()
+        graph, made = TaskGraph(RESOURCES), dict[Var, int]()
         for op, reads in zip(fused.fused_ops, fused.reads, strict=True):
-            seconds, on = self.add_fused_op(op, program, runs)
+            seconds, on = self.add_fused_op(op, fused.program, runs)
             after = sorted({made[var] for var in reads if var in made})
             number = graph.add(int(picoseconds(seconds)), on, after=after, label=str(op.timed_op))
             made.update(dict.fromkeys(op.timed_op.writes, number))
@@ -253,11 +253,11 @@ class _CostSum:
         region = region_of(eqn) if op.kind is OpKind.REGION else None
         if region is None and (eqn.effects or eqn.primitive is LOOP_BUFFERS):  # `axis_index`; a loop's buffers
             return 0.0, (COMPUTE,)
-        if region is not None and (self.source.is_roofline or eqn.effects or has_host_transfer(eqn)):
-            return self.add_region(eqn, region, runs)
+        if region is not None and (self.source.is_roofline or eqn.effects or has_host_transfer(op)):
+            return self.add_region(op, region, runs)
         found = self.source.slowest(piece, self.machine.kinds)
         if region is not None and found.source == "roofline":
-            return self.add_region(eqn, region, runs)
+            return self.add_region(op, region, runs)
         if program.describe(eqn) is None and region is None:
             self.unknown.add(eqn.primitive.name)
         self.times.append((found, runs))
@@ -269,16 +269,15 @@ class _CostSum:
         seconds = max(bytes_ / kind.host_bandwidth + kind.host_latency for kind in self.machine.kinds)
         return HostTransfer(bytes_, runs, not is_on_host(eqn.outvars[0].aval), seconds)
 
-    def add_region(self, eqn: JaxprEqn, region: Region, runs: int) -> tuple[float, tuple[int, ...]]:
+    def add_region(self, op: FusedOp, region: Region, runs: int) -> tuple[float, tuple[int, ...]]:
         """Adds the cost of a loop, body times trip count, or of the slowest body of a branch."""
-        bodies = body_programs(eqn)
-        counts = body_trip_counts(region, len(bodies))
+        counts = body_trip_counts(region, len(op.bodies))
         if counts is None:
             self.open_loops += 1
-            counts = [1] * len(bodies)
+            counts = [1] * len(op.bodies)
         found = list[tuple[float, _CostSum]]()
-        for body, turns in zip(bodies, counts, strict=True):
-            inner = _CostSum(self.machine, self.mesh, self.axes, self.source, self.recomputes)
+        for body, turns in zip(op.bodies, counts, strict=True):
+            inner = _CostSum(self.machine, self.mesh, self.axes, self.source)
             found.append((inner.timeline(body, runs * turns).seconds * turns, inner))
         chosen = [max(found, key=lambda each: each[0])] if region.chooser is not None else found
         for each in found:
@@ -296,10 +295,10 @@ class _CostSum:
         return sum(seconds for seconds, _ in chosen), on
 
 
-def has_host_transfer(eqn: JaxprEqn) -> bool:
+def has_host_transfer(op: FusedOp) -> bool:
     """Whether the bodies of a loop or branch contain a transfer to or from the host's memory."""
-    inner = [each for body in body_programs(eqn) for each in body.equations]
-    return any(has_host_transfer(each) if region_of(each) is not None else crosses_memories(each) for each in inner)
+    inner = [each for body in op.bodies for each in body.fused_ops]
+    return any(each.kind is OpKind.HOST_TRANSFER or has_host_transfer(each) for each in inner)
 
 
 def body_trip_counts(region: Region, bodies: int) -> list[int] | None:

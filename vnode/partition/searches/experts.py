@@ -206,22 +206,22 @@ class _Experts:
         """
         search, problem = self.search, self.search.problem
         chosen = np.array([int(np.argmin(s)) for s in problem.seconds], np.int64)
-        open_: list[int] = []
+        open_ = set[int]()
         for operator in range(problem.operators):
             place = self.first[operator]
             if place >= len(search.clusters):
                 k = self.layout(place - len(search.clusters), kept, wishes)
                 if k is None:
-                    open_.append(operator)
+                    open_.add(operator)
                 chosen[operator] = k or 0
                 continue
             cluster = search.clusters[place]
             own = other(cluster) or wishes
             has = {name for each in cluster.dimensions for name in each}
             if PIECES in has or (kept == "cut" and not has & self.examples.keys()):
-                open_.append(operator)
+                open_.add(operator)
             chosen[operator] = self.closest(operator, cluster.dimensions, own)
-        kept_ = [np.arange(n) if i in set(open_) else chosen[i : i + 1] for i, n in enumerate(problem.sizes)]
+        kept_ = [np.arange(n) if i in open_ else chosen[i : i + 1] for i, n in enumerate(problem.sizes)]
         rest = problem.restricted(kept_)
         _, best = Elimination(rest.sizes, rest.edges).least(rest.seconds)
         return np.array([own[k] for own, k in zip(kept_, best, strict=True)], np.int64)

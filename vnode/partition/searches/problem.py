@@ -102,7 +102,7 @@ class Problem:
         """The number of operators."""
         return len(self.seconds)
 
-    @property
+    @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """The number of strategies of each operator."""
         return tuple(each.size for each in self.seconds)
@@ -176,16 +176,18 @@ class Problem:
           >>> same.seconds
           (array([6., 5.]),)
         """
-        members = [[i for i, g in enumerate(groups) if g == k] for k in range(max(groups, default=-1) + 1)]
+        members: list[list[int]] = [[] for _ in range(max(groups, default=-1) + 1)]
+        for i, group in enumerate(groups):
+            members[group].append(i)
         if len(groups) != self.operators or not all(members):
             raise SearchError("groups: expected a group for each operator, numbered without gaps")
-        for k, group in enumerate(members):
-            if len({self.seconds[i].size for i in group}) > 1:
+        for k, several in enumerate(members):
+            if len({self.seconds[i].size for i in several}) > 1:
                 raise SearchError(f"group {k}: its operators do not have equally many strategies")
         return Problem(
-            tuple(np.sum([self.seconds[i] for i in group], axis=0) for group in members),
+            tuple(np.sum([self.seconds[i] for i in several], axis=0) for several in members),
             tuple(Edge(groups[e.start], groups[e.end], e.seconds) for e in self.edges),
-            tuple(np.sum([self.memory[i] for i in group], axis=0) for group in members),
+            tuple(np.sum([self.memory[i] for i in several], axis=0) for several in members),
             self.limit,
         )
 
