@@ -127,6 +127,7 @@ def test_what_is_prepared_is_not_compiled_again(given: str) -> None:
         preparation = step.prepare(placements, shapes, jax.ShapeDtypeStruct((16, 24), jnp.float32))
     assert preparation.wait().done()
     assert [seconds > 0 for seconds in preparation.seconds.values()] == [True, True]
+    assert [each.placement.size for each in step.steps_on(np.int64(3))] == [3], "NumPy's numbers are numbers"
     with compilations("train") as compiled:
         for placement in placements:
             state = step.on(placement)(state, batch(1))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from vnode.errors import BatchError, PlacementError, layout_message
 from vnode.placement.leaves import shapes_of
@@ -312,7 +313,7 @@ class VirtualStep(Step[P, R]):
 
     def steps_on(self, placements: Any) -> list[VirtualStep]:
         """The step on each of several placements, or on one."""
-        single = isinstance(placements, Placement | jax.sharding.Mesh | int)
+        single = isinstance(placements, Placement | jax.sharding.Mesh | int | np.integer)
         wanted = [placements] if single else list(placements)
         if any(hasattr(entry, "platform") for entry in wanted):
             wanted = [wanted]
