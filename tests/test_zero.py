@@ -247,6 +247,33 @@ def test_sums_of_what_is_computed_and_kept_have_their_bits(
     assert all(bits == seen[0] for bits in seen)
 
 
+def test_a_factored_slot_divided_over_the_nodes_has_its_bits() -> None:
+    """Adafactor's statistic of columns, whose mean scales the update; the matrix is divided over another axis as well.
+
+    One device along the nodes does not divide the slot, and must not add it up otherwise for that.
+    """
+
+    def step(state: Any, x: jax.Array) -> Any:
+        weights, _ = state
+        grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(weights)
+        slot = jnp.mean(grads**2, axis=0)
+        return (weights - 0.1 * grads * jnp.mean(slot), slot), jnp.mean(slot)
+
+    rng, x, seen = np.random.default_rng(1), examples(), []
+    draws = [(jnp.asarray(rng.normal(size=(WIDTH, 16)), jnp.float32), jnp.zeros(16)) for _ in range(6)]
+    for nodes in (1, 2):
+        virtual = vnode.virtualize(
+            step,
+            virtual_nodes=8,
+            placement=vnode.Placement(8, mesh=mesh_of(nodes, 4), axis="data"),
+            partition={"^0$": PartitionSpec("data", "model"), "^1$": PartitionSpec("data")},
+        )
+        made = [virtual(virtual.put(state), x) for state in draws]
+        seen.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(made)])
+    assert seen[0] == seen[1]
+    np.testing.assert_allclose(made[0][1], step(draws[0], x)[1], rtol=1e-5)
+
+
 LENGTHS = (8, 16, 24, 64, 72, 256, 1000, 4096)
 FUNCTIONS = (
     *(jnp.tanh, jnp.exp, jnp.log1p, jnp.expm1, jnp.sin, jnp.cbrt, jnp.arctan, jax.lax.rsqrt),

@@ -201,10 +201,12 @@ def follow_layouts(
       axes: the mesh axes longer than one.
       exact: the axes among them whose size must not change bits.
       ends: for each output its required layout, perhaps over further axes; None where any layout will do; empty if that
-        is so for all outputs.
+        is so for all outputs. One that is whole over `axes` is not required: on a mesh without the further axes there
+        would be none, and bits must not differ.
     """
     several = zip(program.outputs, ends or [None] * len(program.outputs), strict=True)
-    outputs = [None if end is None else restrict_to_axes(axes, end, shape_or_none(a)) for a, end in several]
+    known = [None if end is None else restrict_to_axes(axes, end, shape_or_none(a)) for a, end in several]
+    outputs = [None if end is None or end.is_whole else end for end in known]
     asked = {a: end for a, end in zip(program.outputs, outputs, strict=True) if isinstance(a, Var) and end is not None}
 
     def flow_with_wishes(wishes: Mapping[Var, Layout]) -> Flow:
