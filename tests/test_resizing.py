@@ -243,6 +243,7 @@ def test_a_step_that_reads_what_changes_is_told_when_it_is_traced_again() -> Non
         rate["rate"] = 0.2
         step.on(2)(w, x)  # is not traced again
         step.on(2)(w, jnp.ones((12, 3)))
+        step.on(2)(jnp.full(3, 0.5), jnp.ones((12, 3)))  # weakly typed
     with pytest.warns(vnode.VnodeWarning, match=r"'plain' was traced again(.|\n)*now: +mul\((.|\n)*0.2") as told:
         step.on(4)(w, x)
     assert told[0].filename == __file__

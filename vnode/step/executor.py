@@ -444,11 +444,13 @@ class Executor:
         split = [i for i, axis in enumerate(call.axes) if axis is not None]
         self.results = len(arrays) + sum(bool(eqn.effects) for program in seen for eqn in program.equations)
         self.reads_batch = not (split and seen) or any(not read_inputs(program).isdisjoint(split) for program in seen)
-        types = argument_types(*jax.tree.flatten((args, kwargs)))
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        types = argument_types(leaves, structure)
         if self.arguments.across:
             self._fingerprints[types] = fingerprint_of(*seen)
         if around.in_place:
-            self.retraces.compare((types, around.mesh), seen, spec.name)
+            weak = tuple(getattr(jax.typeof(leaf), "weak_type", False) for leaf in leaves)
+            self.retraces.compare((types, weak, around.mesh), seen, spec.name)
         if around.in_place and self.arguments.several:
             specs = specs or replicated_specs(args, wholes)
         results = constrain_results(output.unflatten(arrays), args, specs, typed or self.placement.mesh)

@@ -136,11 +136,21 @@ def warn_of_waste(placement: Placement, lane: int, size: int, name: str) -> bool
         warn(
             f"{rows - size} of {rows} examples that {name!r} computes are padding: "
             f"{several(size, 'example')} on {several(nodes, 'virtual node')} of {rows // nodes}.",
-            ["a batch that the number of virtual nodes divides", f"virtual_nodes={size}" + " or fewer" * (size > 1)],
+            ["a batch that the number of virtual nodes divides", f"virtual_nodes={least_padding(size, nodes)}"],
         )
     else:
         return False
     return True
+
+
+def least_padding(size: int, nodes: int) -> int:
+    """The number of nodes, from half of `nodes` up to as many, with which a batch has the least padding.
+
+    >>> least_padding(9, 8), least_padding(5, 8)  # 9 examples on 5 nodes of 2, 5 on 5 nodes of 1
+    (5, 5)
+    """
+    most = min(nodes, size)
+    return min(range(most, (most - 1) // 2, -1), key=lambda n: -(-size // n) * n)
 
 
 def warn_of_unused(name: str, results: int, reads_batch: bool) -> None:
