@@ -147,7 +147,7 @@ def page() -> Any:
 
 
 MISSING = "not installed"
-HIDDEN = {"test", "thorough", "tpu-aot", "notebook", "examples", "docs"}
+HIDDEN = {"test", "thorough", "notebook", "examples", "docs"}
 """Extras that are for developers or documents only."""
 
 

@@ -142,9 +142,10 @@ def virtualize(
         the same bits on any devices of one kind. ``"fast"`` adds on each device in order, then across devices in any
         order.
       lanes: with ``"invariant"``, the largest number of devices that get the same bits; by default V. The nodes of a
-        lane are added one after another, and devices hold whole lanes. With one lane per device, a device holds one
-        running sum; by default it holds up to two more. ``"auto"``, with ``virtual_nodes="auto"``, takes as many lanes
-        as devices if the step does not fit with V lanes.
+        lane, V / lanes rounded up, are added one after another, and devices hold whole lanes. With one lane per
+        device, a device holds one running sum; by default it holds pending sums as well, two of them with 64 nodes.
+        ``"auto"``, with ``virtual_nodes="auto"``, takes as many lanes as devices if the step does not fit with V
+        lanes.
       accumulate_dtype: the dtype of floating-point accumulators. By default it is the value's own, and float32 for
         16-bit values.
       partition: how a node's computation is divided over mesh axes over which the state is sharded. Nodes are not

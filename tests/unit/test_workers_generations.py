@@ -417,14 +417,22 @@ def test_a_loss_while_survivors_leave_begins_again_with_the_rest() -> None:
     assert go["step"] == 40 and go["holders"] == [{"worker": 2, "handover": "h2"}]
 
 
-def test_a_spare_takes_the_place_of_a_lost_worker_at_once() -> None:
-    script = Script(2, spares=1)
+@pytest.mark.parametrize("rejoin", [False, True])
+def test_survivors_train_on_while_a_spare_prepares_to_take_the_place_of_a_lost_worker(rejoin: bool) -> None:
+    """In one change if each of them restarts the workers."""
+    script = Script(2, spares=1, rejoin=rejoin)
     script.prepare(1, 0, 1)
     script.switch(1, 0, 0, 1)
     script.call("exited", 0, -9)
     script.says(1, "left", generation=1, step=7)
-    script.call("service", 2, "s2")
-    assert [m["worker"] for m in script.sent()[2][0]["members"]] == [1, 2]
+    proposed = [[1], [1, 2]][rejoin:]
+    for generation, members in enumerate(proposed, 2):
+        script.call("service", generation, f"s{generation}")
+        assert [m["worker"] for m in script.sent()[1][0]["members"]] == members
+        for number in members:
+            script.says(number, "prepared", generation=generation, seconds=0.0)
+        script.switch(generation, 7, *members)
+    assert script.job.current.number == 1 + len(proposed)
 
 
 def test_a_generation_without_room_beside_the_one_that_trains_is_made_after_it() -> None:

@@ -56,6 +56,7 @@ class Report(Drawn):
       between: what passes keep of all examples for later ones, when that takes most memory.
       around: what of all examples goes into loops around passes, or comes out of them: carries, stacked residuals.
       planned: bytes that a device sends in all exchanges of a step, if there is a plan that says so.
+      planned_by: where a plan has these bytes from.
       batches: where there are several sizes, those of the batches, each with how many examples a node has; `batch` is
         then into how many parts the largest is divided.
     """
@@ -86,6 +87,7 @@ class Report(Drawn):
     between: tuple[Line, ...] = ()
     around: tuple[Line, ...] = ()
     planned: float | None = None
+    planned_by: str = "as predicted"
     batches: tuple[tuple[int, int], ...] = ()
     undescribed: tuple[Line, ...] = ()
 
@@ -271,7 +273,7 @@ class Report(Drawn):
             Fact(
                 "communication",
                 f"{size(self.sent if self.planned is None else self.planned)} sent per device and step",
-                self.when_sent if self.planned is None else "over all axes of the mesh, as predicted",
+                self.when_sent if self.planned is None else f"over all axes of the mesh, {self.planned_by}",
             ),
         ]
         if self.kept_between:

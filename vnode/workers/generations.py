@@ -496,7 +496,8 @@ class Generations(Decisions):
             leave.complete = True
             self.record("left", None, ", ".join(f"worker {w.number}: step {leave.steps[w]}" for w in survivors))
         if self.next is None:
-            others = [w for w in self.spare() if w not in survivors]
+            # others compile first, and join while the survivors train; in the same change if each one restarts workers
+            others = [w for w in self.spare() if w not in survivors] if self.rejoin or self.no_room else []
             self.propose((survivors + others)[: max(self.wanted, 1)], now)
             return True
         if self.next.service is None or not self.next.prepared.issuperset(self.next.members):

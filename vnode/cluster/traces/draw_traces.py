@@ -41,5 +41,5 @@ def draw(jobs: Sequence[Job], seed: int, *, rate: float | None = None, linear: b
             now += int(-np.log(1 - rng.random()) * 3600 / rate)
         job, priority = jobs[int(rng.integers(len(jobs)))], PRIORITIES[int(rng.integers(len(PRIORITIES)))]
         speeds = Speeds.linear(1 / job.by_kind[""].at(job.demand), job.demand) if linear else job.speeds
-        made.append(dataclasses.replace(job, id=str(number), arrival=now, priority=priority, speeds=speeds, start=None))
+        made.append(dataclasses.replace(job, id=str(number), arrival=now, priority=priority, speeds=speeds))
     return made

@@ -54,8 +54,6 @@ def check(
       plain: whether to run the step as written; without it only the bits on devices are compared.
       progress: whether to show a progress bar; by default in notebooks and on terminals. Most of the time is
         compilation, of a program for each number of devices.
-      progress: whether to display a bar; by default in a notebook, and if standard error is a terminal and rich is
-        installed. Most of the time is compilation, of one program for each number of devices.
 
     Returns:
       A `Check`; print it, or ask ``check(...).ok``. A plain step that does not fit in the device's memory is left out,
