@@ -136,9 +136,21 @@ def test_forbidden_couplings(coupling: Any) -> None:
 
 
 def test_couplings_forbidden_elsewhere_do_not_matter() -> None:
+    """A pattern that no name matches is told; names within loops and branches count."""
     w, x = inputs()
-    step = vnode.virtualize(centred, virtual_nodes=NODES, coupling={"Other": "error"})
-    np.testing.assert_array_equal(step(w, x), (x - x.mean(0)).max())
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        def turn(_: Any, y: jax.Array) -> jax.Array:
+            with jax.named_scope("Turn"):
+                return y + w.sum()
+
+        return jax.lax.fori_loop(0, 2, turn, centred(w, x))
+
+    virtual = vnode.virtualize(step, virtual_nodes=NODES, coupling={"Other": "error", "Turn": "error"})
+    with pytest.warns(vnode.VnodeWarning, match=r"coupling has the pattern 'Other', which(.|\n)*Centre") as told:
+        result = virtual(w, x)
+    assert sum("coupling" in str(each.message) for each in told) == 1
+    np.testing.assert_array_equal(result, step(w, x))
 
 
 def test_forbidden_sort_over_the_batch() -> None:

@@ -20,7 +20,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from vnode.analysis.fingerprint import Fingerprint, fingerprint_of
-from vnode.analysis.program import Program, read_inputs
+from vnode.analysis.program import Program
 from vnode.errors import PlacementError, ProcessError, layout_message
 from vnode.placement.agreement import check_same
 from vnode.placement.donated import donated_leaves
@@ -90,18 +90,15 @@ class Executor:
 
     Attributes:
       arguments: places arguments.
-      traced: whether a program was traced since this was last set to False.
-      results: the number of arrays that the last traced program returns, and of its effects.
-      reads_batch: whether a result or an effect of the last traced program depends on the batch.
+      traced: what was traced since this was last set to None: the programs, the positions of their inputs that are split
+        over the nodes, and the number of arrays that the step returns.
     """
 
     def __init__(self, spec: StepSpec, placement: Placement, retraces: Retraces) -> None:
         self.spec = spec
         self.placement = placement
         self.retraces = retraces
-        self.traced = False
-        self.results = 0
-        self.reads_batch = True
+        self.traced: tuple[Sequence[Program], Sequence[int], int] | None = None
         self.arguments = ArgumentPlacer(spec, placement)
         self._processes = frozenset(device.process_index for device in placement.devices)
         self._launched: dict[Any, tuple[int | None, int | None]] = {}
@@ -427,7 +424,6 @@ class Executor:
     def _program(self, around: ProgramContext, *args: Any, **kwargs: Any) -> Any:
         """The function that is compiled: from arguments to results, with leaves that are no arrays as structure."""
         check_context(self.placement, jax.tree.leaves((args, kwargs)))
-        self.traced = True
         spec, output = self.spec, OutputTree()
         call = spec.call(args, kwargs)
         check_matched([args[i] for i in self.arguments.wholes(len(args))], spec.options.patterns)
@@ -442,8 +438,7 @@ class Executor:
         finally:
             TRACED_PROGRAMS.reset(noted)
         split = [i for i, axis in enumerate(call.axes) if axis is not None]
-        self.results = len(arrays) + sum(bool(eqn.effects) for program in seen for eqn in program.equations)
-        self.reads_batch = not (split and seen) or any(not read_inputs(program).isdisjoint(split) for program in seen)
+        self.traced = seen, split, len(arrays)
         leaves, structure = jax.tree.flatten((args, kwargs))
         types = argument_types(leaves, structure)
         if self.arguments.across:

@@ -1,6 +1,6 @@
 """A call that fails, or wastes devices -> an error or warning that names the likely mistake.
 
-Knows steps as functions, and arguments. Must not know jaxprs, nor how steps are run.
+Knows steps as functions, arguments, and traced programs. Must not know how steps are run.
 
     step(batch, state)                                 ->  BatchError: the arguments are the other way round
     step(state, {"x": x, "name": "train"}), which adds ->  TypeError, with a note that batch['name'] is a str
@@ -10,12 +10,14 @@ Knows steps as functions, and arguments. Must not know jaxprs, nor how steps are
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from vnode.analysis.program import Program, read_inputs, scope
 from vnode.errors import BatchError, VnodeError, VnodeWarning, layout_message
 from vnode.placement.leaves import is_array, shapes_of
 from vnode.placement.placement import Placement, even_counts
@@ -28,7 +30,7 @@ DEFAULT_AXES = (None, 0)
 """The default `in_axes`: the state is not split, the batch is split along its first dimension."""
 
 SHOWN = 8
-"""The number of leaves that a message names."""
+"""The number of leaves, or of names, that a message lists."""
 
 PADDING = 1 / 3
 """The share of padding above which a warning is given."""
@@ -153,15 +155,18 @@ def least_padding(size: int, nodes: int) -> int:
     return min(range(most, (most - 1) // 2, -1), key=lambda n: -(-size // n) * n)
 
 
-def warn_of_unused(name: str, results: int, reads_batch: bool) -> None:
+def warn_of_unused(name: str, programs: Sequence[Program], split: Sequence[int], arrays: int) -> None:
     """Warns if a step returns nothing, or computes nothing from the batch.
 
     Args:
       name: of the step.
-      results: the number of arrays that the step returns, and of its effects.
-      reads_batch: whether a result or an effect of the step depends on the batch.
+      programs: the traced programs.
+      split: the positions of their inputs that are split over the nodes.
+      arrays: the number of arrays that the step returns.
     """
-    if not results and not reads_batch:
+    effects = any(eqn.effects for program in programs for eqn in program.equations)
+    reads_batch = not (split and programs) or any(not read_inputs(each).isdisjoint(split) for each in programs)
+    if not arrays and not effects and not reads_batch:
         warn(f"{name!r} returns nothing, so nothing is computed.", ["return the new state: return state, loss"])
     elif not reads_batch:
         warn(
@@ -171,6 +176,35 @@ def warn_of_unused(name: str, results: int, reads_batch: bool) -> None:
                 "return what is computed from the batch",
             ],
         )
+
+
+def warn_of_typos(coupling: str | Mapping[str, str], programs: Sequence[Program]) -> None:
+    """Warns of patterns of ``coupling`` that the name of no operation matches.
+
+    Args:
+      coupling: the user's option.
+      programs: the traced programs.
+    """
+    if isinstance(coupling, str) or not programs:
+        return
+    names = {name for program in programs for name in names_in(program)}
+    for pattern in coupling:
+        if not any(re.search(pattern, name) for name in names):
+            last = dict.fromkeys(name.rpartition("/")[2] for name in sorted(names) if name)
+            there = ", ".join([*last][:SHOWN]) + (", ..." if len(last) > SHOWN else "")
+            warn(
+                f"coupling has the pattern {pattern!r}, which no name in the step matches.",
+                ["take the name of a flax module, or of a jax.named_scope"],
+                facts=[f"names: {there}"] if there else ["operations have no names"],
+            )
+
+
+def names_in(program: Program) -> Iterator[str]:
+    """The name stacks of a program's equations, and of those in loops and branches."""
+    for eqn in program.equations:
+        yield scope(eqn)
+        for body in program.bodies(eqn):
+            yield from names_in(body)
 
 
 def warn(what: str, remedies: Sequence[str], facts: Sequence[str] = ()) -> None:

@@ -28,7 +28,7 @@ from vnode.placement.world import world
 from vnode.step.argument_checks import check_placed, check_values
 from vnode.step.compile_ahead import Preparation, warm_up_tasks
 from vnode.step.executor import Executor
-from vnode.step.likely_mistakes import explain_failure, warn_of_unused, warn_of_waste
+from vnode.step.likely_mistakes import explain_failure, warn_of_typos, warn_of_unused, warn_of_waste
 from vnode.step.pipeline import Options, outer_devices
 from vnode.step.protocol import P, R, Step
 from vnode.step.resolved import Resolved
@@ -270,12 +270,14 @@ class VirtualStep(Step[P, R]):
             if not tracing():
                 explain_failure(error, self.spec, args, kwargs)
             raise
-        if executor.traced:
-            executor.traced = False
+        if executor.traced is not None:
+            programs, split, arrays = executor.traced
+            executor.traced = None
             if not self.family.warned:
                 self.family.warned = True
                 warn_of_waste(self.placement, self.options.lane, self.spec.call(args, kwargs).size, self.spec.name)
-                warn_of_unused(self.spec.name, executor.results, executor.reads_batch)
+                warn_of_unused(self.spec.name, programs, split, arrays)
+                warn_of_typos(self.options.coupling, programs)
             if not tracing():
                 self.family.last = shapes_of((args, kwargs), sharding="committed")
         return results
