@@ -43,12 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("vnode", description="Training steps on virtual nodes.")
     parser.add_argument("--version", action="version", version=f"vnode {vnode.__version__}")
     commands = parser.add_subparsers(dest="command")
-    doctor = commands.add_parser("doctor", help="versions, devices, extras, and a self-test of the same bits")
-    doctor.add_argument("--cpu-devices", type=int, metavar="N", help="let the CPU count as N devices, on the CPU only")
+    about = "versions, devices, extras, and a self-test of the same bits"
+    doctor = commands.add_parser("doctor", help=about, description=f"Prints {about}. `vnode` alone does so, too.")
+    doctor.add_argument(
+        "--cpu-devices", type=count, metavar="N", help="let the CPU count as N devices, on the CPU only"
+    )
     doctor.add_argument("--no-test", action="store_true", help="leave out the self-test")
     for command in (command_run, command_workers, command_runs, command_submit, command_queue, command_job):
         command.add_parser(commands)
-    cluster = commands.add_parser("cluster", help="jobs that share devices: a scheduler, and what would become of them")
+    cluster = commands.add_parser("cluster", help="jobs that share devices: scheduler and simulator")
     inner = cluster.add_subparsers(dest="cluster_command", required=True)
     for command in (command_serve, command_simulate, command_history):
         command.add_parser(inner)
@@ -76,6 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):
             print(f"vnode: {error}", file=sys.stderr)
         return 1
+
+
+def count(text: str) -> int:
+    """A number of devices.
+
+    Raises:
+      ValueError: it is no positive integer.
+    """
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
 
 
 def examine(cpu_devices: int | None, test: bool) -> int:

@@ -211,6 +211,10 @@ def virtualize(
     if placement is not None and not isinstance(placement, Placement):
         raise PlacementError(f"placement must be a vnode.Placement, not {placement!r}; step.on(...) takes devices")
     if accumulate_dtype is not None:
+        try:
+            np.dtype(accumulate_dtype)
+        except TypeError as error:
+            raise ValueError(f"accumulate_dtype={accumulate_dtype!r} is no dtype, such as jnp.bfloat16") from error
         if not jnp.issubdtype(accumulate_dtype, jnp.floating):
             raise ValueError(f"accumulate_dtype must be a floating-point dtype, not {accumulate_dtype!r}")
         if jnp.dtype(accumulate_dtype).itemsize > 4 and not jax.config.jax_enable_x64:

@@ -46,7 +46,7 @@ class Arrays:
         if len(set(sizes.values())) != 1 or () in sizes.values():
             raise BatchError(
                 layout_message(
-                    "the arrays of a data set need one first dimension, which counts the examples.",
+                    "the arrays of a data set must be equally long: their first dimension counts the examples.",
                     facts=list(sizes) or ["there is no array"],
                     remedies=["leave out arrays that do not count examples", "check the order of dimensions"],
                 )

@@ -165,7 +165,11 @@ def check(entries: Mapping[Path, Entry], leaves: Mapping[Path, Leaf], where: str
             layout_message(
                 f"{where} holds another state.",
                 facts=shown,
-                remedies=["start from the state (model, optimizer) that was saved", "or use another folder"],
+                remedies=[
+                    "start from the state (model, optimizer) that was saved",
+                    "only for a part of it: vnode.elastic.restore(folder) reads all of it, without like=",
+                    "or use another folder",
+                ],
             )
         )
 

@@ -72,6 +72,8 @@ class RunOptions:
         self._needs("evaluate", "evaluate_every", "evaluate_callback", "best_metric")
         self._needs("checkpoint", "best_metric")
         self._one_of("best_mode", ("min", "max"), '"min" or "max"')
+        if self.best_mode == "max" and self.best_metric is None:
+            raise ValueError("best_mode does nothing without best_metric")
         if self.best_metric is not None and not isinstance(self.best_metric, str):
             raise ValueError(f"best_metric must be the name of a metric of evaluations, not {self.best_metric!r}")
         peak = self.peak_flops

@@ -90,7 +90,7 @@ class Executor:
 
     Attributes:
       arguments: places arguments.
-      traced: what was traced since this was last set to None: the programs, the positions of their inputs that are split
+      traced: the last trace since this was set to None: the programs, the positions of their inputs that are split
         over the nodes, and the number of arrays that the step returns.
     """
 

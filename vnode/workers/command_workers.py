@@ -29,5 +29,5 @@ def execute(chosen: argparse.Namespace) -> int:
     except WorkerError as error:
         print(f"vnode: {error}", file=sys.stderr)
         return 1
-    print(f"{len(answer['workers'])} workers train, {chosen.workers} are asked for")
+    print(f"workers that train: {len(answer['workers'])}; asked for: {chosen.workers}")
     return 0

@@ -229,7 +229,7 @@ def find(target: str | os.PathLike[str]) -> Found:
     for job in running:
         if name == str(job.facts["pid"]) or whole in (os.path.realpath(job.name), os.path.realpath(job.folder)):
             return job
-    facts = [f"process {job.facts['pid']}: {job.name}" for job in running] or ["no job is running"]
+    facts = [f"process {job.facts['pid']}: {job.name}" for job in running] or ["there is none in another folder either"]
     raise WorkerError(
         layout_message(
             f"no job is running in {name!r}.",

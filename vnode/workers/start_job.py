@@ -82,6 +82,9 @@ class Spec:
         Raises:
           WorkerError: the job cannot be started so.
         """
+        for name, number in (("workers", self.workers), ("spares", self.spares)):
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise WorkerError(f"{name} must be an integer, not {number!r}")
         if self.backend not in BACKENDS:
             known = " or ".join(map(repr, BACKENDS))
             raise WorkerError(layout_message(f"backend {self.backend!r} is not known.", remedies=[f"use {known}"]))

@@ -53,9 +53,9 @@ def execute_report(chosen: argparse.Namespace) -> int:
         return 1
     print(json.dumps(figures, indent=1) if chosen.json else table(figures))
     if other := sum(job.facts["state"] in ("failed", "cancelled") for job in result.jobs):
-        print(f"{other} jobs failed or were cancelled; their times are counted, too", file=sys.stderr)
+        print(f"jobs that failed or were cancelled, whose times are counted, too: {other}", file=sys.stderr)
     if open_jobs := sum(job["jct"] is None for job in figures[result.policy]["jobs"]):
-        print(f"{open_jobs} jobs have not ended, and count only where devices are counted", file=sys.stderr)
+        print(f"jobs that have not ended, and count only where devices are counted: {open_jobs}", file=sys.stderr)
     return 0
 
 

@@ -83,6 +83,9 @@ class Setup:
     def __post_init__(self) -> None:
         if not self.devices or len(set(self.devices)) < len(self.devices):
             raise ClusterError(f"a cluster needs one device or more, each with its own name, not {self.devices}")
+        allowed = self.options.get("counts")
+        if allowed and min(allowed) > len(self.devices):
+            raise ClusterError(f"no job could begin: there are {len(self.devices)} devices, and counts are {allowed}")
 
     @property
     def policy_name(self) -> str:

@@ -52,7 +52,7 @@ def text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        raise ClusterError(f"{path} cannot be read: {error}") from error
+        raise ClusterError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 @contextmanager

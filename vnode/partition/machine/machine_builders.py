@@ -153,7 +153,9 @@ def tpu(topology: str, slices: int = 1) -> Parts:
     if len(sizes) != made.axes or not fits:
         limit = "16x16" if made.axes == 2 else f"{made.largest:,} chips"
         raise MachineError(
-            f"{topology!r} is no slice of TPU {found[1]}: it has {made.axes} axes, the first two even, up to {limit}."
+            f"{topology!r} is no slice of TPU {found[1]}: it has {made.axes} axes"
+            + (", both even" if made.axes == 2 else ", the first two even")
+            + f", up to {limit}. For example 'v5e:2x4' has two, and 'v4:2x2x1' three."
         )
     places = list(points_by_host(sizes))
     devices = [

@@ -43,6 +43,9 @@ FORMAT = "vnode plan"
 VERSION = 6
 """The file's version, the only one that is read."""
 
+SHOWN = 12
+"""The number of differences that an error lists."""
+
 WRITTEN = "plans are written by plan.save(path)"
 
 
@@ -215,8 +218,9 @@ def read_plan(
             where = "vnode.virtualize(..., {})" if virtualized else "vnode.partition.Plan.load(..., {})"
             had = ", ".join(f"{name}={value!r}" for name, value in others.items())
             remedies = [f"give the options it was made with: {where.format(had)}", "or search a plan for this step"]
+        shown = [*facts[:SHOWN], *([f"and {len(facts) - SHOWN} more"] if len(facts) > SHOWN else [])]
         raise PartitionError(
-            layout_message(f"the plan in {os.fspath(path)} is for another step.", facts=facts[:12], remedies=remedies)
+            layout_message(f"the plan in {os.fspath(path)} is for another step.", facts=shown, remedies=remedies)
         )
     if again or away:
         subject = subject_of(with_recomputation(step, again, away), args)

@@ -6,7 +6,9 @@ Knows steps, calls and how they are analysed. Must not know machines, layouts no
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
@@ -127,6 +129,7 @@ def on_nodes(fun: Any, virtual_nodes: int | str, options: Mapping[str, Any]) -> 
 
     Raises:
       PartitionError: the step is virtualized already and options are given; or a plan decides about one of them.
+      TypeError: one is no option of `virtualize`.
     """
     decided = options.keys() & {"partition", "placement", "memory"}
     if decided:
@@ -147,6 +150,11 @@ def on_nodes(fun: Any, virtual_nodes: int | str, options: Mapping[str, Any]) -> 
         if options:
             raise PartitionError(f"the step is virtualized already: pass {', '.join(options)} to vnode.virtualize")
         return fun
+    known = inspect.signature(virtualize).parameters
+    if unknown := [name for name in options if name not in known]:
+        close = difflib.get_close_matches(unknown[0], [*known])
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise TypeError(f"{unknown[0]} is no option of a plan's step, as those of vnode.virtualize are{meant}")
     return cast(Any, virtualize)(fun, virtual_nodes=node_count(virtual_nodes), **options)
 
 

@@ -90,6 +90,10 @@ def profile(
         raise TypeError(f"profile measures what vnode.virtualize returns, not {step!r}")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be a positive integer, not {steps!r}")
+    if not isinstance(args, tuple | list):
+        raise TypeError(
+            f"args must be a tuple of the step's arguments, as vnode.profile(step, (w, x)), not {type(args).__name__}"
+        )
     groups = by_kind(devices)
     file = None if path is None else Path(path).expanduser()
     if file is None or not file.exists():
