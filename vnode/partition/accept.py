@@ -184,7 +184,10 @@ class Acceptance(Drawn):
         if p.host:
             rows += [row(name, *pair) for name, pair in self._host().items()]
             note += "; residuals on the host, and the bytes read from there in a step"
-        columns = (Column("memory"), *(Column(name, right=True) for name in ("predicted", "compiled", "off by")))
+        columns = (
+            Column("memory"),
+            *(Column(name, right=True) for name in ("predicted", "compiled", "prediction off by")),
+        )
         return Table("held", columns, tuple(rows), note)
 
 

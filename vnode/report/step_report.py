@@ -281,7 +281,7 @@ class Report(Drawn):
             facts.append(memory_fact("kept for later passes", self.kept_between, most.between))
             given = sum(line.bytes for line in self.inputs)
             if any(line.bytes > given for one in (self, *self.descendants) for line in one.between):
-                facts.append(Fact("", "more than the batch takes, for else recompute_budget would be exceeded"))
+                facts.append(Fact("", "more than the batch takes: recomputing them would exceed recompute_budget"))
         if self.kept_around:
             lines = [line for one in (self, *self.descendants) for line in one.around]
             facts.append(memory_fact("held around loops", self.kept_around, lines))

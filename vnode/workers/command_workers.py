@@ -18,7 +18,7 @@ def add_parser(commands: Any) -> None:
     """Adds the command to the command line."""
     parser = commands.add_parser("workers", help="ask a running job for another number of workers")
     parser.add_argument("job", metavar="FOLDER|PID", help="its folder of checkpoints, or its process number")
-    parser.add_argument("workers", type=int, metavar="N", help="how many shall train")
+    parser.add_argument("workers", type=int, metavar="N", help="the number of workers that should train")
     parser.set_defaults(execute=execute)
 
 

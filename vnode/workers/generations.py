@@ -64,7 +64,7 @@ class Generations(Decisions):
     """Decides for one job whose generations follow one another while processes stay.
 
     Args:
-      workers: how many shall train.
+      workers: the number of workers that train.
       spares: how many more shall stand by.
       most: how many may be asked for at most; None for as many as there are virtual nodes.
       limits: deadlines.
@@ -513,7 +513,13 @@ class Generations(Decisions):
         said = [holder(worker) for worker in holders]
         for worker in told:
             self.send(worker, kind="go", generation=following.number, holders=said, step=step)
-        where = "from the step that is voted" if step is None else "from the start" if step < 0 else f"from step {step}"
+        where = (
+            "from the last step that all have"
+            if step is None
+            else "from the start"
+            if step < 0
+            else f"from step {step}"
+        )
         self.record("go", None, f"generation {following.number} {where}", step)
 
     def adopt(self, following: Generation, now: float) -> None:

@@ -51,7 +51,7 @@ class Job:
         """Asks for another number of workers, and returns at once; the last request counts.
 
         Args:
-          workers: how many shall train.
+          workers: the number of workers that train.
 
         Raises:
           WorkerError: so many cannot be, or the job has ended.
@@ -171,7 +171,7 @@ def launch(
     Args:
       target: a script that calls `vnode.elastic.run`; or a function at the top of a file, or ``"module:name"``, that
         returns step, state, data and a dict of options for `vnode.elastic.run`.
-      workers: how many shall train.
+      workers: the number of workers that train.
       backend: "processes" for child processes on this host, or "ray": processes on the nodes of ``RAY_ADDRESS``, or on
         this host if it is not set.
       checkpoint: the folder of checkpoints: `vnode.elastic.run` uses it where the script names none.

@@ -33,7 +33,7 @@ class Restarts(Decisions):
     """Decides for one job whose workers are all replaced at each change.
 
     Args:
-      workers: how many shall train.
+      workers: the number of workers that train.
       most: how many may be asked for at most; None for as many as there are virtual nodes.
       limits: deadlines.
 

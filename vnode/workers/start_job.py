@@ -35,7 +35,7 @@ class Spec:
     Attributes:
       command: the command line of each worker.
       name: of the script or function, for people.
-      workers: how many shall train.
+      workers: the number of workers that train.
       backend: what starts them.
       checkpoint: the folder of checkpoints, or None.
       spares: how many workers stand by.

@@ -17,7 +17,7 @@ class Decisions(abc.ABC):
     """Decides for one job. Each public method is an event; it returns actions, to be done in their order.
 
     Args:
-      workers: how many shall train.
+      workers: the number of workers that train.
       most: how many may be asked for at most; None for as many as there are virtual nodes.
       limits: deadlines.
 

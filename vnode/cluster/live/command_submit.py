@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
     """Adds the command to the command line."""
     parser = commands.add_parser(
         "submit",
-        help="hand a job to the scheduler of this machine",
+        help="submit a job to the scheduler of this machine",
         usage="vnode submit [options] -- COMMAND [ARGUMENTS]",
         description="Prints the id of the job, and only that, once the job is on the disk. It runs in this folder with "
         "this environment.",

@@ -179,7 +179,9 @@ class Plan(Drawn, Bound):
                     f"the plan is for {several(wanted, 'device')}, and there are {len(found)}.",
                     facts=[f"machine: {self.machine.name}"],
                     remedies=[
-                        f"give as many devices: jax.devices()[:{wanted}]",
+                        f"to try it on a CPU: jax.config.update('jax_num_cpu_devices', {wanted}) before jax is used"
+                        if len(found) < wanted
+                        else f"give as many devices: jax.devices()[:{wanted}]",
                         "or search a plan for the present devices: vnode.partition.Machine.here()",
                     ],
                 )

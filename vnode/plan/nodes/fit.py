@@ -104,10 +104,10 @@ def fit(
       devices: the name of a TPU topology, such as ``"v5e:2x4"``, or several; by default eight devices of every kind of
         TPU. These need the TPU compiler (the extra ``tpu-aot``), and no TPU: the environment variables with which it
         runs alone are set, where they are not set yet and there is no TPU. Or a sequence of devices (a number for the
-        first so many), or a `Placement`
-        on some, for the fewest nodes there may be: with a mesh of more axes, over which the state is sharded.
+        first so many). Or a `Placement`, whose mesh may have further axes over which the state is sharded; its number
+        of nodes is the fewest that are tried.
       memory: what a device may hold, bytes or such as ``"16GiB"``; by default what it has.
-      topology: the former name of `devices`.
+      topology: as `devices`; its name in earlier versions.
 
     Returns:
       A `Fit`; print it, or ask ``fit(...).smallest``.
