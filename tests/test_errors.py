@@ -72,14 +72,16 @@ def test_empty_batch() -> None:
 
 @pytest.mark.parametrize("axis", [2, -3, "batch", 0.5])
 def test_dimension_that_is_not_there(axis: Any) -> None:
-    message = refusal(vnode.BatchError, lambda w, x: x.sum(), *inputs(), in_axes=(None, axis))
-    assert f"dimension {axis!r}" in message and "shape (8, 3)" in message and "in_axes" in message
+    w, x = inputs()
+    message = refusal(vnode.BatchError, lambda w, b: b["x"].sum(), w, {"x": x}, in_axes=(None, axis))
+    assert f"dimension {axis!r}" in message and "shape (8, 3)" in message and "in_axes=(None, {'x': 0})" in message
 
 
 def test_scalar_among_the_batch() -> None:
     message = refusal(vnode.BatchError, lambda w, b: b["x"].sum(), 0.0, {"x": jnp.zeros(8), "step": 3})
     assert "['step']: shape ()" in message and "None for arguments that are not split" in message
     assert "in_axes = (None, 0)" in message  # the default, which nobody wrote
+    assert "in_axes=(None, {'step': None, 'x': 0})" in message
 
 
 @pytest.mark.parametrize("in_axes", [(None, {"y": 0}), (None, [0, 0]), (None, {"x": 0, "z": None})])

@@ -131,7 +131,8 @@ class Acceptance(Drawn):
         found: list[str] = []
         if not self.accepted and self.platforms is not None:
             wanted, given = self.platforms
-            found.append(f"compile it for {wanted}, as predicted, not for {given}: plan.accept(devices)")
+            there = "; docs/plans.md says where to get a TPU's without one" * (wanted == "tpu")
+            found.append(f"compile it for {wanted}, as predicted, not for {given}: plan.accept(devices){there}")
         if self.limit is not None and not self.fits:
             found.append(f"search again with memory={int(self.limit * self.predicted.total / self.memory)}")
         elif self.limit is not None and not self.memory_accepted:

@@ -20,6 +20,7 @@ from vnode.errors import BatchError, VnodeError, layout_message
 from vnode.placement.leaves import is_array
 from vnode.placement.sharded import is_sharded_batch
 from vnode.placement.static_scalars import are_arrays
+from vnode.show.units import several
 from vnode.step.mutation import MutationCheck
 
 
@@ -431,6 +432,31 @@ def in_axes_hints(in_axes: Any, paths: Sequence[Any], names: Sequence[str]) -> l
     return [f"in_axes={axes} for {called}: by default the second argument holds the examples, and no other"]
 
 
+def possible_axes(
+    in_axes: Any, path: Any, leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequence[Any]
+) -> list[str]:
+    """The `in_axes` that the leaves of an argument allow, if it is a dict of arrays.
+
+    Args:
+      in_axes: the value that does not fit.
+      path: of a leaf of the argument.
+      leaves: all leaves of ``(args, kwargs)``.
+      axes: their axes by `in_axes`.
+      paths: of all leaves.
+    """
+    if not isinstance(in_axes, tuple) or path[0].idx != 0 or path[1].idx >= len(in_axes):
+        return []
+    found: dict[Any, int | None] = {}
+    for (other, _), leaf, axis in zip(paths, leaves, axes, strict=True):
+        if other[:2] == path[:2]:
+            if len(other) != 3 or not isinstance(other[2], jax.tree_util.DictKey):
+                return []
+            fits = axis is None or (isinstance(axis, int) and -np.ndim(leaf) <= axis < np.ndim(leaf))
+            found[other[2].key] = axis if fits else 0 if np.ndim(leaf) else None
+    given = (*in_axes[: path[1].idx], found, *in_axes[path[1].idx + 1 :])
+    return [f"in_axes={given}"]
+
+
 def leaf_name(entry: tuple[Any, Any]) -> str:
     return jax.tree_util.keystr(entry[0]) or "itself"
 
@@ -454,7 +480,8 @@ def batch_sizes(
         if not isinstance(axis, int) or isinstance(axis, bool) or not -len(shape) <= axis < len(shape):
             raise BatchError(
                 layout_message(
-                    f"in_axes names dimension {axis!r} of an argument that has {len(shape)} dimensions.",
+                    f"in_axes names dimension {axis!r}, counted from 0, of an argument that has "
+                    f"{several(len(shape), 'dimension')}.",
                     facts=[f"{name}: shape {tuple(shape)}", f"in_axes = {in_axes!r}"],
                     remedies=[
                         *(
@@ -462,9 +489,9 @@ def batch_sizes(
                             if listed
                             else []
                         ),
+                        *possible_axes(in_axes, path, leaves, axes, paths),
                         *in_axes_hints(in_axes, paths, names),
                         "use None for arguments that are not split, such as in_axes=(None, None, 0)",
-                        "or for a part of one, such as in_axes=(None, {'x': 0, 'rate': None})",
                     ],
                 )
             )
