@@ -3,16 +3,19 @@
 Knows where documentation, its blocks of code and doctests are. Must not know what they say.
 """
 
+import builtins
 import doctest
 import functools
 import importlib
+import inspect
 import os
 import pkgutil
 import re
 import runpy
+import symtable
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +122,33 @@ def test_blocks(
 @pytest.mark.parametrize("name", modules())
 def test_module(name: str) -> None:
     assert not doctest.testmod(importlib.import_module(name)).failed
+
+
+def public_examples() -> Iterator[tuple[str, str]]:
+    """The code of the examples of each public name, methods included."""
+    parser = doctest.DocTestParser()
+    for room in ("vnode", "vnode.cluster", "vnode.data", "vnode.elastic", "vnode.operators", "vnode.partition"):
+        module = importlib.import_module(room)
+        for name in module.__all__:
+            value = getattr(module, name)
+            members = vars(value) if inspect.isclass(value) else {}
+            for member, each in {name: value, **{f"{name}.{key}": inner for key, inner in members.items()}}.items():
+                text = getattr(getattr(each, "__func__", each), "__doc__", None)
+                if isinstance(text, str) and not inspect.ismodule(each):
+                    yield f"{room}.{member}", "".join(example.source for example in parser.get_examples(text))
+
+
+def test_examples_of_public_names_import_all_that_they_use() -> None:
+    """They can be pasted into a new session, where the names of their module are not there."""
+    found = {}
+    for name, code in public_examples():
+        top = symtable.symtable(code, name, "exec")
+        tables = [top, *(inner for child in top.get_children() for inner in (child, *child.get_children()))]
+        used = {each.get_name() for table in tables for each in table.get_symbols() if each.is_global() or table is top}
+        bound = {each.get_name() for each in top.get_symbols() if each.is_assigned() or each.is_imported()}
+        if missing := used - bound - vars(builtins).keys():
+            found[name] = missing
+    assert not found
 
 
 SENTENCES = """{first}

@@ -102,6 +102,7 @@ def virtualize(
     """Splits a step that is written for the whole batch over virtual nodes, and the nodes over devices.
 
     Example:
+      >>> import jax
       >>> import jax.numpy as jnp, vnode
       >>> @vnode.virtualize(virtual_nodes=4)
       ... def step(w, x):

@@ -45,6 +45,7 @@ def simulate(
       ClusterError: two jobs have one name, one needs more devices than there are, or the policy decides what cannot be.
 
     Example:
+      >>> from vnode.cluster import simulate
       >>> from vnode.cluster import Job, Speeds
       >>> speeds = Speeds((0.0, 1.0, 2.0))
       >>> jobs = [Job(id=name, arrival=at, work=60, speeds=speeds, demand=2) for name, at in [("a", 0), ("b", 10)]]

@@ -81,6 +81,7 @@ class Speeds:
           allowed: counts that the job can use; by default all up to the largest measured one. TPUs allow some only.
 
         Example:
+          >>> from vnode.cluster import Speeds
           >>> [round(speed, 3) for speed in Speeds.from_times({1: 4.0, 2: 3.0, 4: 2.0}).per_second]
           [0.0, 0.25, 0.333, 0.429, 0.5]
         """
@@ -118,6 +119,7 @@ class Speeds:
           ValueError: there is no such kind, or several and none is named; or the nodes are no whole lanes.
 
         Example:
+          >>> from vnode.cluster import Speeds
           >>> from vnode.plan.balance.profiles import Measurement, Profile, Profiles
           >>> measured = Measurement(1, 8, 0.9), Measurement(1, 4, 0.5), Measurement(4, 2, 0.6)
           >>> speeds = Speeds.from_profile(Profiles((Profile("V100", 4, measured),)), virtual_nodes=8)
@@ -152,6 +154,7 @@ class Speeds:
           ValueError: there is none, one is for another number of devices, or a time is no number above 0.
 
         Example:
+          >>> from vnode.cluster import Speeds
           >>> Speeds.from_plans({2: 0.5, 4: 0.25}).per_second
           (0.0, 0.0, 2.0, 2.0, 4.0)
         """
@@ -179,6 +182,7 @@ class Speeds:
           most: the largest count that the job can use; by default the demand.
 
         Example:
+          >>> from vnode.cluster import Speeds
           >>> [round(1 / s) for s in Speeds.with_fixed_part(578, 295, 8).per_second[1:]]
           [2559, 1427, 1050, 861, 748, 672, 618, 578]
         """
@@ -195,6 +199,7 @@ class Speeds:
     def at(self, count: int) -> float:
         """Units of work per second on so many devices; further ones than the job can use do nothing.
 
+        >>> from vnode.cluster import Speeds
         >>> Speeds((0.0, 2.0, 3.0)).at(5)
         3.0
         """

@@ -52,6 +52,7 @@ class Order:
       BatchError: there are no examples, or fewer than a batch takes.
 
     Example:
+      >>> from vnode.data import Order
       >>> import numpy as np
       >>> order = Order(examples=10, batch_size=4, shuffle=False)
       >>> [order.rows(step).tolist() for step in range(3)]

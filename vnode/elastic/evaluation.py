@@ -41,6 +41,8 @@ class Evaluation:
         these would not hold each example once.
 
     Example:
+      >>> import numpy as np
+      >>> from vnode.elastic import Evaluation
       >>> import jax.numpy as jnp, vnode
       >>> distance = lambda w, batch: {"error": jnp.mean(jnp.abs(batch["x"] - w))}
       >>> error = vnode.virtualize(distance, virtual_nodes=2)

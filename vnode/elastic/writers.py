@@ -33,6 +33,8 @@ class JsonLines:
 
     Example:
       >>> import tempfile
+      >>> from pathlib import Path
+      >>> from vnode.elastic import JsonLines
       >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
       >>> with JsonLines(path) as write:
       ...     write(3, {"loss": 0.25})

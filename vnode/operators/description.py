@@ -62,6 +62,7 @@ class Factor:
 class Factors:
     """Hands out factors while a rule writes a description.
 
+    >>> from vnode.operators import Factors, Monoid, Reduced
     >>> f = Factors()
     >>> i, j = f.new(4), f.new(3, Reduced(Monoid.SUM))
     >>> [(factor.size, factor.split) for factor in f.all]

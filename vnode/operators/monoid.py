@@ -27,6 +27,8 @@ class Monoid(enum.Enum):
     def identity(self, dtype: Any) -> Any:
         """The neutral element, a NumPy scalar of `dtype`.
 
+        >>> import numpy as np
+        >>> from vnode.operators import Monoid
         >>> Monoid.MAX.identity(np.float32)
         np.float32(-inf)
         >>> Monoid.MIN.identity(np.int8)
@@ -60,6 +62,8 @@ class Monoid(enum.Enum):
     def combine(self, a: Any, b: Any) -> Any:
         """The operation, element by element.
 
+        >>> import numpy as np
+        >>> from vnode.operators import Monoid
         >>> Monoid.MAX.combine(np.array([1, 5]), np.array([3, 2])).tolist()
         [3, 5]
         """

@@ -87,6 +87,7 @@ def register(primitive: Primitive | str) -> Callable[[Rule], Rule]:
         the equation's shapes each time.
 
     Example:
+      >>> from vnode.operators import OperatorDescription, register
       >>> from jax.extend.core import Primitive
       >>> from vnode.operators.description import Factors
       >>> twice_p = Primitive("twice")

@@ -207,6 +207,7 @@ def accept(compiled: Any, cost: ProgramCost, *, tolerance: float = TOLERANCE) ->
       ProfileError: the compiler reports no memory for the program, or no text.
 
     Example:
+      >>> from vnode.partition import accept
       >>> import jax, jax.numpy as jnp, numpy as np
       >>> from jax.sharding import Mesh, PartitionSpec as P
       >>> from vnode.analysis.program import inline

@@ -48,6 +48,7 @@ class Placement(Drawn, Bound):
       PlacementError: the arguments contradict each other.
 
     Example:
+      >>> from vnode import Placement
       >>> import jax
       >>> placement = Placement(8, jax.devices()[:1])
       >>> placement.counts
@@ -154,6 +155,7 @@ class Placement(Drawn, Bound):
           PlacementError: as for `Placement`, and for `arrange_devices`.
 
         Example:
+          >>> from vnode import Placement
           >>> import jax
           >>> placement = Placement(8, jax.devices()[:4], counts=[2, 2, 2, 2])
           >>> placement.resize(jax.devices()[:3]).counts
@@ -178,6 +180,8 @@ class Placement(Drawn, Bound):
           PlacementError: the other axes do not divide the number of devices, or these are of several kinds.
 
         Example:
+          >>> from jax.sharding import AxisType
+          >>> from vnode import Placement
           >>> import jax
           >>> mesh = jax.make_mesh((4, 2), ("vnode", "model"), axis_types=(AxisType.Auto,) * 2)
           >>> dict(Placement(8, mesh=mesh).arrange_devices(jax.devices()[:6]).shape)
@@ -259,6 +263,7 @@ class Placement(Drawn, Bound):
           these rows.
 
         Example:
+          >>> from vnode import Placement
           >>> import jax
           >>> Placement(4, jax.devices()[:1]).local_examples(6)
           array([0, 1, 2, 3, 4, 5])
@@ -276,6 +281,7 @@ class Placement(Drawn, Bound):
         """The number of nodes that this process computes, some perhaps together with others along a further mesh axis.
 
         Example:
+          >>> from vnode import Placement
           >>> import jax
           >>> Placement(4, jax.devices()[:1]).own_nodes
           4

@@ -34,6 +34,8 @@ class ShardedBatch:
       placement: the placement whose devices hold them.
 
     Example:
+      >>> import jax
+      >>> import numpy as np
       >>> import vnode
       >>> batches = vnode.data.Batches(np.arange(10), batch_size=5, shuffle=False)
       >>> batch = batches.load(0, vnode.Placement(2, jax.devices()[:1]))

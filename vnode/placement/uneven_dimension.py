@@ -28,6 +28,7 @@ class UnevenSpec:
       ValueError: a count is negative or no integer, or fewer than two indices are shared.
 
     Example:
+      >>> from vnode import UnevenSpec
       >>> spec = UnevenSpec(1, "model", (10, 6))
       >>> spec.size, spec.room, spec.blocks
       (16, 20, (5, 3))

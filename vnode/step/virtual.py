@@ -140,6 +140,7 @@ class VirtualStep(Step[P, R]):
           PlacementError: as for `on`.
 
         Example:
+          >>> import jax
           >>> import jax.numpy as jnp, vnode
           >>> step = vnode.virtualize(lambda w, x: w - (x @ w).mean(), virtual_nodes=4)
           >>> step(jnp.ones(3), jnp.ones((8, 3))).shape

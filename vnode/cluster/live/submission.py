@@ -51,6 +51,7 @@ class Submission:
       ClusterError: a field is not what it must be; the message names it.
 
     Example:
+      >>> from vnode.cluster import Submission
       >>> Submission(command=["python", "train.py", "--lr", "3"], workers=(1, 8)).title
       'train.py'
     """

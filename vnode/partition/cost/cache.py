@@ -38,6 +38,7 @@ class Cache:
       folder: where they are; made when the first is written. By default the user's (`usual_folder`).
 
     Example:
+      >>> from vnode.partition import Cache
       >>> import tempfile
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     Cache(folder).put({"what": "add"}, {"seconds": 0.5})

@@ -41,6 +41,8 @@ class Measured:
       batches: number of measured batches.
 
     Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from vnode.partition import Cache, Measured
       >>> import tempfile
       >>> from vnode.partition.cost.timed_pieces import traced_op
       >>> from vnode.partition.machine import Machine

@@ -163,6 +163,7 @@ def program_cost(
       MachineError: the mesh lacks an axis of the program, or has it in another size.
 
     Example:
+      >>> from vnode.partition import Machine, program_cost
       >>> import jax, jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
       >>> from vnode.analysis.program import inline

@@ -58,6 +58,8 @@ class Roofline:
       calibrated: whether rates are the calibrated ones, or the data sheet's.
 
     Example:
+      >>> from vnode.operators.cost import Cost
+      >>> from vnode.partition import Kind, Roofline
       >>> kind = Kind("toy", {"float32": 1e12}, vector=1e11, memory=2**30, bandwidth=1e11, host_bandwidth=1e10)
       >>> round(Roofline(launch=0).seconds(Cost(matrix={"float32": 10**9}, read=10**6), kind) * 1e3, 3)
       1.0
@@ -88,6 +90,7 @@ class Times:
       sources: the sources, in order. By default the roofline, which knows every timed op.
 
     Example:
+      >>> from vnode.partition import Times
       >>> import jax.numpy as jnp
       >>> from vnode.partition.cost.timed_pieces import traced_op
       >>> from vnode.partition.machine.known_kinds import kind_named

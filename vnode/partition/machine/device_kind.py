@@ -53,6 +53,7 @@ class Kind:
       MachineError: a figure is missing or implausible.
 
     Example:
+      >>> from vnode.partition import Kind
       >>> kind = Kind("toy", {"bfloat16": 4e12}, vector=1e12, memory=2**30, bandwidth=1e11, host_bandwidth=1e10)
       >>> kind.rate("bfloat16"), kind.rate("float8_e4m3fn"), kind.rate("int32")
       (4000000000000.0, 4000000000000.0, 1000000000000.0)

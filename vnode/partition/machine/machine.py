@@ -48,6 +48,7 @@ class Machine(Drawn):
       MachineError: the description is not consistent.
 
     Example:
+      >>> from vnode.partition import Machine
       >>> machine = Machine.tpu("v5e:4x4")
       >>> machine
       Machine(TPU v5e:4x4: 16 devices in 4 hosts)
@@ -116,6 +117,7 @@ class Machine(Drawn):
             is not known.
 
         Example:
+          >>> from vnode.partition import Machine
           >>> import jax
           >>> machine = Machine.here(jax.devices()[:1])
           >>> machine.devices[0].kind.rate("float32") > 0
@@ -145,6 +147,7 @@ class Machine(Drawn):
           MachineError: there is no such slice.
 
         Example:
+          >>> from vnode.partition import Machine
           >>> Machine.tpu("v4:4x4x8").networks[0].axes[2]
           Axis(size=8, wrap=True)
         """
@@ -179,6 +182,7 @@ class Machine(Drawn):
           MachineError: the kind is not known, or its links are not.
 
         Example:
+          >>> from vnode.partition import Machine
           >>> Machine.gpus("a100-80gb", hosts=2).networks[-1].name
           'InfiniBand'
         """
@@ -266,6 +270,7 @@ class Machine(Drawn):
           MachineError: there is no such collective, or the groups or pairs are wrong.
 
         Example:
+          >>> from vnode.partition import Machine
           >>> cost = Machine.gpus("h100-sxm").collective("all_gather", [range(8)])
           >>> round(cost.seconds(4096 * 65536 * 2) * 1e3, 2)  # ms; "How to scale your model" has 1.04
           1.06
@@ -292,6 +297,7 @@ class Machine(Drawn):
           MachineError: the sizes do not fit.
 
         Example:
+          >>> from vnode.partition import Machine
           >>> Machine.tpu("v5e:2x4").mesh({"data": 2, "model": 4}).groups("model")
           ((0, 2, 4, 6), (1, 3, 5, 7))
         """

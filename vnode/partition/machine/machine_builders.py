@@ -69,6 +69,7 @@ class Link:
       of: the owner of one such link: each ``"device"`` or each ``"host"``.
 
     Example:
+      >>> from vnode.partition import Link
       >>> Link("Ethernet", 12.5e9, 3e-5, of="host").bandwidth
       12500000000.0
     """

@@ -25,6 +25,8 @@ class MachineMesh:
       devices: numbers of the devices, an array with a dimension for each axis.
 
     Example:
+      >>> import numpy as np
+      >>> from vnode.partition import MachineMesh
       >>> mesh = MachineMesh(("data", "model"), np.arange(4).reshape(2, 2))
       >>> mesh.groups("model"), mesh.groups("data"), mesh.groups("data", "model")
       (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),))

@@ -126,6 +126,7 @@ class Switch(Network):
       MachineError: an attribute is wrong.
 
     Example:
+      >>> from vnode.partition import Switch
       >>> network = Switch("Ethernet", ((0, 1), (2, 3)), bandwidth=12.5e9, latency=1e-5)
       >>> network.route(1, 2)  # out of the first port, into the second
       (0, 3)

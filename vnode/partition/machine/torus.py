@@ -100,6 +100,7 @@ class Torus(Network):
       MachineError: an attribute is wrong.
 
     Example:
+      >>> from vnode.partition import Axis, Torus
       >>> network = Torus("ICI", (Axis(4, wrap=True),), range(4), [(0,), (1,), (2,), (3,)], 45e9, 1e-6)
       >>> [list(network.links)[number] for number in network.route(0, 3)]
       [((0,), 0, -1)]

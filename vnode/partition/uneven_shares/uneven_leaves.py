@@ -43,6 +43,7 @@ def uneven(
       VnodeError: the step cannot be virtualized.
 
     Example:
+      >>> from vnode.partition import uneven
       >>> import jax, jax.numpy as jnp
       >>> def train_step(state, x):
       ...     loss = lambda w: jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"]) ** 2)

@@ -183,6 +183,7 @@ def balance(
       ProfileError: `profiles` are none, or there is a limit of memory for a kind whose need is not known.
 
     Example:
+      >>> from vnode import balance
       >>> from vnode import Measurement, Profile, Profiles
       >>> fast = Profile("fast", 1, (Measurement(1, 2, 0.3), Measurement(1, 4, 0.5)))
       >>> slow = Profile("slow", 2, (Measurement(1, 2, 0.7), Measurement(1, 4, 1.3)))

@@ -75,6 +75,7 @@ class Profile:
       memory: bytes of a device; None where it has no limit that it tells of.
 
     Example:
+      >>> from vnode import Measurement, Profile
       >>> measured = Measurement(1, 2, 0.5), Measurement(1, 4, 0.9), Measurement(2, 4, 1.0)
       >>> profile = Profile("V100", 2, measured)
       >>> round(profile.node, 6), round(profile.fixed, 6), round(profile.peer, 6)
@@ -180,6 +181,7 @@ class Profiles:
       signature: of the measured program; None of times that come from elsewhere.
 
     Example:
+      >>> from vnode import Measurement, Profile, Profiles
       >>> profiles = Profiles((Profile("V100", 2, (Measurement(2, 8, 8192 / 1969),)),))
       >>> round(8192 / profiles.seconds({"V100": (8, 8)}))
       1969
