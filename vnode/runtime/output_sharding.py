@@ -50,7 +50,9 @@ def choose_output_layouts(
 def refine_over_axes(
     lies: Mapping[Var, Layout], lying: Lying, wanted: Wanted, axes: Axes, exact: Set[str]
 ) -> dict[Var, Layout]:
-    """Refines layouts over some axes."""
+    """Refines layouts over some axes; who reads the values is asked only if one of them is large."""
+    if all(is_small(layout, var, axes) for var, layout in lies.items()):
+        return dict(lies)
     found = wanted(
         lambda var: lies[var] if var in lies else restrict_to_axes(axes, lying(var), var.aval.shape),
         axes,
@@ -66,7 +68,7 @@ def first_finer(layout: Layout, wanted: Iterable[Layout], var: Var, axes: Axes, 
     """
     others = {name: size for name, size in axes.items() if name not in exact}
     shape = var.aval.shape
-    if math.prod(layout.local_shape(shape, axes)) * itemsize(var.aval.dtype) <= SMALL:
+    if is_small(layout, var, axes):
         return layout
     for each in wanted:
         finer = each != layout and is_local(layout, each, shape, axes, var.aval.dtype)
@@ -77,6 +79,11 @@ def first_finer(layout: Layout, wanted: Iterable[Layout], var: Var, axes: Axes, 
         ):
             return each
     return layout
+
+
+def is_small(layout: Layout, var: Var, axes: Axes) -> bool:
+    """Whether a device's part of a total is so small that all devices get all of it."""
+    return math.prod(layout.local_shape(var.aval.shape, axes)) * itemsize(var.aval.dtype) <= SMALL
 
 
 @dataclasses.dataclass(frozen=True)
