@@ -513,13 +513,7 @@ class Generations(Decisions):
         said = [holder(worker) for worker in holders]
         for worker in told:
             self.send(worker, kind="go", generation=following.number, holders=said, step=step)
-        where = (
-            "from the last step that all have"
-            if step is None
-            else "from the start"
-            if step < 0
-            else f"from step {step}"
-        )
+        where = {None: "from the last step that all have", -1: "from the start"}.get(step, f"from step {step}")
         self.record("go", None, f"generation {following.number} {where}", step)
 
     def adopt(self, following: Generation, now: float) -> None:
