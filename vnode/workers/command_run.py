@@ -27,17 +27,31 @@ def add_parser(commands: Any) -> None:
         "worker more, SIGUSR2 for one less. The exit code is that of the script's lowest rank.",
     )
     parser.add_argument("script", help="an ordinary script that calls vnode.elastic.run")
-    parser.add_argument("--workers", type=int, required=True, metavar="N", help="how many train")
-    parser.add_argument("--backend", choices=BACKENDS, default="processes", help="what starts them")
+    parser.add_argument("--workers", type=int, required=True, metavar="N", help="the number of workers that train")
+    parser.add_argument(
+        "--backend", choices=BACKENDS, default="processes", help="what starts workers: processes (default) or ray"
+    )
     parser.add_argument(
         "--resources", type=resources, metavar="CPU=N,...", help="with ray: what each worker needs; default: CPU=1"
     )
     parser.add_argument("--checkpoint", metavar="FOLDER", help="the folder of checkpoints, if the script names none")
-    parser.add_argument("--spares", type=int, default=0, metavar="N", help="how many more stand by")
-    parser.add_argument("--max-workers", type=int, metavar="N", help="how many may be asked for")
-    parser.add_argument("--start-timeout", type=float, default=300, metavar="SECONDS", help="for a worker's start")
-    parser.add_argument("--max-restarts", type=int, default=3, metavar="N", help="of each worker in ten minutes")
-    parser.add_argument("--silence", type=float, default=10, metavar="SECONDS", help="without a sign of life")
+    parser.add_argument(
+        "--spares", type=int, default=0, metavar="N", help="the number of further workers that stand by: 0"
+    )
+    parser.add_argument("--max-workers", type=int, metavar="N", help="the most workers that may be asked for")
+    parser.add_argument(
+        "--start-timeout", type=float, default=300, metavar="SECONDS", help="the longest start of a worker: 300"
+    )
+    parser.add_argument(
+        "--max-restarts", type=int, default=3, metavar="N", help="the most restarts of each worker in ten minutes: 3"
+    )
+    parser.add_argument(
+        "--silence",
+        type=float,
+        default=10,
+        metavar="SECONDS",
+        help="a worker without a sign of life for so long is lost: 10",
+    )
     parser.add_argument(
         "--rejoin",
         action="store_true",
@@ -56,7 +70,9 @@ def add_parser(commands: Any) -> None:
         metavar="NAME=VALUE",
         help="a variable of the workers; {worker} in it is the number of the worker",
     )
-    parser.add_argument("--interface", default="127.0.0.1", metavar="ADDRESS", help="where the supervisor listens")
+    parser.add_argument(
+        "--interface", default="127.0.0.1", metavar="ADDRESS", help="where the supervisor listens: 127.0.0.1"
+    )
     parser.add_argument("--port", type=int, default=0, metavar="PORT", help="of the supervisor; default: a free one")
     parser.set_defaults(execute=execute)
 

@@ -144,7 +144,7 @@ def find(state: str | None) -> dict[str, Any]:
         raise ClusterError(
             layout_message(
                 f"no scheduler runs with the file {wanted}.",
-                facts=["jobs that run go on without one"],
+                facts=["jobs that run go on without one" if whole.exists() else "there is no such file"],
                 remedies=[f"start it: vnode cluster serve --state {wanted} --devices N"],
             )
         )
