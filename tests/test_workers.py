@@ -167,6 +167,24 @@ def test_a_job_whose_workers_are_all_told_to_leave_saves_and_ends(tmp_path: Path
 
 
 @pytest.mark.thorough
+def test_a_spare_takes_over_from_all_that_leave(tmp_path: Path) -> None:
+    """No worker of the old generation is in the new one; no step is made again."""
+    slow = tmp_path / "slow"
+    slow.touch()
+    asked = {"model": "plain", "slow": str(slow), "out": str(tmp_path), "steps": 1000}
+    expected = reference(asked, tmp_path)
+    job = started(asked, 1, spares=1)
+    until(job, lambda: job.step and job.status()["spares"], "the first step, and a spare")
+    (first,) = job.workers
+    os.kill(first["pid"], signal.SIGTERM)
+    until(job, lambda: [each["worker"] for each in job.workers] not in ([], [first["worker"]]), "the spare trains")
+    slow.unlink()
+    assert job.wait(DEADLINE) == 0
+    assert [each["step"] for each in job.events if each["event"] in ("go", "lost", "left")] == [-1, None]
+    assert json.loads((tmp_path / f"{1 - first['worker']}.json").read_text())["hash"] == expected["hash"]
+
+
+@pytest.mark.thorough
 def test_the_loss_of_a_part_of_the_state_that_nobody_else_has_ends_the_job(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,9 +194,7 @@ def test_the_loss_of_a_part_of_the_state_that_nobody_else_has_ends_the_job(
     job = started({"model": "sharded", "steps": 10**6, "slow": str(slow)}, 2)
     until(job, lambda: (job.step or 0) > 2, "some steps")
     os.kill(job.workers[1]["pid"], signal.SIGKILL)
-    with pytest.raises(
-        WorkerError, match=r"no remaining worker holds all of state\['slots'\].*one is lost"
-    ) as caught:
+    with pytest.raises(WorkerError, match=r"no remaining worker holds all of state\['slots'\].*one is lost") as caught:
         job.wait(DEADLINE)
     assert caught.value.code == 1
     said = capfd.readouterr().err

@@ -345,10 +345,12 @@ class Script:
 
     Args:
       workers: how many are asked for; they arrive.
+      checkpoint: the folder of checkpoints.
     """
 
-    def __init__(self, workers: int, **more: Any) -> None:
+    def __init__(self, workers: int, checkpoint: str | None = None, **more: Any) -> None:
         self.job, self.now, self.done = Generations(workers, limits=LIMITS, **more), 0.0, []
+        self.checkpoint = checkpoint
         self.call("begin")
         for number in range(workers + more.get("spares", 0)):
             self.arrive(number)
@@ -364,7 +366,8 @@ class Script:
     def arrive(self, number: int, call: int = 0) -> None:
         if call == 0:
             self.call("connected", number, 100 + number)
-        self.says(number, "arrived", call=call, facts={}, handover=f"h{number}", virtual_nodes=8)
+        known = {"call": call, "facts": {}, "handover": f"h{number}", "virtual_nodes": 8}
+        self.says(number, "arrived", checkpoint=self.checkpoint, **known)
 
     def prepare(self, generation: int, *numbers: int) -> None:
         """A service is there, and workers prepare themselves."""
@@ -505,6 +508,34 @@ def test_a_script_may_run_twice() -> None:
     script.call("exited", 1, 0)
     script.call("exited", 0, 5)
     assert script.job.over == End(5, "")
+
+
+def test_who_is_silent_between_two_runs_is_lost_to_those_that_wait_in_the_second() -> None:
+    """Not while nobody waits: the rest of a script may take long."""
+    script = Script(2)
+    script.prepare(1, 0, 1)
+    script.switch(1, 0, 0, 1)
+    for number in (0, 1):
+        script.says(number, "finished", generation=1, step=10, reason="")
+    script.now += 2 * LIMITS.silence
+    assert Kill(0) not in script.call("tick")
+    script.arrive(1, call=1)
+    assert Kill(0) in script.done
+    script.call("exited", 0, -9)
+    script.prepare(2, 1)
+    assert script.sent()[1][0]["kind"] == "go"
+
+
+def test_a_run_whose_last_checkpoint_is_not_reported_fails() -> None:
+    """Rank 0, which saves, is killed while the others have finished; the rest of their scripts is run."""
+    script = Script(2, checkpoint="runs/7")
+    script.prepare(1, 0, 1)
+    script.switch(1, 0, 0, 1)
+    script.says(1, "finished", generation=1, step=10, reason="")
+    script.call("exited", 0, -9)
+    assert script.job.over is None
+    script.call("exited", 1, 0)
+    assert script.job.over.code == 1 and "worker 0, which saves in runs/7, was killed" in script.job.over.why
 
 
 def test_a_service_ends_when_nobody_is_connected_to_it() -> None:

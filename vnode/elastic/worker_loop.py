@@ -468,8 +468,8 @@ class WorkerDriver(Driver):
 
     def flags(self) -> list[bool]:
         """The flags that this worker votes for."""
-        coming, closed = self.coming, self.member.closed
-        switch = coming is not None and coming.generation in self.member.gone
+        closed = self.member.closed
+        switch = max(self.member.gone, default=0) > self.generation  # perhaps without any worker of this one
         return [bool(self.member.stop), self.is_late(), switch, closed, not closed]
 
     def asked_to_stop(self) -> bool:

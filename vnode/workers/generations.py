@@ -93,6 +93,8 @@ class Generations(Decisions):
         self.leave: Leave | None = None
         self.last: list[Worker] = []  # in order of ranks: those of the last generation that trained
         self.anew: list[float] = []  # when all were asked to leave, though none was lost
+        self.saver: Worker | None = None  # rank 0 of the last generation that trained
+        self.unsaved = ""  # the message, if it was lost before it had reported the last checkpoint
         self.refused: dict[int, str] = {}  # numbers that are not started again until others are asked for, and why
         self.generation, self.call, self.failures = 0, 0, 0
 
@@ -159,6 +161,12 @@ class Generations(Decisions):
                 self.send_stop()
             elif not self.trained:
                 self.end(code, f"Stopped before it trained: {why}.")
+
+    def is_awaited(self, worker: Worker) -> bool:
+        """Also after its run: others have come to the script's next run, and wait for it."""
+        others = (w for w in self.workers.values() if w is not worker)
+        between = worker.state == FINISHED and worker.connected and worker.again is None and self.current is None
+        return worker.may_train or (between and any(w.again is not None or w.state == READY for w in others))
 
     # Messages of workers
 
@@ -295,7 +303,7 @@ class Generations(Decisions):
                 elif worker.state != FINISHED:
                     self.lose(worker, "did not end after its error", now)
                     self.do(Kill(worker.number))
-            elif worker.state == READY and now - worker.heard > limits.silence:
+            elif worker.state != STARTING and self.is_awaited(worker) and now - worker.heard > limits.silence:
                 self.lose(worker, f"has given no sign of life for {limits.silence:g} s", now)
             elif worker.state == STARTING and now - worker.started > limits.start:
                 if not self.trained:
@@ -470,8 +478,10 @@ class Generations(Decisions):
         """Handles the loss of all workers: the run is over, or new workers begin from its checkpoint."""
         self.leave = None
         self.cancel("nobody is left")
-        if any(w.state == FINISHED for w in active):
-            self.complete([w for w in active if w.state == FINISHED], now)
+        if finished := [w for w in active if w.state == FINISHED]:
+            if self.reference is not None and self.reference.checkpoint and self.saver not in finished:
+                self.lose_checkpoint(self.reference.checkpoint)
+            self.complete(finished, now)
             return
         saves = self.reference is not None and self.reference.checkpoint is not None
         if saves and self.respawns() and not any(w.error for w in active):
@@ -483,6 +493,16 @@ class Generations(Decisions):
         facts = [f"worker {w.number} {w.why}" for w in active]
         text = first.error if first is not None and first.error else ""
         self.end(1, layout_message("All workers are lost.", facts=facts) + (f"\n{text}" if text else ""))
+
+    def lose_checkpoint(self, folder: str) -> None:
+        """The run has ended without the report of its last checkpoint: the job fails in the end."""
+        assert self.saver is not None
+        self.unsaved = layout_message(
+            "The run has ended, but its last checkpoint may be missing.",
+            facts=[f"worker {self.saver.number}, which saves in {folder}, {self.saver.why}"],
+            remedies=["start the job again: it goes on from the newest checkpoint"],
+        )
+        self.record("unsaved", self.saver, self.unsaved)
 
     def recover(self, leave: Leave, now: float) -> bool:
         """Has the survivors of a broken generation train again, from the highest step that one of them holds."""
@@ -520,7 +540,7 @@ class Generations(Decisions):
         """Makes the next generation the current one, once all have switched."""
         old = list(self.current.members) if self.current else self.leave.asked if self.leave else []
         self.current, self.next, self.leave, self.trained, self.failures = following, None, None, True, 0
-        self.last, self.no_room = list(following.members), False
+        self.last, self.saver, self.no_room = list(following.members), following.members[0], False
         names = " ".join(str(w.number) for w in following.members)
         step = max((w.step for w in following.members if w.step is not None), default=None)
         self.record("trains", None, f"generation {following.number}: workers {names}", step)
@@ -580,7 +600,8 @@ class Generations(Decisions):
         ready = [w for w in alive if w.state == READY]
         if not self.workers:
             well = any(w.state == FINISHED for w in self.last)
-            self.end(self.code() if well else 1, "" if well else "All workers were lost after their run.")
+            why = self.unsaved if well else "All workers were lost after their run."
+            self.end(self.code() or int(bool(why)), why)
         return sorted(ready, key=lambda w: w.number) if ready and len(ready) == len(alive) else None
 
     def spare(self) -> list[Worker]:

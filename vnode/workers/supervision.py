@@ -100,7 +100,7 @@ class Decisions(abc.ABC):
     def stopped(self, number: int, now: float) -> list[Action]:
         """The process of a worker has been stopped for a while, as by SIGSTOP."""
         worker = self.workers.get(number)
-        if worker is not None and worker.may_train:
+        if worker is not None and self.is_awaited(worker):
             self.lose(worker, "is stopped (SIGSTOP or a debugger)", now)
         elif worker is not None and worker.rest_until is not None:
             self.put_to_rest(worker)
@@ -142,6 +142,10 @@ class Decisions(abc.ABC):
         return self.settle(now)
 
     # Decisions
+
+    def is_awaited(self, worker: Worker) -> bool:
+        """Whether training depends on a sign of life of a worker."""
+        return worker.may_train
 
     @abc.abstractmethod
     def handle_message(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
