@@ -438,6 +438,82 @@ def test_survivors_train_on_while_a_spare_prepares_to_take_the_place_of_a_lost_w
     assert script.job.current.number == 1 + len(proposed)
 
 
+def test_a_spare_that_stood_by_does_not_wait_for_others_that_start() -> None:
+    script = Script(3, spares=1)
+    script.prepare(1, 0, 1, 2)
+    script.switch(1, 0, 0, 1, 2)
+    script.call("exited", 0, -9)
+    script.call("exited", 1, -9)  # both start again, and take their time
+    script.says(2, "left", generation=1, step=7)
+    script.prepare(2, 2)
+    script.switch(2, 7, 2)
+    script.call("service", 3, "s3")
+    assert [m["worker"] for m in script.sent()[2][0]["members"]] == [2, 3]
+
+
+def test_a_newcomer_without_a_state_is_not_waited_for_after_a_loss() -> None:
+    """It was about to join when another died: who has the state goes on alone."""
+    script = Script(3)
+    script.prepare(1, 0, 1, 2)
+    script.switch(1, 0, 0, 1, 2)
+    script.call("exited", 2, -9)
+    for number in (0, 1):
+        script.says(number, "left", generation=1, step=7)
+    script.prepare(2, 0, 1)
+    script.switch(2, 7, 0, 1)
+    script.arrive(2)
+    script.prepare(3, 0, 1, 2)
+    script.call("exited", 0, -9)
+    script.says(1, "left", generation=3, step=20)
+    script.says(2, "left", generation=3, step=-1)
+    script.call("service", 4, "s4")
+    assert [m["worker"] for m in script.sent()[1][0]["members"]] == [1]
+
+
+def test_the_last_worker_is_not_lost_because_it_is_stopped() -> None:
+    """Nobody else may have the state; it has as long to leave its generation as any other."""
+    script = Script(2)
+    script.prepare(1, 0, 1)
+    script.switch(1, 0, 0, 1)
+    assert Kill(0) in script.call("stopped", 0)
+    script.call("exited", 0, -9)
+    assert Kill(1) not in script.call("stopped", 1), "nor while another one starts"
+
+
+def test_a_state_that_only_a_worker_left_out_has_is_not_lost() -> None:
+    """Fewer workers are asked for while the others leave; the one that is to go on alone dies as it begins."""
+    script = Script(3)
+    script.prepare(1, 0, 1, 2)
+    script.switch(1, 0, 0, 1, 2)
+    script.call("exited", 2, -9)
+    script.call("resize", 1)
+    for number in (0, 1):
+        script.says(number, "left", generation=1, step=40)
+    script.prepare(2, 0)
+    script.call("exited", 0, -9)
+    assert script.job.over is None and script.sent()[1][0]["kind"] == "leave"
+    script.says(1, "left", generation=2, step=40)
+    script.prepare(3, 1)
+    assert script.sent()[1][-1]["step"] == 40
+
+
+def test_steps_that_are_all_made_again_are_told() -> None:
+    """The only worker that has a state dies before a newcomer has it."""
+    script = Script(2)
+    script.prepare(1, 0, 1)
+    script.switch(1, 0, 0, 1)
+    script.call("exited", 1, -9)
+    script.says(0, "left", generation=1, step=7)
+    script.prepare(2, 0)
+    script.switch(2, 7, 0)
+    script.arrive(1)
+    script.prepare(3, 0, 1)
+    script.call("exited", 0, -9)
+    script.says(1, "left", generation=3, step=-1)
+    script.prepare(4, 1)
+    assert "all repeated" in [action.event for action in script.done if isinstance(action, Record)]
+
+
 def test_a_generation_without_room_beside_the_one_that_trains_is_made_after_it() -> None:
     """Once; the one after that is made beside it again."""
     script, error = Script(3), "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory"

@@ -91,6 +91,7 @@ class Generations(Decisions):
         self.current: Generation | None = None
         self.next: Generation | None = None
         self.leave: Leave | None = None
+        self.joining: list[Worker] = []  # those that stood by at the last loss: they wait for no others that start
         self.last: list[Worker] = []  # in order of ranks: those of the last generation that trained
         self.anew: list[float] = []  # when all were asked to leave, though none was lost
         self.saver: Worker | None = None  # rank 0 of the last generation that trained
@@ -163,10 +164,12 @@ class Generations(Decisions):
                 self.end(code, f"Stopped before it trained: {why}.")
 
     def is_awaited(self, worker: Worker) -> bool:
-        """Also after its run: others have come to the script's next run, and wait for it."""
-        others = (w for w in self.workers.values() if w is not worker)
+        """Not if it is the last one; also after its run, if others have come to the script's next run."""
+        others = [w for w in self.workers.values() if w is not worker]
         between = worker.state == FINISHED and worker.connected and worker.again is None and self.current is None
-        return worker.may_train or (between and any(w.again is not None or w.state == READY for w in others))
+        if between:
+            return any(w.again is not None or w.state == READY for w in others)
+        return worker.may_train and any(w.is_usable for w in others)
 
     # Messages of workers
 
@@ -453,6 +456,8 @@ class Generations(Decisions):
         """Handles lost workers of a generation: tells the others to leave it."""
         errors = [w.errored for w in active if w.error is not None]
         survivors = [w for w in active if w.is_usable]
+        if not survivors and self.leave is not None:  # of the generation before, those that the next one left out
+            survivors = [w for w in self.leave.asked if w.is_usable]
         if errors and survivors and now < min(errors) + self.limits.errors:
             return False
         for worker in lost:
@@ -516,13 +521,17 @@ class Generations(Decisions):
             leave.complete = True
             self.record("left", None, ", ".join(f"worker {w.number}: step {leave.steps[w]}" for w in survivors))
         if self.next is None:
-            # others compile first, and join while the survivors train; in the same change if each one restarts workers
-            others = [w for w in self.spare() if w not in survivors] if self.rejoin or self.no_room else []
-            self.propose((survivors + others)[: max(self.wanted, 1)], now)
+            # others compile first, and join while these train; in the same change if each one restarts workers
+            trained = [w for w in survivors if leave.steps[w] >= 0] or survivors
+            self.joining = [w for w in self.spare() if w not in trained]
+            others = self.joining if self.rejoin or self.no_room else []
+            self.propose((trained + others)[: max(self.wanted, 1)], now)
             return True
         if self.next.service is None or not self.next.prepared.issuperset(self.next.members):
             return False
         step = max(leave.steps[w] for w in survivors)
+        if step < 0 and self.trained and not (self.reference and self.reference.checkpoint):
+            self.record("all repeated", None, "no worker that is left has a state, and there are no checkpoints")
         self.start(self.next, step, [w for w in survivors if leave.steps[w] == step] if step >= 0 else [], now)
         return True
 
@@ -588,7 +597,8 @@ class Generations(Decisions):
         if len(members) >= wanted:
             return members[:wanted]
         ready = self.spare()[: wanted - len(members)]
-        return members + ready if len(members) + len(ready) == wanted or not coming else None
+        waits = coming and len(members) + len(ready) < wanted and not any(w in self.joining for w in ready)
+        return None if waits else members + ready
 
     def desired_again(self) -> list[Worker] | None:
         """The workers of a later run of the script: those that have come to it, when all have, or have ended."""
