@@ -542,7 +542,9 @@ class Generations(Decisions):
         said = [holder(worker) for worker in holders]
         for worker in told:
             self.send(worker, kind="go", generation=following.number, holders=said, step=step)
-        where = {None: "from the last step that all have", -1: "from the start"}.get(step, f"from step {step}")
+        saves = self.reference is not None and self.reference.checkpoint is not None
+        begins = "from the newest checkpoint, or the start" if saves else "from the start"
+        where = {None: "from the last step that all have", -1: begins}.get(step, f"from step {step}")
         self.record("go", None, f"generation {following.number} {where}", step)
 
     def adopt(self, following: Generation, now: float) -> None:
