@@ -282,15 +282,18 @@ def test_arguments_that_make_a_trace_fail_are_named() -> None:
 
 
 def test_a_step_that_does_not_use_the_batch_is_told() -> None:
-    def warned(fun: Any, state: Any = LINE) -> str:
+    def warned(fun: Any, state: Any = LINE, placement: vnode.Placement | None = None) -> str:
+        step = step_of(fun) if placement is None else step_of(fun).on(placement)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            step_of(fun)(state, BATCH)
+            step(state, BATCH)
         return "".join(str(each.message) for each in caught)
 
     assert "'forget' returns nothing" in warned(forget)
     assert "no result of 'decay' depends on the batch" in warned(decay)
     assert not warned(descend)
+    groups = vnode.Placement(2, groups=[jax.devices()[:1], jax.devices()[1:2]])
+    assert "no result of 'decay' depends on the batch" in warned(decay, placement=groups)
     counter = jax.new_ref(jnp.zeros(3))
     assert "no result of 'count' depends on the batch" in warned(count, counter)
     assert not warned(lambda state, batch: jax.debug.callback(lambda x: None, batch["x"].sum()))

@@ -13,7 +13,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -90,15 +90,15 @@ class Executor:
 
     Attributes:
       arguments: places arguments.
-      traced: the last trace since this was set to None: the programs, the positions of their inputs that are split
-        over the nodes, and the number of arrays that the step returns.
+      traced: the last trace since this was set to None: the programs, and the positions of their inputs that are split
+        over the nodes.
     """
 
     def __init__(self, spec: StepSpec, placement: Placement, retraces: Retraces) -> None:
         self.spec = spec
         self.placement = placement
         self.retraces = retraces
-        self.traced: tuple[Sequence[Program], Sequence[int], int] | None = None
+        self.traced: tuple[Sequence[Program], Sequence[int]] | None = None
         self.arguments = ArgumentPlacer(spec, placement)
         self._processes = frozenset(device.process_index for device in placement.devices)
         self._launched: dict[Any, tuple[int | None, int | None]] = {}
@@ -430,15 +430,11 @@ class Executor:
         typed = typed_mesh(jax.tree.leaves((args, kwargs)))
         wholes = self.arguments.wholes(len(args))
         specs = around.specs if typed is None else typed_specs(args, wholes)
-        seen: list[Program] = []
-        noted = TRACED_PROGRAMS.set(seen)
-        try:
-            with use_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext():
-                arrays = evaluate(spec.flatten(call, output, self._batches(call), specs), self.placement)
-        finally:
-            TRACED_PROGRAMS.reset(noted)
-        split = [i for i, axis in enumerate(call.axes) if axis is not None]
-        self.traced = seen, split, len(arrays)
+        with (
+            self._tracing(call) as seen,
+            use_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext(),
+        ):
+            arrays = evaluate(spec.flatten(call, output, self._batches(call), specs), self.placement)
         leaves, structure = jax.tree.flatten((args, kwargs))
         types = argument_types(leaves, structure)
         if self.arguments.across:
@@ -451,6 +447,17 @@ class Executor:
         results = constrain_results(output.unflatten(arrays), args, specs, typed or self.placement.mesh)
         self._unwraps |= has_static(results)
         return results
+
+    @contextlib.contextmanager
+    def _tracing(self, call: Call) -> Iterator[list[Program]]:
+        """A context that collects the programs of the step that are traced within it."""
+        seen: list[Program] = []
+        noted = TRACED_PROGRAMS.set(seen)
+        try:
+            yield seen
+        finally:
+            TRACED_PROGRAMS.reset(noted)
+        self.traced = seen, [i for i, axis in enumerate(call.axes) if axis is not None]
 
     def _batches(self, call: Call) -> list[Any]:
         """The arrays of a call. A sharded batch becomes one array, unless its shards are this placement's."""
@@ -490,7 +497,7 @@ class Executor:
         key = (mesh, call.treedef, tuple((shape_of(leaf), getattr(leaf, "placement", None)) for leaf in leaves))
         if key not in self._groups:
             output = OutputTree()
-            with use_mesh(mesh):
+            with use_mesh(mesh), self._tracing(call):
                 made = program_of_groups(spec.flatten(call, output, leaves), self.placement, spec.name)
             self._groups[key] = made, output
         program, output = self._groups[key]

@@ -155,18 +155,17 @@ def least_padding(size: int, nodes: int) -> int:
     return min(range(most, (most - 1) // 2, -1), key=lambda n: -(-size // n) * n)
 
 
-def warn_of_unused(name: str, programs: Sequence[Program], split: Sequence[int], arrays: int) -> None:
+def warn_of_unused(name: str, programs: Sequence[Program], split: Sequence[int]) -> None:
     """Warns if a step returns nothing, or computes nothing from the batch.
 
     Args:
       name: of the step.
       programs: the traced programs.
       split: the positions of their inputs that are split over the nodes.
-      arrays: the number of arrays that the step returns.
     """
-    effects = any(eqn.effects for program in programs for eqn in program.equations)
+    nothing = not any(each.outputs or any(eqn.effects for eqn in each.equations) for each in programs)
     reads_batch = not (split and programs) or any(not read_inputs(each).isdisjoint(split) for each in programs)
-    if not arrays and not effects and not reads_batch:
+    if nothing and not reads_batch:
         warn(f"{name!r} returns nothing, so nothing is computed.", ["return the new state: return state, loss"])
     elif not reads_batch:
         warn(

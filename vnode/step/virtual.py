@@ -272,12 +272,12 @@ class VirtualStep(Step[P, R]):
                 explain_failure(error, self.spec, args, kwargs)
             raise
         if executor.traced is not None:
-            programs, split, arrays = executor.traced
+            programs, split = executor.traced
             executor.traced = None
             if not self.family.warned:
                 self.family.warned = True
                 warn_of_waste(self.placement, self.options.lane, self.spec.call(args, kwargs).size, self.spec.name)
-                warn_of_unused(self.spec.name, programs, split, arrays)
+                warn_of_unused(self.spec.name, programs, split)
                 warn_of_typos(self.options.coupling, programs)
             if not tracing():
                 self.family.last = shapes_of((args, kwargs), sharding="committed")
