@@ -68,6 +68,7 @@ def test_a_plan_that_fits_by_the_compilers_account(
     plan = found(memory, compiled_for=jax.devices()[:8])
     assert compiled_memory(plan) == plan.memory.value <= memory == plan.limit
     assert plan.memory.source == "compiled" and "(compiled)" in str(plan)
+    assert "over all axes of the mesh, as compiled" in str(plan.explain())
     step, (state, batch) = example("mlp")
     planned = plan.step()
     got, want = planned(planned.put(state), batch), jax.jit(step)(state, batch)

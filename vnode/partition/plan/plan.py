@@ -321,7 +321,8 @@ class Plan(Drawn, Bound):
         planned = VirtualStep(dataclasses.replace(self.pattern.spec, plan=choices), None)
         with planned.resolved(self.args, {}) as here:
             (report,) = reports(here, [Grouped(self.counts, together)], self._parts_of_sums)
-        return Explanation(self, dataclasses.replace(report, planned=self.figures.sent))
+        by = {"compiled": "as compiled", "draft": "as in its draft"}.get(self.figures.source, "as predicted")
+        return Explanation(self, dataclasses.replace(report, planned=self.figures.sent, planned_by=by))
 
     def _parts_of_sums(self, schedule: Schedule) -> dict[Var, tuple[int, ...]]:
         """The shapes of one device's parts of the sums of passes."""
