@@ -171,6 +171,15 @@ def layout_message(what: str, *, where: str = "", facts: Sequence[str] = (), rem
     return with_remedies("\n".join(lines), *remedies)
 
 
+def limit_lines(lines: Sequence[str], most: int = 8) -> list[str]:
+    """The first lines of several, and how many more there are.
+
+    >>> limit_lines(["a", "b", "c"], 2)
+    ['a', 'b', 'and 1 more']
+    """
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
+
+
 TO_DO = "What to do:"
 
 

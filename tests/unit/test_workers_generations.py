@@ -321,9 +321,7 @@ def test_more_workers_than_nodes_are_refused() -> None:
 def test_a_worker_that_differs_is_refused_and_not_started_again() -> None:
     """On arrival, or by those that prepare its first step with it; until somebody asks for workers again."""
     for late in (False, True):
-        script = Script(2)
-        script.prepare(1, 0, 1)
-        script.switch(1, 0, 0, 1)
+        script = training(2)
         script.call("resize", 3)
         script.call("connected", 2, 102)
         facts = {} if late else {"script": "edited"}
@@ -388,11 +386,17 @@ class Script:
         return found
 
 
+def training(workers: int, **more: Any) -> Script:
+    """A job of which the first generation trains; other arguments are those of `Script`."""
+    script = Script(workers, **more)
+    script.prepare(1, *range(workers))
+    script.switch(1, 0, *range(workers))
+    return script
+
+
 def test_a_world_that_stands_ready_without_the_victim_is_used_at_once() -> None:
     """Worker 2, who is about to be left out, dies: the next generation needs no other preparation."""
-    script = Script(3)
-    script.prepare(1, 0, 1, 2)
-    script.switch(1, 0, 0, 1, 2)
+    script = training(3)
     script.call("resize", 2)
     script.prepare(2, 0)
     script.call("exited", 2, -9)
@@ -408,9 +412,7 @@ def test_a_world_that_stands_ready_without_the_victim_is_used_at_once() -> None:
 
 def test_a_loss_while_survivors_leave_begins_again_with_the_rest() -> None:
     """The one that held the highest step is lost, too: the next one counts."""
-    script = Script(3)
-    script.prepare(1, 0, 1, 2)
-    script.switch(1, 0, 0, 1, 2)
+    script = training(3)
     script.call("exited", 0, -9)
     script.says(1, "left", generation=1, step=41)
     script.call("exited", 1, -9)
@@ -423,9 +425,7 @@ def test_a_loss_while_survivors_leave_begins_again_with_the_rest() -> None:
 @pytest.mark.parametrize("rejoin", [False, True])
 def test_survivors_train_on_while_a_spare_prepares_to_take_the_place_of_a_lost_worker(rejoin: bool) -> None:
     """In one change if each of them restarts the workers."""
-    script = Script(2, spares=1, rejoin=rejoin)
-    script.prepare(1, 0, 1)
-    script.switch(1, 0, 0, 1)
+    script = training(2, spares=1, rejoin=rejoin)
     script.call("exited", 0, -9)
     script.says(1, "left", generation=1, step=7)
     proposed = [[1], [1, 2]][rejoin:]
@@ -439,9 +439,7 @@ def test_survivors_train_on_while_a_spare_prepares_to_take_the_place_of_a_lost_w
 
 
 def test_a_spare_that_stood_by_does_not_wait_for_others_that_start() -> None:
-    script = Script(3, spares=1)
-    script.prepare(1, 0, 1, 2)
-    script.switch(1, 0, 0, 1, 2)
+    script = training(3, spares=1)
     script.call("exited", 0, -9)
     script.call("exited", 1, -9)  # both start again, and take their time
     script.says(2, "left", generation=1, step=7)
@@ -453,9 +451,7 @@ def test_a_spare_that_stood_by_does_not_wait_for_others_that_start() -> None:
 
 def test_a_newcomer_without_a_state_is_not_waited_for_after_a_loss() -> None:
     """It was about to join when another died: who has the state goes on alone."""
-    script = Script(3)
-    script.prepare(1, 0, 1, 2)
-    script.switch(1, 0, 0, 1, 2)
+    script = training(3)
     script.call("exited", 2, -9)
     for number in (0, 1):
         script.says(number, "left", generation=1, step=7)
@@ -472,9 +468,7 @@ def test_a_newcomer_without_a_state_is_not_waited_for_after_a_loss() -> None:
 
 def test_the_last_worker_is_not_lost_because_it_is_stopped() -> None:
     """Nobody else may have the state; it has as long to leave its generation as any other."""
-    script = Script(2)
-    script.prepare(1, 0, 1)
-    script.switch(1, 0, 0, 1)
+    script = training(2)
     assert Kill(0) in script.call("stopped", 0)
     script.call("exited", 0, -9)
     assert Kill(1) not in script.call("stopped", 1), "nor while another one starts"
@@ -482,9 +476,7 @@ def test_the_last_worker_is_not_lost_because_it_is_stopped() -> None:
 
 def test_a_state_that_only_a_worker_left_out_has_is_not_lost() -> None:
     """Fewer workers are asked for while the others leave; the one that is to go on alone dies as it begins."""
-    script = Script(3)
-    script.prepare(1, 0, 1, 2)
-    script.switch(1, 0, 0, 1, 2)
+    script = training(3)
     script.call("exited", 2, -9)
     script.call("resize", 1)
     for number in (0, 1):
@@ -499,9 +491,7 @@ def test_a_state_that_only_a_worker_left_out_has_is_not_lost() -> None:
 
 def test_steps_that_are_all_made_again_are_told() -> None:
     """The only worker that has a state dies before a newcomer has it."""
-    script = Script(2)
-    script.prepare(1, 0, 1)
-    script.switch(1, 0, 0, 1)
+    script = training(2)
     script.call("exited", 1, -9)
     script.says(0, "left", generation=1, step=7)
     script.prepare(2, 0)
@@ -535,9 +525,7 @@ def test_a_generation_without_room_beside_the_one_that_trains_is_made_after_it()
 
 def test_a_worker_that_is_told_to_leave_is_left_out_without_a_loss() -> None:
     """It trains until the others have switched, ends with code 0, and another process takes its number."""
-    script = Script(3)
-    script.prepare(1, 0, 1, 2)
-    script.switch(1, 0, 0, 1, 2)
+    script = training(3)
     script.says(1, "leaving", why="SIGTERM")
     script.prepare(2, 0)
     assert Spawn(1) not in script.done
@@ -553,9 +541,7 @@ def test_a_worker_that_is_told_to_leave_is_left_out_without_a_loss() -> None:
 
 def test_the_run_stops_when_all_workers_are_told_to_leave() -> None:
     """As those of a host that goes down: with a checkpoint, by those that would be left last."""
-    script = Script(2)
-    script.prepare(1, 0, 1)
-    script.switch(1, 0, 0, 1)
+    script = training(2)
     script.says(0, "leaving", why="SIGTERM")
     script.says(1, "leaving", why="SIGTERM")
     assert {n: m[-1]["kind"] for n, m in script.sent().items()} == {0: "stop", 1: "stop"}
@@ -568,9 +554,7 @@ def test_the_run_stops_when_all_workers_are_told_to_leave() -> None:
 
 def test_a_script_may_run_twice() -> None:
     """Its workers come to the second run; the exit code is that of rank 0."""
-    script = Script(2)
-    script.prepare(1, 0, 1)
-    script.switch(1, 0, 0, 1)
+    script = training(2)
     for number in (0, 1):
         script.says(number, "finished", generation=1, step=10, reason="")
     script.arrive(1, call=1)
@@ -588,9 +572,7 @@ def test_a_script_may_run_twice() -> None:
 
 def test_who_is_silent_between_two_runs_is_lost_to_those_that_wait_in_the_second() -> None:
     """Not while nobody waits: the rest of a script may take long."""
-    script = Script(2)
-    script.prepare(1, 0, 1)
-    script.switch(1, 0, 0, 1)
+    script = training(2)
     for number in (0, 1):
         script.says(number, "finished", generation=1, step=10, reason="")
     script.now += 2 * LIMITS.silence
@@ -604,9 +586,7 @@ def test_who_is_silent_between_two_runs_is_lost_to_those_that_wait_in_the_second
 
 def test_a_run_whose_last_checkpoint_is_not_reported_fails() -> None:
     """Rank 0, which saves, is killed while the others have finished; the rest of their scripts is run."""
-    script = Script(2, checkpoint="runs/7")
-    script.prepare(1, 0, 1)
-    script.switch(1, 0, 0, 1)
+    script = training(2, checkpoint="runs/7")
     script.says(1, "finished", generation=1, step=10, reason="")
     script.call("exited", 0, -9)
     assert script.job.over is None
@@ -616,9 +596,7 @@ def test_a_run_whose_last_checkpoint_is_not_reported_fails() -> None:
 
 def test_a_service_ends_when_nobody_is_connected_to_it() -> None:
     """That is when each worker has said so, or its process has ended; never while a generation needs it."""
-    script = Script(3)
-    script.prepare(1, 0, 1, 2)
-    script.switch(1, 0, 0, 1, 2)
+    script = training(3)
     script.call("resize", 2)
     script.prepare(2, 0, 1)
     script.switch(2, 5, 0, 1)
@@ -631,9 +609,7 @@ def test_a_service_ends_when_nobody_is_connected_to_it() -> None:
 
 def test_a_loss_within_a_switch_breaks_both_generations() -> None:
     """Each world is told by its own ranks; an answer to an earlier order does not count."""
-    script = Script(3)
-    script.prepare(1, 0, 1, 2)
-    script.switch(1, 0, 0, 1, 2)
+    script = training(3)
     script.call("resize", 2)
     script.prepare(2, 0, 1)
     script.switch(2, 9, 0)
@@ -645,14 +621,6 @@ def test_a_loss_within_a_switch_breaks_both_generations() -> None:
     script.says(1, "left", generation=1, step=8)
     script.prepare(3, 0, 1)
     assert script.sent()[1][0]["step"] == 9
-
-
-def training(workers: int) -> Script:
-    """A job of which the first generation trains."""
-    script = Script(workers)
-    script.prepare(1, *range(workers))
-    script.switch(1, 0, *range(workers))
-    return script
 
 
 def progress(script: Script, number: int, *, busy: bool) -> None:
@@ -728,9 +696,7 @@ def test_a_worker_that_the_kernel_kills_every_time_is_not_started_for_ever() -> 
 
 def trained(workers: int) -> Script:
     """Workers that train together."""
-    script = Script(workers)
-    script.prepare(1, *range(workers))
-    script.switch(1, 0, *range(workers))
+    script = training(workers)
     return script
 
 

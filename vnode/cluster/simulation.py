@@ -45,8 +45,7 @@ def simulate(
       ClusterError: two jobs have one name, one needs more devices than there are, or the policy decides what cannot be.
 
     Example:
-      >>> from vnode.cluster import simulate
-      >>> from vnode.cluster import Job, Speeds
+      >>> from vnode.cluster import Job, Speeds, simulate
       >>> speeds = Speeds((0.0, 1.0, 2.0))
       >>> jobs = [Job(id=name, arrival=at, work=60, speeds=speeds, demand=2) for name, at in [("a", 0), ("b", 10)]]
       >>> [(job.id, job.jct) for job in simulate(jobs, 2, "goodput").of_jobs()]

@@ -52,8 +52,8 @@ class Order:
       BatchError: there are no examples, or fewer than a batch takes.
 
     Example:
-      >>> from vnode.data import Order
       >>> import numpy as np
+      >>> from vnode.data import Order
       >>> order = Order(examples=10, batch_size=4, shuffle=False)
       >>> [order.rows(step).tolist() for step in range(3)]
       [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]

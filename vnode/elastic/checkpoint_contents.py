@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vnode.errors import CheckpointError, layout_message
+from vnode.errors import CheckpointError, layout_message, limit_lines
 from vnode.placement.host_copy import abstract, is_key, is_weak
 from vnode.placement.static_scalars import array_leaves, map_arrays
 
@@ -160,7 +160,7 @@ def check(entries: Mapping[Path, Entry], leaves: Mapping[Path, Leaf], where: str
         if path in leaves and entry.type != (needed := type_of(leaves[path].value)):
             facts.append(f"{leaves[path].label}: {entry.type} in the checkpoint, {needed} in the state")
     if facts:
-        shown = facts[:20] + ([f"and {len(facts) - 20} more"] if len(facts) > 20 else [])
+        shown = limit_lines(facts, 20)
         raise CheckpointError(
             layout_message(
                 f"{where} holds another state.",

@@ -41,9 +41,8 @@ class Evaluation:
         these would not hold each example once.
 
     Example:
-      >>> import numpy as np
+      >>> import jax.numpy as jnp, numpy as np, vnode
       >>> from vnode.elastic import Evaluation
-      >>> import jax.numpy as jnp, vnode
       >>> distance = lambda w, batch: {"error": jnp.mean(jnp.abs(batch["x"] - w))}
       >>> error = vnode.virtualize(distance, virtual_nodes=2)
       >>> held_out = vnode.data.Batches({"x": np.arange(5.0)}, batch_size=2, shuffle=False, last="keep")

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from vnode.elastic.options import RunOptions
-from vnode.errors import CheckpointError, VnodeError, layout_message
+from vnode.errors import CheckpointError, VnodeError, layout_message, limit_lines
 from vnode.placement.donated import donated_leaves
 from vnode.placement.leaves import is_array, is_key, shape_of
 from vnode.step.protocol import Step
@@ -175,7 +175,7 @@ def check_results(results: Any, state: Any) -> None:
     raise VnodeError(
         layout_message(
             "a step must return a state of the types that it was given: as in jax.lax.scan, the next step takes it.",
-            facts=[*changed[:SHOWN], *([f"and {len(changed) - SHOWN} more"] if len(changed) > SHOWN else [])],
+            facts=limit_lines(changed, SHOWN),
             remedies=[
                 "begin with the types that the step returns: jax.eval_shape(step, state, batch) says them",
                 "or cast in the step: new.astype(old.dtype)",

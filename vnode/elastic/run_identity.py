@@ -24,7 +24,7 @@ from vnode.analysis.fingerprint import Fingerprint, fingerprint
 from vnode.data.source import description, same_examples
 from vnode.data.source import fingerprint as data_fingerprint
 from vnode.elastic.options import RunOptions
-from vnode.errors import CheckpointError, layout_message
+from vnode.errors import CheckpointError, layout_message, limit_lines
 from vnode.placement.leaves import is_array
 from vnode.placement.sharded import is_sharded_batch
 from vnode.placement.static_scalars import array_leaves
@@ -209,7 +209,7 @@ def compare(before: dict[str, Any], run: Identity, where: str) -> list[str]:
     if before.get("program") and run.program:
         facts = run.program.differences(Fingerprint.from_json(before["program"]))
         if facts:
-            shown = [*facts[:SHOWN], *([f"and {len(facts) - SHOWN} more"] if len(facts) > SHOWN else [])]
+            shown = limit_lines(facts, SHOWN)
             warnings.append(layout_message(f"{where} was made by a step with another computation.", facts=shown))
     return warnings
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from vnode.errors import VnodeError, layout_message
+from vnode.errors import VnodeError, layout_message, limit_lines
 
 IS_DELETED = operator.methodcaller("is_deleted")
 
@@ -87,7 +87,7 @@ def check_not_donated(
     raise VnodeError(
         layout_message(
             "some of the given arrays are deleted: they were donated to an earlier call, or deleted by hand.",
-            facts=[*names[:8], *([f"and {len(names) - 8} more"] if len(names) > 8 else []), *own],
+            facts=[*limit_lines(names), *own],
             remedies=[
                 f"use that call's results: {returned}",
                 "or virtualize without donate_argnums" if own else "or do not donate arrays that are needed again",

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from vnode.errors import PlacementError, layout_message
+from vnode.errors import PlacementError, layout_message, limit_lines
 from vnode.placement.device_cache import device_cache
 from vnode.placement.donated import check_not_donated
 from vnode.placement.leaf_sharding import has_device_order, put_sharding
@@ -219,7 +219,7 @@ def compare(
         raise PlacementError(
             layout_message(
                 f"{len(votes)} processes must put the same arrays on {placement}, and have different ones.",
-                facts=[*differing[:8], *([f"and {len(differing) - 8} more"] if len(differing) > 8 else [])],
+                facts=limit_lines(differing),
                 remedies=[
                     "give all processes the same batch",
                     "or each its own rows: vnode.data.local_batch, or vnode.data.Batches",

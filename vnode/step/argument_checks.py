@@ -11,8 +11,23 @@ from typing import Any
 
 import jax
 
-from vnode.errors import VnodeError, layout_message
+from vnode.errors import VnodeError, layout_message, limit_lines
 from vnode.placement.donated import arrays_among, check_not_donated, donated_leaves
+
+
+def check_tuple(args: Any, call: str) -> None:
+    """Checks that a step's arguments are given as a tuple.
+
+    Args:
+      args: the arguments.
+      call: the function that takes them.
+
+    Raises:
+      TypeError: they are not.
+    """
+    if not isinstance(args, tuple | list):
+        kind = type(args).__name__
+        raise TypeError(f"args must be a tuple of the step's arguments, as {call}(step, (w, x)), not {kind}")
 
 
 def check_signature(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], name: str) -> None:
@@ -116,7 +131,7 @@ def check_no_shapes(named: Mapping[str, Any], said: str, remedies: Sequence[str]
         raise VnodeError(
             layout_message(
                 said,
-                facts=[*found[:8], *([f"and {len(found) - 8} more"] if len(found) > 8 else [])],
+                facts=limit_lines(found),
                 remedies=remedies,
             )
         )
@@ -178,8 +193,7 @@ def check_donated_once(
         layout_message(
             "the step donates an array that is passed in two places: the other one would be deleted.",
             facts=[
-                *again[:8],
-                *([f"and {len(again) - 8} more"] if len(again) > 8 else []),
+                *limit_lines(again),
                 f"donate_argnums={tuple(donated)}",
             ],
             remedies=[

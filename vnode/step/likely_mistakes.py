@@ -146,7 +146,9 @@ def warn_of_waste(placement: Placement, lane: int, size: int, name: str) -> bool
 
 
 def least_padding(size: int, nodes: int) -> int:
-    """The number of nodes, from half of `nodes` up to as many, with which a batch has the least padding.
+    """The number of nodes with which a batch has the least padding, from half of the most up to the most.
+
+    The most are `nodes`, or as many as there are examples.
 
     >>> least_padding(9, 8), least_padding(5, 8)  # 9 examples on 5 nodes of 2, 5 on 5 nodes of 1
     (5, 5)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from vnode.errors import VnodeError, layout_message
+from vnode.errors import VnodeError, layout_message, limit_lines
 
 BUILTIN = (dict, list, tuple)
 NODES = jax.tree_util.default_registry
@@ -53,7 +53,7 @@ class MutationCheck:
             layout_message(
                 "the step changes objects among its arguments in place and does not return them: "
                 "it receives copies, so the changes would be lost.",
-                facts=facts[:8] + ([f"and {len(facts) - 8} more"] if len(facts) > 8 else []),
+                facts=limit_lines(facts),
                 remedies=[
                     *(["vnode.nnx.virtualize(step, ...): it updates flax.nnx objects in place"] if of_nnx else []),
                     "return the changed objects from the step, and use the returned ones",

@@ -16,6 +16,7 @@ import jax
 
 from vnode.analysis.fingerprint import Fingerprint, fingerprint_of
 from vnode.analysis.program import Program
+from vnode.errors import limit_lines
 from vnode.step.likely_mistakes import warn
 
 CONTEXTS = (
@@ -59,12 +60,11 @@ class Retraces:
             before = self.first[key] = fingerprint_of(*before, host_code=False)
         found = fingerprint_of(*programs, host_code=False).differences(before)
         if found:
-            more = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
             warn(
                 f"{name!r} was traced again and is not the program that it was: it reads values that have changed.",
                 [
                     "make what changes an argument of the step: a rate, or a key for jax.random in the state",
                     "Python variables, np.random and the time are read when a step is traced: once for each placement",
                 ],
-                facts=[*found[:SHOWN], *more],
+                facts=limit_lines(found, SHOWN),
             )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vnode.analysis.fingerprint import Fingerprint
+from vnode.errors import limit_lines
 from vnode.placement.placement import Placement
 
 if TYPE_CHECKING:
@@ -69,4 +70,4 @@ def argument_types(leaves: Sequence[Any], structure: Any) -> Any:
 def program_differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """The differences of two programs, given as `Fingerprint.to_json`; a line each."""
     lines = Fingerprint.from_json(one).differences(Fingerprint.from_json(other))
-    return [*lines[:SHOWN], *([f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])]
+    return limit_lines(lines, SHOWN)

@@ -484,12 +484,11 @@ class Generations(Decisions):
         self.leave = None
         self.cancel("nobody is left")
         if finished := [w for w in active if w.state == FINISHED]:
-            if self.reference is not None and self.reference.checkpoint and self.saver not in finished:
-                self.lose_checkpoint(self.reference.checkpoint)
+            if self.checkpoint is not None and self.saver not in finished:
+                self.lose_checkpoint(self.checkpoint)
             self.complete(finished, now)
             return
-        saves = self.reference is not None and self.reference.checkpoint is not None
-        if saves and self.respawns() and not any(w.error for w in active):
+        if self.checkpoint is not None and self.respawns() and not any(w.error for w in active):
             self.last, self.reference = [], next(iter(self.spare()), None)
             self.refused.clear()
             self.record("all lost", None, "new workers begin with the newest checkpoint")
@@ -530,7 +529,7 @@ class Generations(Decisions):
         if self.next.service is None or not self.next.prepared.issuperset(self.next.members):
             return False
         step = max(leave.steps[w] for w in survivors)
-        if step < 0 and self.trained and not (self.reference and self.reference.checkpoint):
+        if step < 0 and self.trained and self.checkpoint is None:
             self.record("all repeated", None, "no worker that is left has a state, and there are no checkpoints")
         self.start(self.next, step, [w for w in survivors if leave.steps[w] == step] if step >= 0 else [], now)
         return True
@@ -542,8 +541,7 @@ class Generations(Decisions):
         said = [holder(worker) for worker in holders]
         for worker in told:
             self.send(worker, kind="go", generation=following.number, holders=said, step=step)
-        saves = self.reference is not None and self.reference.checkpoint is not None
-        begins = "from the newest checkpoint, or the start" if saves else "from the start"
+        begins = "from the start" if self.checkpoint is None else "from the newest checkpoint, or the start"
         where = {None: "from the last step that all have", -1: begins}.get(step, f"from step {step}")
         self.record("go", None, f"generation {following.number} {where}", step)
 
@@ -727,6 +725,11 @@ class Generations(Decisions):
     def step(self) -> int | None:
         """The number of steps known to be done."""
         return max((w.step for w in self.last if w.step is not None), default=None)
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The run's folder of checkpoints."""
+        return None if self.reference is None else self.reference.checkpoint
 
     def standing_by(self) -> int:
         """The number of workers that could join."""

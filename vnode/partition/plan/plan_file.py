@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from vnode import files
 from vnode.analysis.fingerprint import Fingerprint
-from vnode.errors import MachineError, PartitionError, layout_message
+from vnode.errors import MachineError, PartitionError, layout_message, limit_lines
 from vnode.partition.hlo import Collective
 from vnode.partition.machine import Machine
 from vnode.partition.machine.machine_file import machine_from_json as read_machine
@@ -218,9 +218,12 @@ def read_plan(
             where = "vnode.virtualize(..., {})" if virtualized else "vnode.partition.Plan.load(..., {})"
             had = ", ".join(f"{name}={value!r}" for name, value in others.items())
             remedies = [f"give the options it was made with: {where.format(had)}", "or search a plan for this step"]
-        shown = [*facts[:SHOWN], *([f"and {len(facts) - SHOWN} more"] if len(facts) > SHOWN else [])]
         raise PartitionError(
-            layout_message(f"the plan in {os.fspath(path)} is for another step.", facts=shown, remedies=remedies)
+            layout_message(
+                f"the plan in {os.fspath(path)} is for another step.",
+                facts=limit_lines(facts, SHOWN),
+                remedies=remedies,
+            )
         )
     if again or away:
         subject = subject_of(with_recomputation(step, again, away), args)

@@ -29,7 +29,7 @@ from vnode.placement.placement import Placement
 from vnode.placement.process_barrier import check_own
 from vnode.plan.balance.profiles import Measurement, Profile, Profiles, Signature, signature_difference
 from vnode.plan.nodes.device_memory import byte_count, program_memory, reported_bytes
-from vnode.step.argument_checks import check_values
+from vnode.step.argument_checks import check_tuple, check_values
 from vnode.step.explain import analyse_step
 from vnode.step.protocol import Step
 from vnode.step.resolved import Resolved
@@ -90,10 +90,7 @@ def profile(
         raise TypeError(f"profile measures what vnode.virtualize returns, not {step!r}")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be a positive integer, not {steps!r}")
-    if not isinstance(args, tuple | list):
-        raise TypeError(
-            f"args must be a tuple of the step's arguments, as vnode.profile(step, (w, x)), not {type(args).__name__}"
-        )
+    check_tuple(args, "vnode.profile")
     groups = by_kind(devices)
     file = None if path is None else Path(path).expanduser()
     if file is None or not file.exists():

@@ -22,7 +22,7 @@ from vnode.plan.check.arrays import DIFFERENT, EQUAL, ROUNDING, UNKNOWN, compare
 from vnode.plan.check.plain import Reference
 from vnode.show.progress import display
 from vnode.show.units import several
-from vnode.step.argument_checks import check_arguments, check_values
+from vnode.step.argument_checks import check_arguments, check_tuple, check_values
 from vnode.step.protocol import step_and_arguments
 from vnode.tracebacks import api_boundary
 
@@ -72,10 +72,7 @@ def check(
       >>> answer.ok, answer.leaves[0].kind
       (True, 'float32[3]')
     """
-    if not isinstance(args, tuple | list):
-        raise TypeError(
-            f"args must be a tuple of the step's arguments, as vnode.check(step, (w, x)), not {type(args).__name__}"
-        )
+    check_tuple(args, "vnode.check")
     remedy = "vnode.check(vnode.virtualize(step, virtual_nodes=32), (state, batch))"
     step, args = step_and_arguments(step, args, "check", remedy)
     with step.resolved(args, kwargs or {}) as here:

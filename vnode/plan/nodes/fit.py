@@ -19,6 +19,7 @@ from vnode.errors import PlacementError, VnodeError, layout_message
 from vnode.placement.placement import Placement, device_list
 from vnode.plan.nodes.device_memory import byte_count, device_memory
 from vnode.plan.nodes.node_search import NodeSearch, Trial, search, try_step
+from vnode.step.argument_checks import check_tuple
 from vnode.step.protocol import Step
 from vnode.step.virtual import with_nodes
 from vnode.tracebacks import api_boundary
@@ -124,8 +125,7 @@ def fit(
       >>> vnode.fit(step, args, devices=1, memory="1MiB").smallest
       {'cpu:1': 1}
     """
-    if not isinstance(args, tuple | list):
-        raise TypeError(f"args must be a tuple of the step's arguments, not {type(args).__name__}")
+    check_tuple(args, "vnode.fit")
     limit = None if memory is None else byte_count(memory)
     entries = []
     with step.resolved(args, {}, choose=False) as here:
