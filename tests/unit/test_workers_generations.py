@@ -691,6 +691,8 @@ def test_a_worker_that_the_kernel_kills_every_time_is_not_started_for_ever() -> 
         started += 1
         script.call("exited", 1, -9)
     assert started == LIMITS.restarts
+    told = [each for each in script.done if isinstance(each, Record) and each.event == "not replaced"]
+    assert [each.worker for each in told] == [1]
     assert script.job.over is None and [w.number for w in script.job.current.members] == [0]
 
 

@@ -698,6 +698,10 @@ class Generations(Decisions):
         worker.kill_at = now + self.limits.end if failed else None
         self.losses.setdefault(worker.number, []).append(now)
         self.record("lost", worker, worker.why)
+        often = sum(now - t < self.limits.forget for t in self.losses[worker.number])
+        if often > self.limits.restarts and self.trained and not self.stopping:
+            within = f"{self.limits.forget / 60:.0f} minutes"
+            self.record("not replaced", worker, f"it was lost {often} times within {within} (--max-restarts)")
         if alive and not failed:
             self.do(Kill(worker.number))
 

@@ -27,7 +27,7 @@ RUN_ENDED = layout_message(
 """The message of who asks for workers after the run."""
 
 SHOWN_EVENTS = ("trains", "resize", "lost", "error", "refused", "stop", "left", "leaving", "gave up", "unprepared")
-SHOWN_EVENTS += ("all repeated", "all replaced", "no checkpoints", "unsaved")
+SHOWN_EVENTS += ("all repeated", "all replaced", "no checkpoints", "not replaced", "unsaved")
 """Events that are told while a job runs; all of them are in `vnode runs --events`."""
 
 SHOWN = 8
