@@ -239,3 +239,19 @@ def test_a_stop_behind_a_first_run_stops_the_second_and_not_the_script() -> None
     job.message(0, {"kind": "saved", "step": 0}, 6.0)
     job.exited(0, 0, 7.0)
     assert job.over is not None and job.over.code == 143
+
+
+def test_a_run_whose_rank_0_is_lost_before_it_reports_its_last_checkpoint_fails() -> None:
+    job = Restarts(2, limits=LIMITS)
+    job.begin(0.0)
+    said = {"facts": {}, "virtual_nodes": 2, "checkpoint": "folder", "steps": 9}
+    for number in (0, 1):
+        job.connected(number, 100 + number, 1.0)
+    job.message(0, {"kind": "leads", "address": "there"}, 1.5)
+    for number in (0, 1):
+        job.message(number, {"kind": "arrived", **said}, 2.0)
+    job.message(1, {"kind": "finished", "step": 9, "reason": ""}, 3.0)
+    job.exited(0, -9, 3.5)
+    job.exited(1, 0, 4.0)
+    assert job.over is not None and job.over.code == 1
+    assert "worker 0, which saves in folder, was killed by SIGKILL" in job.over.why

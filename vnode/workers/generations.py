@@ -25,6 +25,7 @@ from vnode.workers.messages import (
     ended_early,
     ending,
     is_out_of_memory,
+    last_unsaved,
     never_ran,
     not_come,
     one_line,
@@ -501,11 +502,7 @@ class Generations(Decisions):
     def lose_checkpoint(self, folder: str) -> None:
         """The run has ended without the report of its last checkpoint: the job fails in the end."""
         assert self.saver is not None
-        self.unsaved = layout_message(
-            "The run has ended, but its last checkpoint may be missing.",
-            facts=[f"worker {self.saver.number}, which saves in {folder}, {self.saver.why}"],
-            remedies=["start the job again: it goes on from the newest checkpoint"],
-        )
+        self.unsaved = last_unsaved(self.saver, folder)
         self.record("unsaved", self.saver, self.unsaved)
 
     def recover(self, leave: Leave, now: float) -> bool:

@@ -169,6 +169,15 @@ def check_number(workers: int, most: int | None, nodes: int | None) -> None:
         raise WorkerError(too_few_nodes(nodes, workers))
 
 
+def last_unsaved(saver: Worker, folder: str) -> str:
+    """The message of a run that has ended without the report of its last checkpoint."""
+    return layout_message(
+        "The run has ended, but its last checkpoint may be missing.",
+        facts=[f"worker {saver.number}, which saves in {folder}, {saver.why}"],
+        remedies=["start the job again: it goes on from the newest checkpoint"],
+    )
+
+
 def event_line(event: dict[str, Any]) -> str:
     """An event in a line; of a worker that is refused in several: what differs, and what to do.
 

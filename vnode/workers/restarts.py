@@ -19,7 +19,7 @@ from typing import Any
 
 from vnode.errors import WorkerError, layout_message
 from vnode.workers.actions import Action, EndService, Kill, Spawn
-from vnode.workers.messages import RUN_ENDED, ended_early, ending, never_ran, not_come, one_line
+from vnode.workers.messages import RUN_ENDED, ended_early, ending, last_unsaved, never_ran, not_come, one_line
 from vnode.workers.supervision import Decisions, exit_code
 from vnode.workers.worker_process import ENDING, FINISHED, LOST, READY, STARTING, Limits, Worker
 
@@ -48,6 +48,7 @@ class Restarts(Decisions):
       codes: exit codes of the workers of this set that have come to the end of their run.
       failures: errors of the workers of this set that have failed.
       lost: whether one of this set was lost for another reason.
+      saver: rank 0 of this set, once it has come to the run: it saves.
     """
 
     keeps_programs = True
@@ -65,6 +66,7 @@ class Restarts(Decisions):
         self.size, self.broken = self.wanted, None
         self.asked: float | None = None
         self.codes: dict[int, int] = {}
+        self.saver: Worker | None = None
         self.failures: dict[int, str] = {}
 
     # Events
@@ -165,6 +167,7 @@ class Restarts(Decisions):
         worker.virtual_nodes, worker.state = int(message["virtual_nodes"]), READY
         worker.steps = message.get("steps")
         self.record("arrived", worker, f"process {worker.pid}")
+        self.saver = worker if worker.number == 0 else self.saver
         if self.reference is None:
             self.reference = worker
             if not self.saves:
@@ -246,6 +249,11 @@ class Restarts(Decisions):
 
     def outcome(self) -> tuple[int, str]:
         """The exit code of a job whose run has ended, and why if it has not ended well."""
+        folder = self.reference.checkpoint if self.reference is not None else None
+        if self.codes and 0 not in self.codes and self.saver is not None and folder is not None:
+            text = last_unsaved(self.saver, folder)
+            self.record("unsaved", self.saver, text)
+            return 1, text
         if self.codes:
             return exit_code(self.codes[min(self.codes)]), ""
         assert self.stopping is not None
