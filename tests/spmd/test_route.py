@@ -42,8 +42,8 @@ def layout_of(spec: PartitionSpec, axes: Mapping[str, int]) -> Layout:
     return from_spec(spec, SHAPE, axes)
 
 
-def sent(start: Layout, end: Layout, axes: Mapping[str, int], in_pairs: bool = True) -> float:
-    return sum(move.elements_sent(axes) for move in plan_resharding(start, end, SHAPE, axes, "float32", in_pairs))
+def sent(start: Layout, end: Layout, axes: Mapping[str, int], allow_permutes: bool = True) -> float:
+    return sum(move.elements_sent(axes) for move in plan_resharding(start, end, SHAPE, axes, "float32", allow_permutes))
 
 
 def gathered_and_cut(start: Layout, end: Layout, axes: Mapping[str, int]) -> float:
@@ -93,7 +93,7 @@ def test_never_more_than_gathering_and_slicing(mesh: str, data: st.DataObject) -
     axes = MESHES[mesh]
     start, end = (layout_of(data.draw(specs(axes)), axes) for _ in range(2))
     found = sent(start, end, axes)
-    assert found <= sent(start, end, axes, in_pairs=False) <= gathered_and_cut(start, end, axes)
+    assert found <= sent(start, end, axes, allow_permutes=False) <= gathered_and_cut(start, end, axes)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -163,7 +163,7 @@ def test_pieces_are_scattered_where_they_can_be_sent_on() -> None:
 def test_devices_that_may_not_send_to_single_others_gather() -> None:
     axes = MESHES["2x4"]
     start, end = (layout_of(spec, axes) for spec in (P(("x", "y")), P(("y", "x"))))
-    moves = plan_resharding(start, end, SHAPE, axes, "float32", in_pairs=False)
+    moves = plan_resharding(start, end, SHAPE, axes, "float32", allow_permutes=False)
     assert [move.kind for move in moves] == ["all-gather", "cut"]
 
 

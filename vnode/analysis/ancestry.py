@@ -105,7 +105,6 @@ class Ancestry:
 
     def union(self, values: Iterable[Var], sets: dict[Var, Steps]) -> Steps:
         """The union of the sets of some values; a value without a set adds nothing."""
-        """The union of the sets of some values; a value without a set adds nothing."""
         found = 0
         for var in values:
             found |= sets.get(var, 0)

@@ -1,11 +1,7 @@
 """A program and its batched inputs -> batch flow: the form of every value, and how every equation is evaluated.
 
-Knows operator descriptions and what they say about the batch's factor. Must not know devices, how many nodes there are
-beyond what a grain needs, or how anything is evaluated. For ``w: whole`` and ``x: batched``::
-
-    h = x @ w           h: batched (dim 0)           evaluated by every node
-    g = h.T @ x         g: partial (sum)             evaluated by every node
-    u = w - g           u: whole, one level later    evaluated once For ``w: whole`` and ``x: batched``::
+Knows operator descriptions and what they say about the batch's factor. Must not know devices, nor how anything is
+evaluated. The number of nodes only decides which grains are acceptable. For ``w: whole`` and ``x: batched``::
 
     h = x @ w           h: batched (dim 0)           evaluated by every node
     g = h.T @ x         g: partial (sum)             evaluated by every node
@@ -245,7 +241,7 @@ class Follower:
         if not whole and not is_ordered(eqn) and not any(isinstance(form, Slice | Partial) for form in forms):
             return view.evaluate_per_node(
                 (VARYING,) * len(eqn.outvars), None
-            )  # a single example's, or a node's estimate
+            )  # of a single example, or a node's own estimate
         if eqn.effects and not whole:
             raise UnsupportedPrimitiveError(
                 message_about(
@@ -263,7 +259,6 @@ class Follower:
         return view.evaluate_once()
 
     def described_step(self, view: EquationView, description: OperatorDescription) -> Step:
-        """The step of an equation with a description."""
         """The step of an equation with a description."""
         partial = [i for i, form in enumerate(view.forms) if isinstance(form, Partial)]
         if partial:
@@ -450,7 +445,6 @@ class Follower:
         return view.evaluate_per_node((), None)
 
     def region_step(self, view: EquationView, region: Region) -> Step:
-        """The step of a loop or branch: evaluated by every node, else once with passes of its own."""
         """The step of a loop or branch: evaluated by every node, else once with passes of its own."""
         kept = list(view.forms), view.level
         try:

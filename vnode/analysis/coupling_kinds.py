@@ -161,7 +161,6 @@ def condition_is_reduced(step: Step) -> bool:
 
 def defining_step(flow: Flow, eqn: JaxprEqn) -> Step | None:
     """The step of an equation; None if the equation has no result in the flow."""
-    """The step of an equation; None if the equation has no result in the flow."""
     return flow.steps[flow.position[eqn.outvars[0]]] if eqn.outvars and eqn.outvars[0] in flow.position else None
 
 

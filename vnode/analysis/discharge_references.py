@@ -73,7 +73,6 @@ def has_references(jaxpr: Jaxpr, known: dict[int, bool]) -> bool:
 
 def bodies_of(eqn: JaxprEqn) -> list[Body]:
     """The bodies of a call, loop or branch."""
-    """The bodies of a call, loop or branch."""
     call, region = call_of(eqn), region_of(eqn)
     if call is not None:
         return [call.body]
@@ -96,7 +95,6 @@ def evaluate(body: Body, values: Sequence[Any]) -> list[Any]:
 
 
 def evaluate_equation(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Evaluates an equation, whose operands may be `Reference`s."""
     """Evaluates an equation, whose operands may be `Reference`s."""
     held = initial_content(eqn, operands)
     if held is not None:
@@ -137,7 +135,6 @@ def reference_error(eqn: JaxprEqn, why: str) -> UnsupportedPrimitiveError:
 
 
 def store_values(passed: Sequence[Reference], values: Sequence[Any]) -> None:
-    """Stores new values in references."""
     """Stores new values in references."""
     for reference, value in zip(passed, values, strict=True):
         reference.value = value

@@ -76,7 +76,6 @@ def reads_by_place(places: Places, step: Step, operand: int) -> bool:
 
 def factors(*arrays: Sequence[Dim]) -> set[int]:
     """The factors in the dimensions of some arrays."""
-    """The factors in the dimensions of some arrays."""
     return {factor for dims in arrays for dim in dims for factor in dim}
 
 

@@ -184,7 +184,6 @@ class Schedule:
     @property
     def passes(self) -> list[Pass]:
         """The passes, in order."""
-        """The passes, in order."""
         return [stage.node_pass for stage in self.stages if stage.node_pass is not None]
 
     def first_pass_number(self, level: int) -> int:
@@ -211,7 +210,6 @@ def accumulator_dtype(dtype: Any, monoid: Monoid, wanted: Any) -> Any:
 
 
 def nbytes(var: Var) -> int:
-    """Bytes of a value."""
     """Bytes of a value."""
     return math.prod(getattr(var.aval, "shape", ())) * itemsize(var)
 

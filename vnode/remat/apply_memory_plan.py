@@ -20,17 +20,20 @@ from vnode.remat.residual_remat import recompute_residuals
 
 
 def apply_memory_plan(
-    program: Program, several: Collection[ResultIndex], batched: Sequence[int], away: Collection[ResultIndex] = ()
+    program: Program,
+    recomputed: Collection[ResultIndex],
+    batched: Sequence[int],
+    offloaded: Collection[ResultIndex] = (),
 ) -> Program:
     """Rewrites a program to recompute some values where they are read late, and to offload others to the host.
 
     Args:
       program: with calls inlined.
-      several: the values to recompute: stacked results of loops (`vnode.remat.residual_remat`), and results of other
+      recomputed: the values to recompute: stacked results of loops (`vnode.remat.residual_remat`), and results of other
         equations (`vnode.remat.recompute`).
       batched: the numbers of the batched inputs.
-      away: the values to offload (`vnode.remat.offload`): stacked results of loops, and carries of loops, which stand
-        for the saved carry of every iteration.
+      offloaded: the values to offload (`vnode.remat.offload`): stacked results of loops, and carries of loops. A
+        carry stands for its saved values of all iterations.
 
     Returns:
       Another program of the same inputs and outputs.
@@ -39,23 +42,21 @@ def apply_memory_plan(
       PartitionError: some of them cannot be recomputed or offloaded.
     """
     count = len(program.equations)
-    unknown = [made for made in (*several, *away) if not (0 <= made[0] < count)]
+    unknown = [index for index in (*recomputed, *offloaded) if not (0 <= index[0] < count)]
     if unknown:
         raise PartitionError(f"the program has {count} equations, none numbered {unknown}")
-    both = sorted({*several} & {*away})
+    both = sorted({*recomputed} & {*offloaded})
     if both:
         raise PartitionError(f"{both} cannot be both recomputed and offloaded")
-    stacked = {made for made in several if region_of(program.equations[made[0]]) is not None}
-    others = set(several) - stacked
-    less = recompute_residuals(program, stacked) if stacked else program
-    less = offload_residuals(less, [locate_result(program, less, made) for made in away]) if away else less
-    return (
-        recompute_late(
-            TurningPoint.from_program(less, batched, TurningPoint.from_program(program, batched).turn), others
-        )
-        if others
-        else less
-    )
+    stacked = {index for index in recomputed if region_of(program.equations[index[0]]) is not None}
+    others = set(recomputed) - stacked
+    rewritten = recompute_residuals(program, stacked) if stacked else program
+    if offloaded:
+        rewritten = offload_residuals(rewritten, [locate_result(program, rewritten, index) for index in offloaded])
+    if not others:
+        return rewritten
+    turn = TurningPoint.from_program(program, batched).turn  # equations have the same numbers in both programs
+    return recompute_late(TurningPoint.from_program(rewritten, batched, turn), others)
 
 
 def locate_result(before: Program, after: Program, made: ResultIndex) -> ResultIndex:

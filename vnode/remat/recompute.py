@@ -153,7 +153,7 @@ def readers_of(program: Program) -> dict[Var, list[int]]:
 
 
 def find_turning_point(program: Program, varying: Collection[Var], readers: Mapping[Var, Sequence[int]]) -> int:
-    """The number of the equation after which most is held of some variables, in a program's order; -1 of none."""
+    """The number of the equation after which the live variables in `varying` have most bytes; -1 if none is live."""
     ends = {atom for atom in program.outputs if isinstance(atom, Var)}
     change = np.zeros(len(program.equations) + 1, np.int64)
     for k, eqn in enumerate(program.equations):
@@ -165,23 +165,23 @@ def find_turning_point(program: Program, varying: Collection[Var], readers: Mapp
 
 
 def recompute_late(late: TurningPoint, chosen: Collection[ResultIndex]) -> Program:
-    """A program in which what is read beyond the turning point is computed again there.
+    """Recomputes values for the equations after the turning point that read them.
 
     Args:
-      late: a program.
-      chosen: of what is `recomputable`; what copies need of the others they read.
+      late: the program and its turning point.
+      chosen: the values to recompute, some of `late.recomputable`. Copied equations read all other values as they are.
 
     Returns:
       Another program of the same inputs and outputs.
 
     Raises:
-      PartitionError: something is chosen that cannot be recomputed.
+      PartitionError: a chosen value cannot be recomputed.
     """
     if not set(chosen) <= late.recomputable.keys():
         raise PartitionError(f"{sorted(set(chosen) - late.recomputable.keys())} cannot be recomputed")
     equations = late.program.equations
     inserted: dict[int, list[JaxprEqn]] = {}
-    names: list[tuple[int, Var, Var]] = []  # from which equation on a variable has another name
+    names: list[tuple[int, Var, Var]] = []  # (k, variable, copy): equations from k on read the copy
     again = {late.recomputable[made] for made in chosen}
     several = [(numbers, set[Var]()) for numbers in group_equations(late, sorted({k for k, _ in chosen}), again)]
     several += (

@@ -32,8 +32,8 @@ class Residual:
       bytes: of all iterations.
       flops: to recompute it from the carries of all iterations.
       trip_count: of the loop.
-      carries: of what a turn begins with what that needs, by number among what is carried.
-      is_carry: whether it is itself a carry before each iteration, the only one of `carries`.
+      carries: the numbers of the carries from which an iteration computes it.
+      is_carry: whether it is the value of a carry before each iteration; that carry is then the only one in `carries`.
     """
 
     readers: tuple[tuple[int, int], ...]
@@ -71,12 +71,12 @@ def loop_residuals(program: Program) -> dict[ResultIndex, Residual]:
 
 def describe_residual(eqn: JaxprEqn, j: int, readers: Sequence[tuple[int, int]]) -> Residual:
     """The residual that is result `j` of a loop."""
-    one, aval = ForwardLoop.from_eqn(eqn, [j]), eqn.outvars[j].aval
-    of = map(one.body.describe, one.needed)
-    flops = one.loop.length * sum(description.flops for description in of if description is not None)
-    is_begin = j in saved_carries(one.loop, one.body)
+    forward, aval = ForwardLoop.from_eqn(eqn, [j]), eqn.outvars[j].aval
+    descriptions = map(forward.body.describe, forward.needed)
+    flops = forward.loop.length * sum(each.flops for each in descriptions if each is not None)
+    is_carry = j in saved_carries(forward.loop, forward.body)
     size = aval.size * aval.dtype.itemsize
-    return Residual(tuple(readers), size, flops, one.loop.length, one.carries, is_begin)
+    return Residual(tuple(readers), size, flops, forward.loop.length, forward.carries, is_carry)
 
 
 def scans_operand(program: Program, k: int, i: int, like: Loop) -> bool:
@@ -103,27 +103,26 @@ def recompute_residuals(program: Program, chosen: Collection[ResultIndex]) -> Pr
         raise PartitionError(f"{sorted(set(chosen) - possible.keys())} are not residuals that only later loops read")
     equations = list(program.equations)
     for k in sorted({k for k, _ in chosen}, reverse=True):  # numbers of earlier ones stay
-        gone = sorted(j for at, j in chosen if at == k)
-        later = sorted({at for j in gone for at, _ in possible[k, j].readers})
-        first = ForwardLoop.from_eqn(equations[k], gone)
-        new, begun = first.keep_carries()
-        equations[k] = new
-        for at in later:
-            equations[at] = first.recompute_in(equations[at], begun)
+        dropped = sorted(j for at, j in chosen if at == k)
+        readers = sorted({at for j in dropped for at, _ in possible[k, j].readers})
+        forward = ForwardLoop.from_eqn(equations[k], dropped)
+        equations[k], stacked_carries = forward.keep_carries()
+        for at in readers:
+            equations[at] = forward.recompute_in(equations[at], stacked_carries)
     return program.with_equations(equations)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ForwardLoop:
-    """A forward loop, some of whose residuals are not stacked.
+    """A forward loop, some of whose residuals are no longer stacked.
 
     Attributes:
-      eqn: the loop.
-      loop: what it is.
-      body: of it.
-      dropped: the results that are not kept, by number.
-      needed: the equations of the body that these need, in order.
-      carries: the inputs of the body that change from turn to turn, by number among what is carried, that these need.
+      eqn: the loop's equation.
+      loop: the loop as a region.
+      body: its body, with calls inlined.
+      dropped: the numbers of the results that are no longer stacked.
+      needed: the equations of the body that compute the dropped residuals, in order.
+      carries: the numbers of the carries that these equations read.
     """
 
     eqn: JaxprEqn
@@ -134,16 +133,17 @@ class ForwardLoop:
     carries: tuple[int, ...]
 
     @staticmethod
-    def from_eqn(eqn: JaxprEqn, gone: Sequence[int]) -> ForwardLoop:
+    def from_eqn(eqn: JaxprEqn, dropped: Sequence[int]) -> ForwardLoop:
+        """Finds the equations and carries from which the results numbered `dropped` are computed."""
         loop, body = open_loop(eqn)
-        wanted = {atom for j in gone if isinstance(atom := body.outputs[j], Var)}
+        wanted = {atom for j in dropped if isinstance(atom := body.outputs[j], Var)}
         needed = []
         for each in reversed(body.equations):
             if wanted.intersection(each.outvars):
                 needed.append(each)
                 wanted.update(atom for atom in each.invars if isinstance(atom, Var))
-        begins = [n for n, i in enumerate(loop.carried) if body.inputs[i] in wanted]
-        return ForwardLoop(eqn, loop, body, tuple(gone), tuple(needed[::-1]), tuple(begins))
+        carries = [n for n, i in enumerate(loop.carried) if body.inputs[i] in wanted]
+        return ForwardLoop(eqn, loop, body, tuple(dropped), tuple(needed[::-1]), tuple(carries))
 
     def keep_carries(self) -> tuple[JaxprEqn, list[Var]]:
         """The loop with the needed carries stacked in place of the dropped residuals, and these stacked carries."""

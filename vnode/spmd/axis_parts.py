@@ -2,9 +2,10 @@
 
 Knows the sizes of axes, and layouts. Must not know moves, nor how collectives are implemented.
 
-From an axis of four, half of the blocks may move to an axis of two. An axis is split where other axes, alone or
-together, have as many devices as a part of it. No layout of a program has parts: reshardings begin and end with whole
-axes.
+    {x: 2, y: 8}   ->   {x: 2, y[0]: 2, y[1]: 4}         blocks cut along y[0] can move to x
+
+An axis is split where other axes, alone or together, have as many devices as a part of it. No layout of a program has
+parts: reshardings begin and end with whole axes.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 
 from vnode.spmd.layout import Axes, Layout
 
-MOST = 5
-"""The most parts and axes for which a resharding is searched; with more the search takes long."""
+MAX_AXES_AND_PARTS = 5
+"""If axes and parts were more than these together, no axis is split: searching a resharding would take long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Part:
     Attributes:
       axis: the axis.
       size: number of devices along the part.
-      within: number of devices along the axis between two neighbours along the part.
+      within: the stride: the distance along the axis of two neighbours along the part.
     """
 
     axis: str
@@ -64,7 +65,7 @@ def _parts(axes: tuple[tuple[str, int], ...]) -> Mapping[str, Part]:
             for k, (before, bound) in enumerate(itertools.pairwise(bounds)):
                 found[f"{name}[{k}]"] = Part(name, bound // before, n // bound)
     split = {part.axis for part in found.values()}
-    return found if len(found) + len(axes) - len(split) <= MOST else {}
+    return found if len(found) + len(axes) - len(split) <= MAX_AXES_AND_PARTS else {}
 
 
 def with_parts(axes: Axes) -> Axes:

@@ -3,11 +3,14 @@
 Knows flows over other axes, and shardings of one equation. Must not know how those layouts were found, nor virtual
 nodes.
 
+    m, g: [data]     v = 0.9 * m + g   computed in shards
+                     n = sum(g * g)    computed on every device, g * g too, from g gathered
+
 Shardings over the other axes stay, so they do not depend on the further axes at all. Over these an equation is sharded
 only if each element of its results is computed from single elements of its operands (moved, scaled, added to others),
-or from several by a reduction that is exact in any order (all, any, a count). An equation that sums over a sharded
-dimension, or needs all of it otherwise, is given it gathered. To compile to the same kernels as without sharding, its
-operands are gathered where they are in memory: at the inputs, not at values computed from these on the way.
+or from several by a reduction that is exact in any order (all, any, a count). Any other equation reads its operands
+gathered. It must be compiled to the same kernel as without sharding, with the elementwise equations before it. So these
+are not sharded either: the gather is at their inputs.
 """
 
 from __future__ import annotations
@@ -57,13 +60,13 @@ def shard_further(
     Returns:
       A flow over all axes.
     """
-    made = _FurtherFollower(inner, axes, wishes or {}).follow(flow, [OperandSharding(layout) for layout in inputs])
-    several = zip(made.outputs, outputs or [None] * len(made.outputs), strict=True)
-    return dataclasses.replace(made, outputs=tuple(end if want is None else want for end, want in several))
+    further = _FurtherFollower(inner, axes, wishes or {}).follow(flow, [OperandSharding(layout) for layout in inputs])
+    ends = zip(further.outputs, outputs or [None] * len(further.outputs), strict=True)
+    return dataclasses.replace(further, outputs=tuple(end if want is None else want for end, want in ends))
 
 
 class _FurtherFollower:
-    """Follows one program once; `states` has the layouts of its variables."""
+    """Shards one program over further axes; `states` has the layouts of its variables."""
 
     def __init__(self, inner: Axes, axes: Axes, wishes: Mapping[Var, Layout]) -> None:
         self.inner, self.axes, self.wishes = inner, axes, wishes
@@ -88,7 +91,7 @@ class _FurtherFollower:
         return self.states[atom]
 
     def needlessly_cut(self, before: Sequence[Step], after: Sequence[Step]) -> set[int]:
-        """Ids of steps that were sharded although their results are read whole, directly or through other steps."""
+        """Ids of steps that were sharded over further axes although a reader gathers a result over them."""
         wanted: set[Var] = set()
         found: set[int] = set()
         for base, step in zip(reversed(before), reversed(after), strict=True):
@@ -197,9 +200,9 @@ class _FurtherFollower:
 
 
 def is_order_independent(eqn: JaxprEqn, description: OperatorDescription) -> bool:
-    """Whether an equation is a reduction that is exact in any order: not a sum of floating-point numbers.
+    """Whether an equation's results are the same in any order: it reduces bitwise, or no floating-point numbers.
 
-    Nor their maximum: it may be either of the two zeros.
+    A maximum of floating-point numbers does not count: it may be either of the two zeros.
     """
     monoids = {*description.reduced.values()}
     whole = not any(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in (*eqn.invars, *eqn.outvars))
@@ -234,14 +237,14 @@ def choose_further(
     ways = tuple(dataclasses.replace(way, split=description.factors[way.lead[0]].split) for way in ways)
     found, best = ways, total_cost(eqn, description, ways, given, axes, (), wishes)
     for axis in (name for name in axes if name not in inner):
-        for more in with_axis(description, given, wishes, found, axis, axes):
+        for more in with_minor_or_major_axis(description, given, wishes, found, axis, axes):
             cost = total_cost(eqn, description, more, given, axes, (), wishes)
             if cost is not None and (best is None or cost < best):
                 found, best = more, cost
     return build_sharding(eqn, description, found, given, axes, ()) if found != ways else None
 
 
-def with_axis(
+def with_minor_or_major_axis(
     description: OperatorDescription,
     given: Sequence[OperandSharding],
     wishes: Sequence[Layout | None],
@@ -249,7 +252,7 @@ def with_axis(
     axis: str,
     axes: Axes,
 ) -> Iterator[tuple[FactorSharding, ...]]:
-    """Shardings with one more axis, as the minor axis of one that divides the same, or as the major one."""
+    """Shardings with one more axis: alone, or as the minor or the major one beside axes that divide the same factor."""
     layouts = [each.layout for each in given]
     for more in candidates(description, layouts, given, wishes, ways, axis, axes):
         yield more

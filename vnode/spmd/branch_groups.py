@@ -2,6 +2,8 @@
 
 Knows programs, and which equation reads another's results. Must not know layouts, nor how programs are run.
 
+    a = sin(x);  b = cos(x)   ->   a, b = side_by_side(x)     devices 0 along the axis: sin(x), 0; devices 1: 0, cos(x)
+
 A group assigns equations to branches along one mesh axis: the towers of an Inception block, two encoders, experts. In a
 program with groups, one equation whose bodies are the branches replaces each group's equations. Devices with index i
 along the axis evaluate branch i only; for the other branches' results they have zero. So results are partial sums, as

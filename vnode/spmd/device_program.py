@@ -1,5 +1,7 @@
 """Flow -> one device's computation, with explicit collectives.
 
+    s = sum(x), x: [data, -], s: partial over data, read whole   ->   s = psum(sum(this device's shard of x), "data")
+
 Knows flows, descriptions and collectives. Must not know how layouts were found, virtual nodes, nor which devices exist.
 The program runs inside a `jax.shard_map` that is manual over all axes, or in a loop or branch inside one.
 """
@@ -62,18 +64,18 @@ from vnode.spmd.resharding_collectives import (
 )
 from vnode.spmd.sharding_flow import Flow, Step
 
-FAR = 4
+REMAKE_RATIO = 4
 """A copy is made again, not held, if this many times its bytes are computed between two uses of it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BitwiseMode:
-    """The means by which compilers compute elements alike whatever the sizes of some axes.
+    """How a program gets the same bits whatever the sizes of some mesh axes.
 
     Attributes:
       axes: these axes.
       in_memory: materializes an array in the common order of its dimensions.
-      rounding: rounds single elements; None where it is made from a program's values.
+      rounding: rounds single elements; None until `with_rounding` makes it from a program's values.
     """
 
     axes: Collection[str]
@@ -113,16 +115,16 @@ def run(
       axes: the mesh axes longer than one.
       platform: the platform to compile for.
       everywhere: whether all devices of the mesh run the program.
-      alike: the `BitwiseMode`, if elements must be computed alike whatever the sizes of some axes.
-      latest: the latest result of the surrounding program.
+      alike: the `BitwiseMode`, if bits must not depend on the sizes of some axes.
+      latest: the latest result of the surrounding program with floating-point numbers; None if there is none.
 
     Returns:
       This device's arrays of the outputs, in the layouts of `flow.outputs`.
     """
-    made = _Run(flow, axes, platform, alike)
-    made.latest = latest
+    evaluation = _Run(flow, axes, platform, alike)
+    evaluation.latest = latest
     with with_axis_indices(axes), devices_in_step(everywhere=everywhere or platform != "cpu", in_branches=True):
-        return made.run_all(values)
+        return evaluation.run_all(values)
 
 
 class _Run:
@@ -132,13 +134,13 @@ class _Run:
         self.flow, self.axes, self.platform = flow, axes, platform
         self.alike = alike
         self.held: dict[Var, dict[Layout, Any]] = {}
-        self.anyhow: dict[Var, JaxprEqn] = {}
-        self.asked: set[Var] = set()  # variables with a sharding constraint
+        self.materializable: dict[Var, JaxprEqn] = {}  # the equations that compute materializable values
+        self.constrained: set[Var] = set()  # variables with a sharding constraint
         self.renamed: dict[Var, Step] = {}  # partial values that are reshapes of other values
         self.last: dict[tuple[Var, Layout], int] = {}  # for each copy, the value of `computed` at its last use
         self.computed = 0  # bytes of results so far
         self.latest: Any = None  # the latest result with floating-point numbers
-        self.shown: dict[tuple[int, bool], tuple[Any, Any]] = {}  # operands by their ids, and as compilers see them
+        self.hidden: dict[tuple[int, bool], tuple[Any, Any]] = {}  # operands by their ids, and as compilers see them
 
     def run_all(self, values: Sequence[Any]) -> list[Any]:
         program = self.flow.program
@@ -157,7 +159,7 @@ class _Run:
                 continue
             (step,) = steps
             if step.materializable:
-                self.anyhow.update(dict.fromkeys(step.eqn.outvars, step.eqn))
+                self.materializable.update(dict.fromkeys(step.eqn.outvars, step.eqn))
                 continue
             with context_of(step.eqn):
                 results = self.step(step)
@@ -185,7 +187,7 @@ class _Run:
             if nbytes(value) and jnp.issubdtype(value.dtype, np.floating):
                 self.latest = value
             if step.is_constraint:
-                self.asked.add(var)
+                self.constrained.add(var)
 
     def parts(self, steps: Sequence[Step]) -> list[Any]:
         """Evaluates the parts of a multi-operand identity together."""
@@ -203,22 +205,22 @@ class _Run:
         if isinstance(atom, Literal):
             value = jnp.asarray(atom.val, atom.aval.dtype) if not layout.is_whole else atom.val
             return convert(value, replicated(len(shape)), layout.without_partial, shape, self.axes)
-        if atom in self.anyhow and layout.without_partial not in self.held.setdefault(atom, {}):
-            self.held[atom][layout.without_partial] = self.make_value(self.anyhow[atom], layout.without_partial)
+        if atom in self.materializable and layout.without_partial not in self.held.setdefault(atom, {}):
+            self.held[atom][layout.without_partial] = self.make_value(self.materializable[atom], layout.without_partial)
         held = self.held[atom]
-        if atom in self.anyhow:
+        if atom in self.materializable:
             return held[layout.without_partial]
         for start, value in held.items():
             if isinstance(value, LazyInput):
                 held[start] = value.make(self.latest)
         if layout not in held:
             if layout.partial and not any(start.partial for start in held):
-                return self.read(atom, layout.without_partial)  # a partial value of zero is zero
+                return self.read(atom, layout.without_partial)  # only a zero is wanted partial without being so
             start = self.cheapest_start(
                 atom, [start for start in held if {*layout.partial} <= {*start.partial}], layout
             )
             held[layout] = self.fix_dim_order(self.convert_held(atom, start, layout), start, layout)
-        elif atom in self.asked and self.is_far(atom, layout):
+        elif atom in self.constrained and self.is_far(atom, layout):
             start, *_ = held
             value = bits_after(held[start], self.latest)
             held[layout] = lax.bitcast_convert_type(convert(value, start, layout, shape, self.axes), atom.aval.dtype)
@@ -227,7 +229,7 @@ class _Run:
 
     def read_after(self, atom: Atom, layout: Layout, others: Sequence[Var]) -> Any:
         """Reads a value in a layout, gathered for this user alone, once other values are ready."""
-        if isinstance(atom, Literal) or atom in self.anyhow or layout.partial:
+        if isinstance(atom, Literal) or atom in self.materializable or layout.partial:
             return self.read(atom, layout)
         held, latest = self.held[atom], [next(iter(self.held[var].values())) for var in others]
         least = min(map(nbytes, held.values()))
@@ -274,11 +276,10 @@ class _Run:
         copy = self.held[atom][layout]
         if nbytes(copy) <= nbytes(first) or not jnp.issubdtype(copy.dtype, np.floating) or self.latest is None:
             return False
-        return self.computed - self.last[atom, layout] > FAR * nbytes(copy)
+        return self.computed - self.last[atom, layout] > REMAKE_RATIO * nbytes(copy)
 
     def make_value(self, eqn: JaxprEqn, layout: Layout) -> Any:
-        """Materializes a value from nothing in a layout; makes it whole and slices it where its equation cannot be
-        sharded."""
+        """Computes a materializable value in a layout: in shards, or whole and then sliced if it cannot be sharded."""
         description = self.flow.program.describe(eqn)
         assert description is not None
         with context_of(eqn):
@@ -294,12 +295,12 @@ class _Run:
             return convert(value, whole, layout, eqn.outvars[0].aval.shape, self.axes)
 
     def hide_origin(self, eqn: JaxprEqn, description: OperatorDescription, results: Sequence[Any]) -> Any:
-        """Hides from compilers how a value from nothing is made, unless it depends on constants only.
+        """Hides from compilers how a materializable value is computed, unless it depends on constants only.
 
         Otherwise the number of arrays of one shape (`Rounding.hide_origin`) would depend on the sizes of shards.
         """
         (value,) = results if self.rounding is None else self.rounding.round_results(eqn, description, results)
-        computed = any(isinstance(atom, Var) and atom not in self.anyhow for atom in eqn.invars)
+        computed = any(isinstance(atom, Var) and atom not in self.materializable for atom in eqn.invars)
         return value if self.rounding is None or not computed else self.rounding.hide_origin(value)
 
     def step(self, step: Step) -> list[Any]:
@@ -349,15 +350,15 @@ class _Run:
         return results
 
     def show_operands(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """Hides from compilers how divisors are computed, and has summands in memory; others stay as they are.
+        """Hides from compilers how divisors are computed, and materializes summands; other operands stay.
 
         XLA for CPUs vectorizes a sum as suits its kernel: a kernel that also computes the summands may add them in
-        another order than one that reads them. Which one there is depends on who else reads them, and on what is
-        gathered.
+        another order than one that reads them. Which kernel XLA chooses depends on other readers of the summands, and
+        on what is gathered.
 
         Args:
           eqn: the equation that reads them.
-          operands: values of its operands. Those made from nothing were hidden when they were made.
+          operands: values of its operands. Materializable ones were hidden when they were computed.
         """
         description, alike = self.flow.program.describe(eqn), self.alike
         if description is None or alike is None or alike.rounding is None:
@@ -366,11 +367,11 @@ class _Run:
         show = alike.in_memory if description.order_is_open else alike.rounding.hide_origin
         for i in several:
             value, atom = operands[i], eqn.invars[i]
-            if isinstance(atom, Var) and atom not in self.anyhow and jnp.issubdtype(value.dtype, np.inexact):
+            if isinstance(atom, Var) and atom not in self.materializable and jnp.issubdtype(value.dtype, np.inexact):
                 key = id(value), description.order_is_open
-                if key not in self.shown:
-                    self.shown[key] = value, show(value)
-                operands[i] = self.shown[key][1]
+                if key not in self.hidden:
+                    self.hidden[key] = value, show(value)
+                operands[i] = self.hidden[key][1]
         return operands
 
     def combine_rounded(self, value: Any, var: Var, layout: Layout) -> Any:
@@ -426,7 +427,7 @@ class _Run:
         return jnp.where(real, value, jnp.asarray(fill, value.dtype)).reshape(shape)
 
     def continue_prefix(self, value: Any, way: FactorSharding, choice: OpSharding, dims: Any) -> Any:
-        """Combines running values with those of the preceding parts."""
+        """Combines a part's running values with the last running value of the parts before."""
         split, (factor,) = way.split, way.lead
         assert isinstance(split, Prefix)
         axis = next(k for k, dim in enumerate(dims) if factor in dim)
@@ -438,26 +439,26 @@ class _Run:
         ends = lax.all_gather(ends, way.axes)
         me, order = index_along(way.axes), list(range(ends.shape[0]))[:: -1 if split.reverse else 1]
         before = ends[order[0]]
-        taken = before
+        preceding = before
         for last, part in itertools.pairwise(order[1:]):
             before = split.combine(before, ends[last]).astype(value.dtype)
-            taken = jnp.where(me == part, before, taken)
-        return jnp.where(me == order[0], value, split.combine(taken, value).astype(value.dtype))
+            preceding = jnp.where(me == part, before, preceding)
+        return jnp.where(me == order[0], value, split.combine(preceding, value).astype(value.dtype))
 
     def region(self, step: Step) -> list[Any]:
         """Runs a loop or branch; each device runs its shard of the bodies."""
         eqn, region = step.eqn, step.region
         assert region is not None
-        whole = {*range(len(eqn.invars))} - {*region.carried, *region.scanned} if step.gather_after else ()
+        gathered_late = {*range(len(eqn.invars))} - {*region.carried, *region.scanned} if step.gather_after else ()
         operands = [
-            self.read_after(atom, layout, step.gather_after) if i in whole else self.read(atom, layout)
+            self.read_after(atom, layout, step.gather_after) if i in gathered_late else self.read(atom, layout)
             for i, (atom, layout) in enumerate(zip(eqn.invars, step.operands, strict=True))
         ]
         for i in region.carried:
             operands[i] = as_array(operands[i], eqn.invars[i])
         bodies = [functools.partial(self.body, flow) for flow in step.bodies]
-        decided = region.chooser is not None or region.tests  # by a value that may differ between nodes
-        with devices_in_step(everywhere=not (decided and BRANCHES.get()), in_branches=True):
+        data_dependent = region.chooser is not None or region.tests  # on a value that may differ between nodes
+        with devices_in_step(everywhere=not (data_dependent and BRANCHES.get()), in_branches=True):
             return list(region.run(InProgram(eqn), bodies, operands))
 
     def side_by_side(self, step: Step, branches: Branches) -> list[Any]:
@@ -491,34 +492,35 @@ class _Run:
         return lax.switch(index_along((axis,)), several, operands)  # indices after the last are clamped
 
     def in_blocks(self, step: Step, loop: Loop) -> list[Any]:
-        """Runs a loop over this device's blocks; nothing is exchanged along their axes inside."""
+        """Runs a loop over this device's blocks. Its body has no collective over the axes of the share."""
         atoms, share, (flow,) = step.eqn.invars, loop.share, step.bodies
         operands = [as_array(self.read(atom, layout), atom) for atom, layout in zip(atoms, step.operands, strict=True)]
         inner = {name: size for name, size in self.axes.items() if name not in share.axes}
         if loop.at is None:
             me = index_along(share.axes)
-            count, first = (jnp.asarray(several, jnp.int32)[me] for several in (share.counts, share.starts))
+            count, first = (jnp.asarray(table, jnp.int32)[me] for table in (share.counts, share.starts))
         else:
             count, first = map(np.int32, loop.at)
-        places = self.in_place_operands(step, loop)
-        held = [
-            operands[places[j]] if j in places else self.result_buffer(step, loop, j) for j in range(len(loop.results))
+        overwritten = self.in_place_operands(step, loop)
+        buffers = [
+            operands[overwritten[j]] if j in overwritten else self.result_buffer(step, loop, j)
+            for j in range(len(loop.results))
         ]
-        sources = {i: j for j, i in places.items()}
+        result_over = {i: j for j, i in overwritten.items()}
 
-        def turn(k: jax.Array, held: list[Any]) -> list[Any]:
-            own, place = [], k if loop.at is None else None
+        def run_block(k: jax.Array, buffers: list[Any]) -> list[Any]:
+            inputs, place = [], k if loop.at is None else None
             for i, (value, dim) in enumerate(zip(operands, loop.operands, strict=True)):
-                value = held[sources[i]] if i in sources else value  # where block k was
-                own.append(value if dim is None else block_at(value, dim, place, share.max_blocks))
-            made = run(flow, [first + k, *own], inner, self.platform, everywhere=False, alike=self.alike)
-            taken = [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
+                value = buffers[result_over[i]] if i in result_over else value  # its block k is not overwritten yet
+                inputs.append(value if dim is None else block_at(value, dim, place, share.max_blocks))
+            outputs = run(flow, [first + k, *inputs], inner, self.platform, everywhere=False, alike=self.alike)
+            values = [as_array(value, atom) for value, atom in zip(outputs, flow.program.outputs, strict=True)]
             return [
                 result.combine(before, value) if isinstance(result, Monoid) else put_at(before, value, result, place)
-                for before, value, result in zip(held, taken, loop.results, strict=True)
+                for before, value, result in zip(buffers, values, loop.results, strict=True)
             ]
 
-        made = opaque_loop(count, turn, held)
+        made = opaque_loop(count, run_block, buffers)
         for i, (var, result) in enumerate(zip(step.eqn.outvars, loop.results, strict=True)):
             if isinstance(result, Monoid) and is_narrow(var.aval.dtype):
                 names = (*share.axes, *(name for name, _ in flow.outputs[i].partial))
@@ -526,11 +528,11 @@ class _Run:
         return made
 
     def in_place_operands(self, step: Step, loop: Loop) -> dict[int, int]:
-        """For a loop's results the operands that they overwrite: operands without later uses.
+        """For results of a loop, by number, the operand that each overwrites: one without later uses.
 
         Inputs and outputs are paired in order, so that a donated state is updated in place.
         """
-        program, found = self.flow.program, dict[int, int]()
+        program, overwritten = self.flow.program, dict[int, int]()
         order = {var: number for number, var in reversed([*enumerate(program.inputs)])}
         ends = {var: number for number, var in reversed([*enumerate(program.outputs)]) if isinstance(var, Var)}
         free = sorted(
@@ -544,14 +546,14 @@ class _Run:
                 (_, i), given = place, step.eqn.invars[place[1]].aval
                 alike = given.shape == aval.shape and given.dtype == aval.dtype
                 if alike and loop.operands[i] == loop.results[j] and step.operands[i] == step.made[j]:
-                    found[j] = i
+                    overwritten[j] = i
                     free.remove(place)
                     break
-        return found
+        return overwritten
 
     @functools.cached_property
     def last_reader(self) -> dict[Var, JaxprEqn | None]:
-        """The number of the equation that reads a variable last; None if the variable is an output."""
+        """The equation that reads a variable last; None if the variable is an output."""
         last: dict[Var, JaxprEqn | None] = {}
         for eqn in self.flow.program.equations:
             last.update((atom, eqn) for atom in eqn.invars if isinstance(atom, Var))
@@ -587,10 +589,10 @@ def is_partial_reshape(step: Step) -> bool:
     return same and d.has(Algebra.MOVES) and all(isinstance(factor.split, Free) for factor in d.factors)
 
 
-def opaque_loop(count: Any, turn: Callable[[jax.Array, list[Any]], list[Any]], held: list[Any]) -> list[Any]:
-    """A loop with a trip count that compilers do not know."""
-    state = jnp.int32(0), held
-    return lax.while_loop(lambda s: s[0] < count, lambda s: (s[0] + np.int32(1), turn(s[0], s[1])), state)[1]
+def opaque_loop(count: Any, body: Callable[[jax.Array, list[Any]], list[Any]], init: list[Any]) -> list[Any]:
+    """A loop with a trip count that compilers do not know; `body` maps an iteration's number and state to a state."""
+    state = jnp.int32(0), init
+    return lax.while_loop(lambda s: s[0] < count, lambda s: (s[0] + np.int32(1), body(s[0], s[1])), state)[1]
 
 
 def block_at(value: Any, dim: int, k: jax.Array | None, blocks: int) -> Any:

@@ -3,6 +3,8 @@
 Knows programs, descriptions, loops and branches, and how many equal blocks there are. Must not know meshes, nor which
 device has what.
 
+    {w: dimension 1} in h = relu(x @ w);  y = h @ v   ->   w and h: dimension 1, v: dimension 0;  y is a sum over blocks
+
 A block of a dimension is a range of consecutive indices. An equation that reads a value in such a range has the same
 range of one of its factors, and so of every other value that the factor indexes. Hidden units, for example, are tied to
 all weights, activations and gradients that have them; heads, channels and words likewise. Operands, carries and results
@@ -110,7 +112,7 @@ class _Follower:
         self.waiting.extend(dims)
         while self.waiting:
             for place in self.readers.get(var := self.waiting.popleft(), ()):
-                self.look(place, var)
+                self.visit(place, var)
             for eqn, other, further in self.links.get(var, ()):
                 self.link(eqn, var, other, self.dims[var] + further)
         return self.result(self.program)
@@ -136,7 +138,7 @@ class _Follower:
             self.dims[var] = self.decided.dims.get(var, dim)
             self.waiting.append(var)
 
-    def look(self, place: Place, var: Var) -> None:
+    def visit(self, place: Place, var: Var) -> None:
         """Propagates a cut value through one equation."""
         program, number = place
         eqn = program.equations[number]
@@ -191,7 +193,7 @@ class _Follower:
         eqn = program.equations[number]
         self.entered[place] = None
         if eqn.effects:
-            refuse(eqn, "has an effect, and would have it once a device")
+            refuse(eqn, "has an effect, which every device would repeat")
         for k, (body, inputs) in enumerate(zip(program.bodies(eqn), region.inputs, strict=True)):
             self.register(body)
             given = dict(zip(inputs, body.inputs, strict=True))
@@ -223,7 +225,7 @@ class _Follower:
                 self.decided.dims[other] = dim
                 raise _DecisionChanged
             facts = [f"a value of shape {other.aval.shape} is cut along dimensions {self.dims[other]} and {dim}"]
-            refuse(eqn, "ties a dimension to another one of the same value", facts)
+            refuse(eqn, "ties it to another dimension of the same value", facts)
 
     # Single equations
 
@@ -237,7 +239,7 @@ class _Follower:
         if description is None:
             refuse(eqn, "has no description, or is in blocks already")
         if eqn.effects:
-            refuse(eqn, "has an effect, and would have it once a block")
+            refuse(eqn, "has an effect, which every block would repeat")
         return description
 
     def major_factor(self, eqn: JaxprEqn, description: OperatorDescription, dims: Dims, dim: int) -> int:
@@ -266,7 +268,7 @@ class _Follower:
         if not having or not isinstance(atom, Var):
             return
         if len(having) > 1:
-            refuse(eqn, "has it as two dimensions of one value")
+            refuse(eqn, "has it in two dimensions of one value")
         (dim,) = having
         if next(f for f in dims[dim] if description.sizes[f] > 1) != factor:
             shape = atom.aval.shape
@@ -281,7 +283,7 @@ def refuse(eqn: JaxprEqn, why: str, facts: Sequence[str] = ()) -> NoReturn:
             eqn,
             f"A dimension cannot be cut into blocks: {eqn.primitive.name!r} {why}.",
             facts=facts,
-            remedies=["cut another dimension", "or share the samples unevenly instead: nodes in different numbers"],
+            remedies=["cut another dimension", "or divide the examples unevenly instead: step.on(devices, counts=...)"],
         )
     )
 

@@ -3,6 +3,12 @@
 Knows programs, their tied dimensions, and the number of blocks of each device. Must not know layouts, nor how programs
 are run.
 
+    h = relu(x @ w);  y = h @ v                      w: [4, 16], v: [16, 4], 16 hidden units in 8 blocks
+
+    y = in_blocks(w, v, x):                          on a device with 5 of the blocks
+        for k in its blocks:  y += relu(x @ w[:, k]) @ v[k]
+                                                     then y is summed over devices
+
 Equations with the factor are evaluated block by block, as virtual nodes are slice by slice: in one loop over a device's
 own blocks, with a run-time trip count. Results with the factor are written block by block; reductions over it are
 summed in the loop, then over devices. An equation that reads such a sum is in a later loop. A train step has few loops:
@@ -200,7 +206,7 @@ class _Builder:
         self.program, self.share, self.found, self.factors = program, share, found, found.factors
         self.monoids = {number: self.monoid(number) for number in self.factors}
         self.makers = {var: number for number, eqn in enumerate(program.equations) for var in eqn.outvars}
-        self.made = self.made_in(inputs)
+        self.made = self.native_forms(inputs)
         self.outputs = list(outputs)
         self.readers: dict[Var, dict[int, None]] = {}
         for number in range(len(program.equations)):
@@ -236,7 +242,7 @@ class _Builder:
 
     # Forms
 
-    def made_in(self, inputs: Sequence[int | None]) -> dict[Var | None, int | None]:
+    def native_forms(self, inputs: Sequence[int | None]) -> dict[Var | None, int | None]:
         """The form in which each value is given or computed."""
         made: dict[Var | None, int | None] = dict(zip(self.program.inputs, inputs, strict=True))
         for number, factor in self.factors.items():
@@ -268,15 +274,17 @@ class _Builder:
         stages: dict[int, int] = {}
         for number in range(len(self.program.equations)):
             sources = [(self.makers[var], var, form) for var, form in self.reads(number) if var in self.makers]
-            stages[number] = max((stages[s] + self.ends(var, number, form) for s, var, form in sources), default=0)
+            stages[number] = max(
+                (stages[s] + self.must_end_before(var, number, form) for s, var, form in sources), default=0
+            )
         return stages
 
-    def ends(self, var: Var, reader: int, form: int | None) -> bool:
-        """Whether a loop must end before its result is read: yes, unless block k reads block k."""
+    def must_end_before(self, var: Var, reader: int, form: int | None) -> bool:
+        """Whether the loop that computes a value must end before it is read: yes, unless block k reads block k."""
         return self.makers.get(var) in self.factors and (reader not in self.factors or not self.is_own(var, form))
 
     def is_own(self, var: Var, form: int | None) -> bool:
-        """Whether a block reads only what the same block of a loop computes."""
+        """Whether a block that reads a value in a form reads only what the same block of a loop computes."""
         return self.monoids.get(self.makers.get(var, -1), Monoid.SUM) is None and form == self.made[var]
 
     def planned(self) -> dict[int, PlannedLoop]:
@@ -287,7 +295,7 @@ class _Builder:
         wanted: dict[int, set[Var]] = {}
         for number in range(len(self.program.equations)):
             for var, form in self.reads(number):
-                if self.ends(var, number, form):
+                if self.must_end_before(var, number, form):
                     wanted.setdefault(self.stages[self.makers[var]], set()).add(var)
         for var in self.returned:
             if self.makers.get(var) in self.factors:
@@ -296,15 +304,15 @@ class _Builder:
         for stage in range(max(self.stages.values(), default=0), -1, -1):
             makes = wanted.get(stage, set())
             inside, border = self.needed({self.makers[var] for var in makes}, stage)
-            handed = {var for var in border if not self.is_cheap(var)}
-            for var in sorted(border - handed, key=self.order):
-                again, sources = self.recomputation(var, handed)
-                if sum(map(nbytes, sources - handed)) <= nbytes(var):
-                    handed |= sources
+            returned = {var for var in border if not self.is_cheap(var)}
+            for var in sorted(border - returned, key=self.order):
+                again, sources = self.recomputation(var, returned)
+                if sum(map(nbytes, sources - returned)) <= nbytes(var):
+                    returned |= sources
                     inside |= again
                 else:
-                    handed.add(var)
-            for var in handed:
+                    returned.add(var)
+            for var in returned:
                 wanted.setdefault(self.stages[self.makers[var]], set()).add(var)
             if inside:
                 loops[stage] = PlannedLoop(tuple(sorted(inside)), tuple(sorted(makes, key=self.order)))
@@ -331,16 +339,20 @@ class _Builder:
                     pending.append(maker)
         return inside, border
 
-    def recomputation(self, var: Var, handed: Container[Var]) -> tuple[set[int], set[Var]]:
-        """The equations that recompute a value from returned or given ones, and the further values that must be
-        returned."""
+    def recomputation(self, var: Var, returned: Container[Var]) -> tuple[set[int], set[Var]]:
+        """The equations that recompute a value, and the values of earlier loops that they read.
+
+        Args:
+          var: the value.
+          returned: values that earlier loops return anyway.
+        """
         inside, sources, pending = set[int](), set[Var](), [(var, self.made[var])]
         while pending:
             var, form = pending.pop()
             maker = self.makers.get(var, -1)
             if not self.is_own(var, form) or maker in inside:
                 continue
-            if var in handed or not self.is_cheap(var):
+            if var in returned or not self.is_cheap(var):
                 sources.add(var)
             else:
                 inside.add(maker)
@@ -355,17 +367,17 @@ class _Builder:
 
     def build(self) -> InBlocks:
         equations: list[JaxprEqn] = []
-        there: set[tuple[Var, int | None]] = {(var, self.made[var]) for var in self.program.inputs}
+        available: set[tuple[Var, int | None]] = {(var, self.made[var]) for var in self.program.inputs}
 
         def ensure_form(var: Var, form: int | None) -> Var:
             """A value in a form, converted if necessary."""
             made = self.made.get(var)
-            if form != made and (var, form) not in there:
+            if form != made and (var, form) not in available:
                 change, start, dim = (gather_blocks, made, made) if form is None else (store, None, form)
                 equations.extend(
                     conversion_equations(change, ensure_form(var, start), self.name(var, form), dim, self.share)
                 )
-                there.add((var, form))
+                available.add((var, form))
             return self.name(var, form)
 
         for stage in range(max(self.stages.values(), default=0) + 1):
@@ -414,8 +426,8 @@ class _Builder:
         for k, (body, found) in enumerate(zip(self.program.bodies(eqn), self.found.bodies[number], strict=True)):
             outputs = [found.dims.get(var) if var is not None else None for var in self.vars(body.outputs)]
             inputs = [found.dims.get(var) for var in body.inputs]
-            ends = [None] * len(outputs) if k < region.tests else outputs
-            made = _Builder(body, self.share, found, inputs, ends).build()
+            forms = [None] * len(outputs) if k < region.tests else outputs
+            made = _Builder(body, self.share, found, inputs, forms).build()
             bodies.append(made.program.to_closed_jaxpr(region.bodies[k].jaxpr))
         several = zip(eqn.invars, self.forms(number), strict=True)
         return with_bodies(eqn, bodies).replace(
@@ -488,7 +500,7 @@ class _Builder:
 
 
 def gather_blocks(value: Any, dim: int, share: Share) -> jax.Array:
-    """Gathers a value stored in blocks: first all devices' rooms, then the blocks in them."""
+    """Gathers a value stored in blocks: first the padded parts of all devices, then the blocks without the padding."""
     everywhere = constraint_equation(tuple(() if d == dim else None for d in range(value.ndim)))
     return restore(bind(everywhere, [value])[0], dim, share)
 

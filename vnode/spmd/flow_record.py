@@ -2,6 +2,8 @@
 
 Knows flows and plain data. Must not know how layouts were found, files, nor virtual nodes.
 
+    Flow  ->  {"digest": "5f2e...", "axes": {"data": 2}, "steps": [[[0], [1], [1], ...], ...], "layouts": [...]}
+
 Equations are identified by their position. So a record fits one program only, identified by its digest: the fingerprint
 of the computation (`vnode.analysis.fingerprint`), with shapes and constants.
 """
@@ -36,7 +38,7 @@ class RecordedStep:
       results: layouts in which results are read.
       ways: the sharded factors, by number, each with its axes; None for an equation evaluated whole.
       materializable: evaluated wherever its result is needed.
-      asks: a sharding constraint, which computes nothing.
+      is_constraint: a sharding constraint, which computes nothing.
       bodies: bodies of a loop or branch.
     """
 
@@ -45,7 +47,7 @@ class RecordedStep:
     results: tuple[Layout, ...]
     ways: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...] | None = None
     materializable: bool = False
-    asks: bool = False
+    is_constraint: bool = False
     bodies: tuple[RecordedFlow, ...] = ()
 
 
@@ -136,7 +138,7 @@ class RecordedFlow:
                         numbers(step.results),
                         None if step.ways is None else [[list(lead), list(axes)] for lead, axes in step.ways],
                         int(step.materializable),
-                        int(step.asks),
+                        int(step.is_constraint),
                         [write(body) for body in step.bodies],
                     ]
                     for step in flow.steps
@@ -160,19 +162,19 @@ class RecordedFlow:
         """
         layouts = [layout_from_json(each) for each in content["layouts"]]
 
-        def several(numbers: Sequence[int]) -> tuple[Layout, ...]:
+        def numbered(numbers: Sequence[int]) -> tuple[Layout, ...]:
             if any(not 0 <= number < len(layouts) for number in numbers):
                 raise ValueError(f"layouts are numbered from 0 to {len(layouts) - 1}, not {numbers}")
             return tuple(layouts[number] for number in numbers)
 
         def flow(content: Mapping[str, Any], digest: str = "", axes: Mapping[str, int] | None = None) -> RecordedFlow:
             steps = []
-            for operands, made, results, ways, anyhow, asks, bodies in content["steps"]:
-                cut = None if ways is None else tuple((tuple(lead), tuple(axes)) for lead, axes in ways)
+            for operands, made, results, ways, materializable, is_constraint, bodies in content["steps"]:
+                shardings = None if ways is None else tuple((tuple(lead), tuple(axes)) for lead, axes in ways)
                 inside = tuple(flow(body) for body in bodies)
-                lie = several(operands), several(made), several(results)
-                steps.append(RecordedStep(*lie, cut, bool(anyhow), bool(asks), inside))
-            inputs, outputs, ends = (several(content[key]) for key in ("inputs", "outputs", "ends"))
+                lists = numbered(operands), numbered(made), numbered(results)
+                steps.append(RecordedStep(*lists, shardings, bool(materializable), bool(is_constraint), inside))
+            inputs, outputs, ends = (numbered(content[key]) for key in ("inputs", "outputs", "ends"))
             sizes = tuple((str(name), int(size)) for name, size in (axes or {}).items())
             return RecordedFlow(digest, sizes, inputs, tuple(steps), outputs, ends)
 
@@ -182,13 +184,13 @@ class RecordedFlow:
         ]
         unknown = {group.axis for group in groups} - set(content["axes"])
         if unknown:
-            raise ValueError(f"branches along {', '.join(sorted(unknown))}, which is no axis")
-        made = flow(content, str(content["digest"]), content["axes"])
-        return dataclasses.replace(made, groups=tuple(groups))
+            raise ValueError(f"branches along {', '.join(sorted(unknown))}: the record has no such mesh axis")
+        whole = flow(content, str(content["digest"]), content["axes"])
+        return dataclasses.replace(whole, groups=tuple(groups))
 
 
 def digest_of(program: Program) -> str:
-    """A digest that identifies a program."""
+    """A digest that identifies a program: SHA-256, hexadecimal."""
     return Writer().write(program).digest
 
 
@@ -212,38 +214,43 @@ def restore_step(program: Program, eqn: Any, step: RecordedStep, axes: Axes, at:
     Raises:
       PartitionError: the equation cannot be sharded so, hence is another one.
     """
-    other = functools.partial(
+    misfit = functools.partial(
         PartitionError,
         message_about(eqn, f"a recorded split of {eqn.primitive.name!r} does not fit it.", remedies=["search again"]),
     )
     if [len(step.operands), len(step.made), len(step.results)] != [len(eqn.invars), *[len(eqn.outvars)] * 2]:
-        raise other()
+        raise misfit()
     region = region_of(eqn)
     if region is not None:
         programs = program.bodies(eqn)
         if len(programs) != len(step.bodies):
-            raise other()
+            raise misfit()
         bodies = tuple(body.flow(inside, axes) for body, inside in zip(step.bodies, programs, strict=True))
         return Step(eqn, step.operands, step.made, step.results, region=region, bodies=bodies)
     branches = branches_of(eqn)
     if branches is not None:
         made = restore_branches(branches, eqn, step, axes, at)
         if made is None or len(made[1]) != len(eqn.outvars) or made[1] != step.made:
-            raise other()
+            raise misfit()
         return Step(eqn, step.operands, step.made, step.results, bodies=made[0], branches=branches)
     if step.ways is None:
         return Step(
-            eqn, step.operands, step.made, step.results, materializable=step.materializable, is_constraint=step.asks
+            eqn,
+            step.operands,
+            step.made,
+            step.results,
+            materializable=step.materializable,
+            is_constraint=step.is_constraint,
         )
     description = program.describe(eqn)
     splits = {} if description is None else {tuple(lead): split for lead, split in description.leads}
     if description is None or any(lead not in splits for lead, _ in step.ways):
-        raise other()
+        raise misfit()
     ways = tuple(FactorSharding(lead, splits[lead], names) for lead, names in step.ways)
     passed = tuple(dict.fromkeys(each for layout in step.operands for each in layout.partial))
     choice = build_sharding(eqn, description, ways, [OperandSharding(layout) for layout in step.operands], axes, passed)
     if choice is None or choice.operands != step.operands or reached_layouts(eqn, choice) != step.made:
-        raise other()
+        raise misfit()
     return Step(eqn, step.operands, step.made, step.results, choice)
 
 

@@ -3,6 +3,9 @@
 Knows descriptions and layouts, and the bytes that resharding moves. Must not know programs, nor how a copy is
 evaluated.
 
+    x: [data, -], w: [-, model], "ij,jk->ik"   ->   i over data, k over model; the result is [data, model]
+    x: [-, model], w: [model, -]               ->   j over model; the result is partial over model
+
 An axis is assigned to one of the factors that the equation can be cut along (`OperatorDescription.leads`), or to none:
 then all devices along it compute the same. The choice follows the operands. Only factors that some operand is already
 divided along are considered; the one that moves the fewest bytes is chosen.
@@ -51,7 +54,7 @@ class OpSharding:
     """The sharding of one equation.
 
     Attributes:
-      description: the equation's description; shifted dimensions count elements where they are cut so.
+      description: the equation's description; a cut dimension whose blocks are shifted counts elements.
       ways: the sharded factors and their axes.
       operands: required layouts of operands.
       results: the resulting layouts of results.
@@ -100,11 +103,11 @@ def memoized(fun: F) -> F:
     """
 
     @functools.wraps(fun)
-    def found(eqn: JaxprEqn, description: OperatorDescription, *args: Any) -> Any:
+    def answer(eqn: JaxprEqn, description: OperatorDescription, *args: Any) -> Any:
         key = (fun, *(tuple(x.items() if isinstance(x, Mapping) else x) for x in args))
         return description.answer_cache.get_or_make(key, lambda: fun(eqn, description, *args))
 
-    return cast(F, found)
+    return cast(F, answer)
 
 
 @memoized
@@ -128,15 +131,15 @@ def choose(
       The sharding.
     """
     passed = stays_partial(eqn, description, given)
-    less = [tuple(each for each in passed if each != combined) for combined in passed]
-    several = [
+    all_but_one = [tuple(each for each in passed if each != combined) for combined in passed]
+    choices = [
         choose_in_order(eqn, description, given, axes, wishes, some, order)
-        for some in dict.fromkeys((passed, *less, ()))
+        for some in dict.fromkeys((passed, *all_but_one, ()))
         for order in axis_orders(
             axes, [*(each.layout for each in given), *(wish for wish in wishes if wish is not None)]
         )
     ]
-    return min(several, key=lambda found: found[0])[1]
+    return min(choices, key=lambda choice: choice[0])[1]
 
 
 def axis_orders(axes: Axes, layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
@@ -159,7 +162,11 @@ def choose_in_order(
     passed: tuple[tuple[str, Monoid], ...],
     order: Sequence[str],
 ) -> tuple[float, OpSharding]:
-    """Chooses a sharding, given the axes over which partial values pass through, and the order of the other axes."""
+    """Chooses a sharding, given the axes over which partial values pass through, and the order of the other axes.
+
+    Returns:
+      Its `total_cost`, and the sharding.
+    """
     layouts = [Layout(each.layout.dims, tuple(p for p in each.layout.partial if p in passed)) for each in given]
     ways: tuple[FactorSharding, ...] = ()
     for axis in order:
@@ -170,7 +177,7 @@ def choose_in_order(
             cost = total_cost(eqn, description, more, given, axes, passed, wishes)
             if cost is not None and (best is None or cost < best):
                 best, ways = cost, more
-    for i, wish in enumerate(wishes):  # a whole wish, which no single axis may lead to
+    for i, wish in enumerate(wishes):  # all axes of a wish at once: no single one of them may be cheaper
         full = None if wish is None or passed else shardings_for_result(description, i, wish, axes)
         if full:
             cost = total_cost(eqn, description, full, given, axes, passed, wishes)
@@ -276,7 +283,7 @@ def passing_groups(description: OperatorDescription, monoid: Monoid) -> Sequence
 
 
 def is_narrow(dtype: object) -> bool:
-    """Whether partial sums of this dtype would be rounded more than the sum."""
+    """Whether a dtype is a floating-point type of fewer than 32 bits, whose partial sums would be rounded too much."""
     return bool(jnp.issubdtype(dtype, np.floating)) and jnp.finfo(dtype).bits < 32  # type: ignore[arg-type]
 
 
@@ -359,7 +366,11 @@ def total_cost(
     passed: tuple[tuple[str, Monoid], ...],
     wishes: Sequence[Layout | None] = (),
 ) -> float | None:
-    """The cost of a sharding in bytes that each device sends; None if the equation cannot be sharded so."""
+    """The cost of a sharding, in bytes; None if the equation cannot be sharded so.
+
+    It has three terms: the bytes that each device sends to reshard operands; those to reshard results to the wishes, or
+    to all-reduce partial results later; and a device's operations, of which `OPERATIONS_PER_BYTE` count as a byte.
+    """
     choice = build_sharding(eqn, description, ways, given, axes, passed)
     if choice is None:
         return None
@@ -381,6 +392,7 @@ def total_cost(
 
 
 def itemsize(dtype: object) -> int:
+    """Bytes of an element; 4 if the type does not tell."""
     return getattr(dtype, "itemsize", 4)
 
 

@@ -2,6 +2,8 @@
 
 Knows layouts. Must not know equations, nor how collectives are implemented, nor machines.
 
+    [x*y, -] -> [y, x], x of 2, y of 4:   permute blocks to [y*x, -];  all-to-all: x goes to dimension 1, [y, x]
+
 A resharding is a shortest path over layouts: the sequence of the moves below by which the busiest device sends fewest
 bytes, and among these one with fewest collectives. Partial values are combined, whole (all-reduce) or into blocks
 (reduce-scatter). The minor axes of a dimension are dropped (all-gather) or divide another dimension (all-to-all).
@@ -138,7 +140,7 @@ def combines_in_transit(monoid: Monoid, dtype: Any) -> bool:
 
 
 def plan_resharding(
-    start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any, in_pairs: bool = True
+    start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any, allow_permutes: bool = True
 ) -> tuple[Move, ...]:
     """Plans the moves from one layout of a value to another.
 
@@ -148,7 +150,7 @@ def plan_resharding(
       shape: shape of the whole value.
       axes: the mesh axes.
       dtype: dtype of its elements.
-      in_pairs: whether permutes are allowed.
+      allow_permutes: whether permutes are allowed.
 
     Returns:
       The moves in order; their `after` has the intermediate layouts.
@@ -164,8 +166,8 @@ def plan_resharding(
     """
     if start == end:
         return ()
-    together = tuple(combines_in_transit(monoid, dtype) for _, monoid in start.partial)
-    return _route_by_shape(start, end, tuple(shape), tuple(axes.items()), together, in_pairs)
+    in_transit_of = tuple(combines_in_transit(monoid, dtype) for _, monoid in start.partial)
+    return _route_by_shape(start, end, tuple(shape), tuple(axes.items()), in_transit_of, allow_permutes)
 
 
 def is_local(start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any) -> bool:
@@ -202,41 +204,45 @@ def _route_by_shape(
     end: Layout,
     shape: tuple[int, ...],
     axes: tuple[tuple[str, int], ...],
-    together: tuple[bool, ...],
-    in_pairs: bool,
+    in_transit_of: tuple[bool, ...],
+    allow_permutes: bool,
 ) -> tuple[Move, ...]:
-    """Plans a resharding, by that of an array with only the cut dimensions, at their smallest sizes."""
+    """Plans a resharding by that of the smallest array with the same moves, so that the cache serves many shapes.
+
+    That array lacks the dimensions that are never cut. Its evenly cut dimensions have as many indices as there are
+    devices.
+    """
     devices = math.prod(size for _, size in axes)
-    several = list(zip(start.dims, end.dims, shape, strict=True))
-    kept = [d for d, (before, after, _) in enumerate(several) if before is not None or after is not None]
-    short = [devices if n and n % devices == 0 and is_plain(a, n) and is_plain(b, n) else n for a, b, n in several]
+    cuts = list(zip(start.dims, end.dims, shape, strict=True))
+    kept = [d for d, (before, after, _) in enumerate(cuts) if before is not None or after is not None]
+    short = [devices if n and n % devices == 0 and is_plain(a, n) and is_plain(b, n) else n for a, b, n in cuts]
     times = math.prod(n for d, n in enumerate(shape) if d not in kept)
     times *= math.prod(shape[d] // short[d] for d in kept if shape[d] != short[d])
 
     def resized(cut: Cut | None, n: int, size: int) -> Cut | None:
         return cut if cut is None or n == size else Cut(cut.axes, 1, size)
 
-    def narrow(layout: Layout) -> Layout:
+    def shrink(layout: Layout) -> Layout:
         return Layout(tuple(resized(layout.dims[d], shape[d], short[d]) for d in kept), layout.partial)
 
-    def wide(layout: Layout) -> Layout:
+    def restore(layout: Layout) -> Layout:
         dims: list[Cut | None] = [None] * len(shape)
         for d, cut in zip(kept, layout.dims, strict=True):
             dims[d] = resized(cut, short[d], shape[d])
         return Layout(tuple(dims), layout.partial)
 
-    def widened(move: Move) -> Move:
+    def restore_move(move: Move) -> Move:
         parts: list[tuple[int, ...] | None] = [None] * len(shape)
         for d, each in zip(kept, move.parts, strict=False):
             parts[d] = each
         dim, other = (kept[d] if kept else 0 for d in (move.dim, move.other))
         elements, parts_of_all = move.elements * times, tuple(parts) if move.parts else ()
         return dataclasses.replace(
-            move, after=wide(move.after), elements=elements, dim=dim, other=other, parts=parts_of_all
+            move, after=restore(move.after), elements=elements, dim=dim, other=other, parts=parts_of_all
         )
 
-    moves = _find_route(narrow(start), narrow(end), tuple(short[d] for d in kept), axes, together, in_pairs)
-    return tuple(map(widened, moves))
+    moves = _find_route(shrink(start), shrink(end), tuple(short[d] for d in kept), axes, in_transit_of, allow_permutes)
+    return tuple(map(restore_move, moves))
 
 
 def is_plain(cut: Cut | None, n: int) -> bool:
@@ -250,17 +256,18 @@ def _find_route(
     end: Layout,
     shape: tuple[int, ...],
     axes: tuple[tuple[str, int], ...],
-    together: tuple[bool, ...],
-    in_pairs: bool,
+    in_transit_of: tuple[bool, ...],
+    allow_permutes: bool,
 ) -> tuple[Move, ...]:
-    one = {monoid: each for (_, monoid), each in zip(start.partial, together, strict=True)}
+    """Plans a resharding over whole axes; over parts of axes if that sends less, and permutes are allowed."""
+    in_transit = {monoid: each for (_, monoid), each in zip(start.partial, in_transit_of, strict=True)}
     mesh, partial = dict(axes), [name for name, _ in start.partial]
-    paths = _Paths(end, shape, mesh, one, in_pairs)
+    paths = _Paths(end, shape, mesh, in_transit, allow_permutes)
     moves = paths.cheapest(start)
     fine = split_axes(mesh, partial)
-    if in_pairs and len(fine) > len(mesh) and total_elements_sent(moves, mesh) > paths.lacks(start):
+    if allow_permutes and len(fine) > len(mesh) and total_elements_sent(moves, mesh) > paths.lacks(start):
         begin, finish = (split_layout(layout, mesh, partial) for layout in (start, end))
-        finer = _Paths(finish, shape, fine, one, in_pairs).cheapest(begin)
+        finer = _Paths(finish, shape, fine, in_transit, allow_permutes).cheapest(begin)
         moves = finer if total_elements_sent(finer, fine) < total_elements_sent(moves, mesh) else moves
     layouts = [start, *(move.after for move in moves)]
     return tuple(over_whole_axes(move, before, mesh) for move, before in zip(moves, layouts, strict=False))
@@ -283,59 +290,57 @@ def over_whole_axes(move: Move, before: Layout, axes: Axes) -> Move:
 
 @dataclasses.dataclass(frozen=True)
 class _Paths:
-    """Search for paths of layouts towards one.
+    """The search for the cheapest path of moves to a layout.
 
     Attributes:
       end: the target layout.
       shape: shape of the whole value.
       axes: the mesh axes.
-      in_one: for each monoid of a partial value whether a collective reduces it in transit.
-      in_pairs: whether permutes are allowed.
+      in_transit: for each monoid of a partial value whether a collective reduces it in transit.
+      allow_permutes: whether permutes are allowed.
     """
 
     end: Layout
     shape: tuple[int, ...]
     axes: Axes
-    in_one: Mapping[Monoid, bool]
-    in_pairs: bool
+    in_transit: Mapping[Monoid, bool]
+    allow_permutes: bool
 
     def cheapest(self, start: Layout) -> tuple[Move, ...]:
-        """The path that sends least, with at most one permute: two are equal to one.
+        """The path that sends fewest elements, with at most one permute, since two compose to one.
 
-        The lower bound is the number of elements that a device lacks (A*: Hart, Nilsson, Raphael, "A formal basis for
-        the heuristic determination of minimum cost paths", 1968). Ties are broken by fewest collectives, then least
-        memory, then no permute, then the first found.
+        This is A* (Hart, Nilsson, Raphael, "A formal basis for the heuristic determination of minimum cost paths",
+        1968) with `lacks` as the lower bound. Ties are broken by fewest collectives, then least memory, then no
+        permute, then the first found.
         """
         devices, numbers = math.prod(self.axes.values()), itertools.count()
-        waiting: list[tuple[int, int, int, bool, int, int, Layout, tuple[Move, ...]]] = [
+        # in each entry: lower bound, collectives, peak elements, permuted, number, elements sent so far, layout, path
+        frontier: list[tuple[int, int, int, bool, int, int, Layout, tuple[Move, ...]]] = [
             (0, 0, 0, False, next(numbers), 0, start, ())
         ]
         done: set[tuple[Layout, bool]] = set()
         while True:
-            _, collectives, most, permuted, _, sent, layout, path = heapq.heappop(waiting)
+            _, collectives, peak, permuted, _, sent, layout, path = heapq.heappop(frontier)
             if layout == self.end:
                 return path
             if (layout, permuted) in done:
                 continue
             done.add((layout, permuted))
-            for move in self.moves(layout, self.in_pairs and not permuted):
+            for move in self.moves(layout, self.allow_permutes and not permuted):
                 more = sent + round(move.elements_sent(self.axes) * devices)  # a whole number
                 permutes = permuted or move.kind == "permute"
-                lacks, held = (
-                    self.lacks(move.after),
-                    max(most, math.prod(move.after.local_shape(self.shape, self.axes))),
-                )
-                key = more + lacks * devices, collectives + (move.kind != "cut"), held, permutes
-                heapq.heappush(waiting, (*key, next(numbers), more, move.after, (*path, move)))
+                held = max(peak, math.prod(move.after.local_shape(self.shape, self.axes)))
+                key = more + self.lacks(move.after) * devices, collectives + (move.kind != "cut"), held, permutes
+                heapq.heappush(frontier, (*key, next(numbers), more, move.after, (*path, move)))
 
     def lacks(self, at: Layout) -> int:
-        """The number of elements that a device lacks."""
+        """The number of elements by which a device's array must still grow: a lower bound of what it receives."""
         return max(
             0, math.prod(self.end.local_shape(self.shape, self.axes)) - math.prod(at.local_shape(self.shape, self.axes))
         )
 
     def moves(self, at: Layout, permutes: bool) -> Iterator[Move]:
-        """The moves from a layout on a path; `permutes`: whether a permute may be one, now or later."""
+        """The moves from a layout that a cheapest path may begin with; permutes among them if `permutes`."""
         pieces = [(name, monoid) for name, monoid in at.partial if (name, monoid) not in self.end.partial]
         if pieces:
             yield self.combination(at, pieces)
@@ -380,8 +385,8 @@ class _Paths:
 
     def leaving_dims(self, at: Layout) -> list[int]:
         """The dimensions whose cut is not on the way to their target."""
-        several = enumerate(zip(at.dims, self.end.dims, strict=True))
-        return [d for d, (cut, target) in several if cut is not None and extends(cut, target, self.axes) is None]
+        cuts = enumerate(zip(at.dims, self.end.dims, strict=True))
+        return [d for d, (cut, target) in cuts if cut is not None and extends(cut, target, self.axes) is None]
 
     def needs_gathers_only(self, at: Layout) -> bool:
         """Whether only all-gathers are left: any order sends the same.
@@ -406,32 +411,33 @@ class _Paths:
             if rest is None or nests(rest, cut.axes[length:], self.axes):
                 yield cut.axes[length:], rest
 
-    def lengthen(self, at: Layout, d: int, names: tuple[str, ...], anyhow: bool = False) -> Cut | None:
-        """A dimension cut further along axes.
+    def lengthen(self, at: Layout, d: int, names: tuple[str, ...], out_of_order: bool = False) -> Cut | None:
+        """A dimension cut further along axes; None if its blocks would be uneven, or not made up of the target's.
 
-        None if other axes come next, or if no path does so, unless `anyhow`.
+        None also if the target has other axes next, unless `out_of_order`: a permute then reorders the blocks.
         """
         cut, target = at.dims[d], self.end.dims[d]
         if target is None or not are_alike(cut, target):
             return None
         more = dataclasses.replace(target, axes=(*names_of(cut), *names))
-        fits = is_finer(more, target, self.axes) and (anyhow or target.axes[: len(more.axes)] == more.axes)
+        fits = is_finer(more, target, self.axes) and (out_of_order or target.axes[: len(more.axes)] == more.axes)
         return more if fits and is_even(cut, self.axes) and is_even(more, self.axes) else None
 
     def combination(self, at: Layout, pieces: Sequence[tuple[str, Monoid]]) -> Move:
-        """The reduction of the first partial axis, with those after it of the same monoid.
+        """The next reduction: over the first partial axis, and those after it with the same monoid.
 
-        It reduces into blocks where the axis cuts a dimension of the target, else whole, whatever is cheapest. How
-        collectives add may differ, and must not depend on the sizes of other axes.
+        A sum over an axis that cuts a dimension of the target is a reduce-scatter along that axis, even where an
+        all-reduce were cheaper. Collectives of different kinds may add in different orders, and the kind must not
+        depend on the sizes of other axes.
         """
         monoid = pieces[0][1]
         names = tuple(name for name, _ in itertools.takewhile(lambda piece: piece[1] is monoid, pieces))
         if monoid is Monoid.SUM:
             for name, d in itertools.product(names, range(len(at.dims))):
-                cut = self.lengthen(at, d, (name,), self.in_pairs) if name in names_of(self.end.dims[d]) else None
+                cut = self.lengthen(at, d, (name,), self.allow_permutes) if name in names_of(self.end.dims[d]) else None
                 if cut is not None:
                     return self.move("reduce-scatter", (name,), at, {d: cut}, dim=d, monoid=monoid)
-        return self.move("all-reduce" if self.in_one[monoid] else "all-gather", names, at, {}, monoid=monoid)
+        return self.move("all-reduce" if self.in_transit[monoid] else "all-gather", names, at, {}, monoid=monoid)
 
     def gathers(self, at: Layout) -> Iterator[Move]:
         for d in reversed(self.leaving_dims(at)):
@@ -455,8 +461,8 @@ class _Paths:
         """
         needs = [names_of(cut) for cut in self.end.dims]
         parts = [count(names_of(cut), self.axes) for cut in at.dims]
-        several = list(zip(at.dims, self.end.dims, strict=True))
-        fixed = {d for d, (cut, target) in enumerate(several) if not are_alike(cut, target)}
+        cuts = list(zip(at.dims, self.end.dims, strict=True))
+        fixed = {d for d, (cut, target) in enumerate(cuts) if not are_alike(cut, target)}
         long = [d for d in range(len(parts)) if d not in fixed and count(needs[d], self.axes) % parts[d]]
         taken = {name for name, _ in at.partial}
         taken.update(name for d in fixed for name in names_of(at.dims[d]))
@@ -476,7 +482,7 @@ class _Paths:
         for chosen in followed(long, tuple(name for name in self.axes if name not in taken and name not in kept)):
             used = taken.union(*chosen.values())
             dims: list[Cut | None] = []
-            for d, (cut, target) in enumerate(several):
+            for d, (cut, target) in enumerate(cuts):
                 if d in fixed:
                     dims.append(cut)
                     continue
@@ -561,9 +567,9 @@ def complete_permute(move: Move, before: Layout, axes: Axes) -> Move:
             left.setdefault(block, []).append(i)
     for target, block in enumerate(within):
         if target not in sources:
-            several = left[block]
-            nearest = max(several, key=lambda i: sum(map(operator.eq, places[i], places[target])))
-            several.remove(nearest)
+            candidates = left[block]
+            nearest = max(candidates, key=lambda i: sum(map(operator.eq, places[i], places[target])))
+            candidates.remove(nearest)
             sources[target] = nearest
     pairs = tuple(sorted((source, target) for target, source in sources.items()))
     parts: list[tuple[int, ...] | None] = [None] * len(before.dims)

@@ -27,15 +27,15 @@ from vnode.spmd.op_sharding import itemsize
 from vnode.spmd.resharding import ORDERED, Move, combines_in_transit, plan_resharding
 
 MUCH = 64 << 10
-"""Bytes from which a late gather is worth an operation on a device's shard."""
+"""Bytes of a gathered array from which it is gathered late; the delay costs an operation on a device's shard."""
 
 SLICED = frozenset({"cpu"})
-"""Platforms for which XLA slices the operand of an all-to-all, merges the slices with equal ones of the program,
-gives these another layout than the others, and fails."""
+"""Platforms on which a barrier precedes an all-to-all. There XLA slices its operand, and merges slices with equal ones
+of the program. These have another layout than the other slices, so that compiling fails."""
 
 APART: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
-"""Whether devices may be at different points of the program, unless a collective over all of them synchronizes
-these."""
+"""Whether devices may be at different points of the program. Then no permute is emitted, since XLA's CPU runtime waits
+for all devices in one. Other collectives synchronize the devices that take part."""
 
 BRANCHES: contextvars.ContextVar[bool] = contextvars.ContextVar("branches", default=False)
 """Whether devices may take different branches, and different numbers of iterations."""
@@ -91,8 +91,12 @@ def with_axis_indices(axes: Axes) -> Iterator[None]:
 
 
 def index_along(names: Sequence[str], axes: Axes | None = None) -> jax.Array:
-    """The number of this device's part of something that axes divide, int32; `axes`: the mesh axes, if some are
-    parts."""
+    """The number of this device along some axes, int32 scalar: the major axis comes first.
+
+    Args:
+      names: axes, or parts of axes (`vnode.spmd.axis_parts`).
+      axes: the mesh axes; needed if some names are parts.
+    """
     places, parts = PLACES.get(), parts_of(axes) if axes is not None else {}
     if axes is None or not parts.keys() & {*names}:
         if not places.keys() >= {*names}:
@@ -135,18 +139,18 @@ def convert_after(
 
 
 def grows(start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any) -> bool:
-    """Whether a device has much more of a value in layout `end` than in `start`."""
+    """Whether a device has more of a value in layout `end` than in `start`, and at least `MUCH` bytes."""
     here, there = (math.prod(layout.local_shape(shape, axes)) for layout in (start, end))
     return there > here and there * itemsize(dtype) >= MUCH
 
 
 def moves(start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any) -> tuple[Move, ...]:
     """The moves between two layouts; without permutes where single devices may not send to each other."""
-    return plan_resharding(start, end, shape, axes, dtype, in_pairs=not APART.get())
+    return plan_resharding(start, end, shape, axes, dtype, allow_permutes=not APART.get())
 
 
 def carry_out(value: Any, before: Layout, move: Move, shape: Sequence[int], axes: Axes) -> Any:
-    """Performs one move."""
+    """Performs one move of a value in layout `before`."""
     axes, mesh = with_parts(axes), axes
     among = [list(group) for group in move.among] or None
     match move.kind:
@@ -214,7 +218,7 @@ def part_to_send(value: Any, before: Layout, move: Move, shape: Sequence[int], a
 
 
 def combine(value: Any, names: tuple[str, ...], monoid: Monoid) -> Any:
-    """All-reduces partial values along axes. A sum of minus zeros may be zero."""
+    """All-reduces partial values along axes. A sum of -0 and -0 may be +0."""
     if not combines_in_transit(monoid, value.dtype):
         pieces = lax.all_gather(value, names)
         result = pieces[0]
@@ -308,7 +312,7 @@ def fetch(
       value: one device's array.
       dim: the dimension.
       cut: the axes that number the parts, and the cut of the dimension, if it is cut.
-      lies_cut: whether the dimension is cut; otherwise every device has all of it.
+      lies_cut: whether `value` is the device's block of the dimension; otherwise every device has all of it.
       n: size of the whole dimension.
       intervals: the indices that each part needs, as consecutive intervals.
       fill: a scalar for indices that do not exist; None for any value.
@@ -348,9 +352,9 @@ def _fetch_one(value: Any, dim: int, cut: Cut, block: int | None, interval: Inte
 def _neighbourhood(
     value: Any, dim: int, names: tuple[str, ...], block: int, index: np.ndarray, axes: Axes
 ) -> tuple[Any, np.ndarray]:
-    """A range of indices around a device's block that has all that it needs, and where each part's range begins.
+    """The device's block with as much of its neighbours' blocks as any device needs, and each part's first index.
 
-    One permute per distance sends what any device needs of the blocks there.
+    One permute per distance between blocks sends the elements that any device needs from the blocks at this distance.
     """
     parts = len(index)
     needed, pairs = needed_neighbours(index, block)

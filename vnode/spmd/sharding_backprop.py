@@ -2,6 +2,9 @@
 
 Knows flows. Must not know how layouts flow forward, nor how programs are run.
 
+    x: [-], y: [data];  z = sin(x) + y    forward: sin(x) is computed whole, then sliced
+                                          wish:    sin(x) in [data], so that a device computes its shard only
+
 Layouts flow forward, so values that depend on no sharded input are computed whole on every device, and sliced where
 they meet a sharded one. If all readers shard a value alike, it is computed sharded, and so are its operands. Loops and
 branches read as their bodies do.

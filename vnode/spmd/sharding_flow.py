@@ -3,9 +3,12 @@
 Knows programs, loops and branches, and shardings of one equation. Must not know devices, virtual nodes, nor how
 programs are run.
 
+    x: [data, -];  w: [-, model]          h = x @ w:   [data, model], computed in shards without communication
+                                          s = sum(h):  partial over data and model, each device's sum of its shard
+
 Layouts flow forward from the inputs; each equation follows its operands. In loops, layouts of the carry are iterated to
-a fixpoint. Values made from nothing (constants, iotas, broadcasts of scalars, random bits of a key) have no layout:
-they are made in whatever layout is needed.
+a fixpoint. Materializable values have no layout: they are cheap and larger than what they are computed from (constants,
+iotas, broadcasts, random bits of a key). Each device computes them where they are read, in the layout needed there.
 """
 
 from __future__ import annotations
@@ -44,11 +47,11 @@ Path = tuple[int, ...]
 """The position of an equation: its number; inside a loop or branch that equation's, the body's, and the number
 there."""
 
-TURNS = 4
-"""Iterations after which the layouts of a loop's carry are fixed."""
+MAX_ROUNDS = 4
+"""Rounds after which the search for a fixpoint of a loop's carries stops; a carry is then resharded in the loop."""
 
-CHEAP = 30
-"""Operations per element up to which a value from nothing is made at each use, rather than once."""
+CHEAP_FLOPS = 30
+"""Operations per element up to which a value is materializable: computed at each use, rather than once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,7 @@ class RequestedSharding:
 
     Attributes:
       ways: the sharded factors and their axes.
-      given: layouts in which operands are read; indices that the equation lacks are fetched from there.
+      given: the layouts of the operands before the equation; a part fetches indices that it lacks (a halo) from there.
       passed: axes over which operands are partial, and results stay so.
     """
 
@@ -82,8 +85,9 @@ class Step:
       loop: its loop over blocks, if devices have different numbers of blocks.
       materializable: evaluated wherever its result is needed, in that layout.
       is_constraint: a sharding constraint, which computes nothing.
-      leaves: its results leave a program: only the layouts handed on exist afterwards.
-      gather_after: for a loop, values that must be ready before its operands are gathered, for this loop alone.
+      leaves: a copy in the layout `made` is dropped once the one in `results` exists.
+      gather_after: for a loop, values that must be ready before its loop-invariant operands are gathered. They are then
+        gathered for this loop alone.
     """
 
     eqn: JaxprEqn
@@ -147,15 +151,16 @@ def follow(
       PartitionError: an equation cannot be sharded as requested.
       UnsupportedPrimitiveError: an equation has an effect, which every device would repeat.
     """
-    made = _Follower(program, axes, wishes or {}, asked or {}).follow([OperandSharding(layout) for layout in inputs])
+    follower = _Follower(program, axes, wishes or {}, asked or {})
+    follower.follow([OperandSharding(layout) for layout in inputs])
     wanted = outputs if outputs is not None else [None] * len(program.outputs)
-    ends = tuple(state.layout for state in made.ends)
+    ends = tuple(state.layout for state in follower.ends)
     handed_on = tuple(end.without_partial if want is None else want for end, want in zip(ends, wanted, strict=True))
-    return Flow(program, tuple(inputs), tuple(made.steps), handed_on, ends)
+    return Flow(program, tuple(inputs), tuple(follower.steps), handed_on, ends)
 
 
 class _Follower:
-    """Follows one program once; `steps` and `ends` are what it finds."""
+    """Propagates layouts through one program, once. The results are in `steps` and `ends`."""
 
     def __init__(
         self,
@@ -215,21 +220,21 @@ class _Follower:
         if path in self.asked and description is not None:
             return self.asked_step(eqn, description, given, self.asked[path])
         if description is None or (all(each.layout.is_whole for each in given) and not any(wishes)):
-            anyhow = description is not None and self.is_materializable(eqn, given)
+            cheap = description is not None and self.is_materializable(eqn, given)
             operands = tuple(replicated(len(each.layout.dims)) for each in given)
             made = tuple(replicated(len(getattr(var.aval, "shape", ()))) for var in eqn.outvars)
             results = made if description is not None else apply_wishes(made, wishes)
             zero = (
                 description is not None
-                and anyhow
+                and cheap
                 and description.has(Algebra.MOVES)
                 and all(each.zero for each in given)
                 and bool(given)
             )
             self.states.update(
-                (var, OperandSharding(r, anyhow, zero)) for var, r in zip(eqn.outvars, results, strict=True)
+                (var, OperandSharding(r, cheap, zero)) for var, r in zip(eqn.outvars, results, strict=True)
             )
-            return Step(eqn, operands, made, results, materializable=anyhow)
+            return Step(eqn, operands, made, results, materializable=cheap)
         choice = choose(eqn, description, given, self.axes, wishes)
         made = reached_layouts(eqn, choice)
         results = apply_wishes(made, wishes)
@@ -293,16 +298,20 @@ class _Follower:
         given: Sequence[OperandSharding],
         asked: RequestedSharding,
     ) -> Step:
-        """Shards an equation as requested, or raises an error."""
+        """Shards an equation as requested.
+
+        Raises:
+          PartitionError: it cannot be sharded so, or an operand that is wanted partial is not.
+        """
         choice = build_sharding(
             eqn, description, asked.ways, [OperandSharding(x) for x in asked.given], self.axes, asked.passed
         )
-        several = zip(eqn.invars, given, () if choice is None else choice.operands, strict=False)
-        if choice is None or not all(self.has_pieces(*each) for each in several):
+        operands = zip(eqn.invars, given, () if choice is None else choice.operands, strict=False)
+        if choice is None or not all(self.is_partial_as_wanted(*each) for each in operands):
             raise PartitionError(
                 message_about(
                     eqn,
-                    f"{eqn.primitive.name!r} cannot be cut as requested.",
+                    f"{eqn.primitive.name!r} cannot be sharded as requested.",
                     facts=[f"factors {way.lead} over {', '.join(way.axes)}" for way in asked.ways],
                     remedies=["take the factors from this program's own equations"],
                 )
@@ -313,9 +322,11 @@ class _Follower:
         self.states.update((var, OperandSharding(layout)) for var, layout in zip(eqn.outvars, results, strict=True))
         return Step(eqn, choice.operands, made, results, choice)
 
-    def has_pieces(self, atom: Atom, given: OperandSharding, want: Layout) -> bool:
-        """Whether a value that is wanted partial is available so; adding any other layout would count it several
-        times."""
+    def is_partial_as_wanted(self, atom: Atom, given: OperandSharding, want: Layout) -> bool:
+        """Whether an operand is partial, or zero, over the axes over which it is wanted partial.
+
+        The later sum over devices would count a replicated operand once per device.
+        """
         made = self.pieces.get(atom, given.layout) if isinstance(atom, Var) else given.layout
         return given.zero or any(set(want.partial) <= set(layout.partial) for layout in (made, given.layout))
 
@@ -340,7 +351,7 @@ class _Follower:
         return Layout(tuple(dims))
 
     def is_materializable(self, eqn: JaxprEqn, given: Sequence[OperandSharding]) -> bool:
-        """Whether a value has so few inputs and operations that it is made at each use."""
+        """Whether a value is materializable: larger than its operands, unless these are too, and cheap to compute."""
         description = self.program.describe(eqn)
         assert description is not None
         if description.has(Algebra.CONTRACTS) or description.reduced or len(eqn.outvars) != 1:
@@ -349,7 +360,9 @@ class _Follower:
         read = sum(
             math.prod(atom.aval.shape) for atom, each in zip(eqn.invars, given, strict=True) if not each.materializable
         )
-        return (size > read or all(each.materializable for each in given)) and description.flops <= CHEAP * max(size, 1)
+        return (size > read or all(each.materializable for each in given)) and description.flops <= CHEAP_FLOPS * max(
+            size, 1
+        )
 
     # Branches on devices of their own
 
@@ -392,8 +405,10 @@ class _Follower:
         return Step(eqn, tuple(operands), made, results, bodies=tuple(flows), branches=branches)
 
     def at_branches(self, branches: Branches, i: int, atom: Atom, layout: Layout) -> Layout:
-        """The layouts in which branches read an operand: the wished one; at one index only, if it is read there
-        only."""
+        """The layout in which branches read an operand: the wished one, if there is one.
+
+        A result of an earlier group that only the branch at the same index reads stays where it is: partial.
+        """
         inside = (
             program.inputs[reads.index(i)]
             for program, reads in zip(branches.programs, branches.operands, strict=True)
@@ -414,7 +429,11 @@ class _Follower:
 
     @staticmethod
     def pieces_at_one(eqn: JaxprEqn, atom: Atom, end: OperandSharding) -> Layout:
-        """The layout in which a branch returns a result: it may stay partial over other axes with the same monoid."""
+        """The layout in which a branch returns a result: it may stay partial over other axes with the same monoid.
+
+        Raises:
+          PartitionError: the result is an array of random keys, which cannot be added.
+        """
         dtype = atom.aval.dtype
         if jnp.issubdtype(dtype, jax.dtypes.extended):
             raise PartitionError(
@@ -449,9 +468,9 @@ class _Follower:
             layout = end.layout if alike else end.layout.without_partial
             if isinstance(result, Monoid):
                 outputs.append(layout)
-                several = [*layout.partial, *((name, monoid) for name in share.axes)]
-                several = [] if is_narrow(var.aval.dtype) else several
-                made.append(Layout(layout.dims, tuple(sorted(several, key=lambda p: list(self.axes).index(p[0])))))
+                partial = [*layout.partial, *((name, monoid) for name in share.axes)]
+                partial = [] if is_narrow(var.aval.dtype) else partial
+                made.append(Layout(layout.dims, tuple(sorted(partial, key=lambda p: list(self.axes).index(p[0])))))
             else:
                 outputs.append(with_cut(result, None, layout))
                 made.append(with_cut(result, share.cut(var.aval.shape[result], self.axes), layout))
@@ -465,6 +484,7 @@ class _Follower:
     # Loops and branches
 
     def region_step(self, eqn: JaxprEqn, region: Region, given: Sequence[OperandSharding], path: Path) -> Step:
+        """Shards a loop or branch: follows its bodies until the layouts of the carries no longer change."""
         programs = self.program.bodies(eqn)
         layouts = [each.layout.without_partial for each in given]
         for i in range(len(layouts)):
@@ -473,25 +493,25 @@ class _Follower:
             elif i in region.scanned:
                 layouts[i] = Layout((None, *layouts[i].dims[1:]))
         carried = list(region.carried)
-        held = self.operand_layouts(region, programs, given)
-        for i, layout in held.items():
+        wished = self.operand_layouts(region, programs, given)
+        for i, layout in wished.items():
             layouts[i] = layout
         # if elements of the carry stop by themselves, all devices must run the same number of iterations
         stopping = max((len(a.aval.shape) for program in programs[: region.tests] for a in program.outputs), default=0)
         for i in carried:
             layouts[i] = whole_along(stopping, layouts[i])
         flows, ends = self.follow_bodies(region, programs, layouts, path)
-        for turn in range(TURNS):
+        for number in range(MAX_ROUNDS):
             before = [layouts[i] for i in carried]
             after = [
                 layouts[i]
-                if i in held
+                if i in wished
                 else end.layout
                 if region.stacks and self.may_be_partial(end.layout, given[i])
                 else whole_along(stopping, end.layout.without_partial)
                 for i, end in zip(carried, ends[-1], strict=False)
             ]
-            if before == after or turn == TURNS - 1:
+            if before == after or number == MAX_ROUNDS - 1:
                 break
             for i, layout in zip(carried, after, strict=True):
                 layouts[i] = layout
@@ -519,7 +539,7 @@ class _Follower:
     def operand_layouts(
         self, region: Region, programs: Sequence[Program], given: Sequence[OperandSharding]
     ) -> dict[int, Layout]:
-        """Layouts of operands, by the wishes for the bodies' inputs."""
+        """The wished layouts of a loop's or branch's operands, by number: those wished for the bodies' inputs."""
         found = dict[int, Layout]()
         for program, inputs in zip(programs, region.inputs, strict=True):
             for i, var in zip(inputs, program.inputs, strict=False):
@@ -574,7 +594,7 @@ def apply_wishes(made: Sequence[Layout], wishes: Sequence[Layout | None]) -> tup
 
 
 def below_axis(axis: str, layout: Layout, shape: Sequence[int], axes: Axes) -> Layout:
-    """Combines partial values, and keeps cuts only up to the axes before `axis`."""
+    """A layout without partial values, in which cuts lose `axis` and the axes minor to it."""
     dims: list[Cut | None] = []
     for cut, n in zip(layout.dims, shape, strict=True):
         if cut is not None and axis in cut.axes:
@@ -595,8 +615,8 @@ def branch_result_layouts(branches: Branches, flows: Sequence[Flow], axes: Axes)
     found: dict[int, Layout] = {}
     for flow, makes in zip(flows, branches.results, strict=True):
         for i, atom, layout in zip(makes, flow.program.outputs, flow.outputs, strict=True):
-            several = (*layout.partial, (branches.axis, monoid_of_one(atom.aval.dtype)))
-            found[i] = Layout(layout.dims, tuple(sorted(several, key=lambda piece: order.index(piece[0]))))
+            partial = (*layout.partial, (branches.axis, monoid_of_one(atom.aval.dtype)))
+            found[i] = Layout(layout.dims, tuple(sorted(partial, key=lambda piece: order.index(piece[0]))))
     return tuple(found[i] for i in range(len(found)))
 
 
@@ -611,5 +631,5 @@ def monoid_of_one(dtype: object) -> Monoid:
 
 
 def whole_along(dims: int, layout: Layout) -> Layout:
-    """A layout whose first dimensions are not cut."""
+    """A layout whose first `dims` dimensions are not cut."""
     return Layout((*(None,) * dims, *layout.dims[dims:]), layout.partial)

@@ -2,9 +2,11 @@
 
 Knows arrays, and the number of blocks of each device. Must not know equations or programs, nor who reads the blocks.
 
+    [b0 b1 b2 b3 b4 b5 b6 b7], counts (5, 3)   ->   [b0 b1 b2 b3 b4 | b5 b6 b7 0 0], an even shard for each device
+
 A dimension of B equal blocks is stored as ``devices x most x block``: each device has room for as many blocks as the
-fullest one, its own first. The rest is zero, and nobody computes with it. So the array is sharded evenly, as jax
-requires, and the work is not.
+fullest one, its own first. The rest is padding: zeros, with which no device computes. So the array is sharded evenly,
+as jax requires, and the work is not.
 """
 
 from __future__ import annotations
@@ -74,9 +76,9 @@ class Share:
         """The stored size of a dimension of size `n`."""
         return n // self.blocks * self.max_blocks * len(self.counts)
 
-    def cut(self, room: int, axes: Axes) -> Cut:
-        """The cut of a stored dimension of size `room`."""
-        return cut_of(self.axes, 1, room, room, axes)
+    def cut(self, stored: int, axes: Axes) -> Cut:
+        """The cut of a stored dimension of size `stored`."""
+        return cut_of(self.axes, 1, stored, stored, axes)
 
     def check(self, axes: Axes, given: Sequence[int] | None = None) -> None:
         """Checks that a mesh has the axes.
@@ -88,8 +90,8 @@ class Share:
         Raises:
           PartitionError: the mesh lacks an axis, or has another number of devices along them.
         """
-        strangers = [name for name in self.axes if name not in axes]
-        if strangers or count(self.axes, axes) != len(self.counts):
+        missing = [name for name in self.axes if name not in axes]
+        if missing or count(self.axes, axes) != len(self.counts):
             counts = self.counts if given is None else tuple(given)
             raise PartitionError(
                 layout_message(
@@ -100,7 +102,7 @@ class Share:
             )
 
     def from_rates(self, rates: Sequence[float], blocks: int) -> Share:
-        """Shares out blocks by speed, so that the slowest device has least to do.
+        """A share along the same axes, with blocks by speed, so that the last device finishes as early as possible.
 
         Args:
           rates: each device's speed, in any unit, above 0.
@@ -147,9 +149,9 @@ def restore(value: Any, dim: int, share: Share) -> jax.Array:
     >>> restore(store(jnp.array([1, 2, 3]), 0, share), 0, share).tolist()
     [1, 2, 3]
     """
-    room = value.shape[dim] // len(share.counts)
-    ends = [i * room + have * (room // share.max_blocks) for i, have in enumerate(share.counts)]
-    pieces = [lax.slice_in_dim(value, i * room, end, axis=dim) for i, end in enumerate(ends)]
+    part = value.shape[dim] // len(share.counts)  # of one device, padding included
+    ends = [i * part + count * (part // share.max_blocks) for i, count in enumerate(share.counts)]
+    pieces = [lax.slice_in_dim(value, i * part, end, axis=dim) for i, end in enumerate(ends)]
     return lax.concatenate(pieces, dim)
 
 
