@@ -2,9 +2,14 @@
 
 Knows stacks of partial sums and folds. Must not know nodes or passes.
 
-Sums that are not exact are reduced by chunks. Where devices hold the leaves of a full tree, groups of devices add, then
-groups of groups, and so on. Elsewhere each device receives one chunk from all, adds it in tree order, and sends the
-result to all. Both move as much as a ring all-reduce; the first half once per block that a device holds.
+    device 0 holds a, device 1 holds b, of [4]      all-to-all:  device 0 has a[:2], b[:2];  device 1 has a[2:], b[2:]
+                                                    each adds:   (a + b)[:2];                (a + b)[2:]
+                                                    all-gather:  both have a + b
+
+Sums that are not exact are reduced by chunks, as above: each device receives its chunk of all blocks, adds it in tree
+order, and sends the result to all. Where devices hold the leaves of a full tree, groups of devices do so, then groups
+of groups, and so on. Both ways send as many bytes as a ring all-reduce, if each device holds one block. With several
+blocks, the first half is sent once for each.
 """
 
 from __future__ import annotations
@@ -39,24 +44,25 @@ from vnode.spmd.resharding_collectives import reduce_scatter
 Parts = Sequence[int | None]
 """For each sum the dimension along which devices receive parts of it; None where all devices receive the whole sum."""
 
-BUCKET = 1 << 20
-"""Bytes up to which values share a collective, or an eighth of all: a collective needs its values' memory three
-times."""
+MAX_BUCKET_BYTES = 1 << 20
+"""The most bytes of values that share a collective, which needs their memory three times. If an eighth of all values
+is less, it is that."""
 
-LEAST = 32 << 10
-"""Bytes that may share a collective even if all values together are small."""
+MIN_BUCKET_BYTES = 32 << 10
+"""Values up to so many bytes may share a collective even if that is more than an eighth of all values."""
 
-ALONE = 128 << 10
+OWN_COLLECTIVE_BYTES = 128 << 10
 """Bytes from which a value has a collective of its own: packing it would cost more than another collective."""
 
-UNROLLED = 32
+MAX_UNROLLED = 32
 """Number of blocks up to which additions are unrolled."""
 
 ROUNDED_EACH = (np.float32, np.float64)
-"""Types to which unrolled additions are rounded, one by one; compilers keep more bits of narrower types."""
+"""Types whose unrolled additions compilers round one by one. Of narrower types they keep more bits."""
 
 SMALL = 16 << 10
-"""Bytes of a bucket up to which every device adds all of it after one collective; not with very many devices."""
+"""Bytes of all of a device's blocks up to which they are not chunked: every device gathers all blocks, and adds them.
+With more than `MAX_UNROLLED` devices flattened blocks are chunked all the same."""
 
 
 def combine_in_any_order(sums: Sequence[Sum], totals: Sequence[Any], axis: str, parts: Parts = ()) -> list[Any]:
@@ -89,11 +95,10 @@ def combine_in_any_order(sums: Sequence[Sum], totals: Sequence[Any], axis: str, 
 
 
 def read_all_bits(total: jax.Array) -> jax.Array:
-    """Marks all bits of a total as read; the result has no derivative.
+    """Keeps the TPU compiler from rounding a float32 total before its all-reduce; the result has no derivative.
 
-    If a step casts a total to bfloat16, the TPU compiler would round the partial sums before the all-reduce. Its
-    propagation of bfloat16 passes barriers and stops at integers. So the bits are combined with a zero that the
-    compiler does not know to be zero; otherwise it would remove the conversion there and back.
+    It would do so if the step casts the total to bfloat16. Its propagation of bfloat16 passes barriers, and stops at
+    integers. So the total's bits are combined with a zero that the compiler does not know to be zero.
     """
     return round_to_storage([total], opaque_count(0))[0] if total.dtype == jnp.float32 else total
 
@@ -108,7 +113,7 @@ def fold_in_order(monoid: Monoid, values: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class ReductionPlan:
-    """Adds the contributions of devices' nodes in tree order.
+    """The order in which devices add their nodes' contributions, and then their sums: that of a tree.
 
     Attributes:
       device_folds: each device's fold over its runs.
@@ -141,9 +146,9 @@ class ReductionPlan:
 
     @functools.cached_property
     def group_sizes(self) -> tuple[int, ...]:
-        """Sizes of device groups, from the innermost level on, if devices add like the upper levels of the tree.
+        """Sizes of nested device groups, innermost first, for `add_in_groups`; empty if devices cannot add in groups.
 
-        That is so if each device has one sum, the sums are consecutive in the tree, and values may be divided.
+        They can if each device has one sum, the sums fill upper levels of the tree, and values may be divided.
         """
         devices = len(self.device_folds)
         if not self.may_flatten or any(len(fold.rest) != 1 for fold in self.device_folds):
@@ -165,7 +170,10 @@ class ReductionPlan:
 
     @property
     def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Each device's `node_loops.Runs`: int32 ``[devices]``, ``[devices, most + 1]``, ``[devices, most]``."""
+        """Each device's `node_loops.Runs`: int32 ``[devices]``, ``[devices, most + 1]``, ``[devices, most]``.
+
+        `most` is the number of runs of the device that has most.
+        """
         counts = np.array([len(fold.merges) for fold in self.device_folds], np.int32)
         most = max(counts)
         starts, merges = np.zeros((len(counts), most + 1), np.int32), np.zeros((len(counts), most), np.int32)
@@ -177,10 +185,17 @@ class ReductionPlan:
     @staticmethod
     @functools.lru_cache
     def from_counts(
-        counts: tuple[int, ...], lane: int, one_axis: bool, first: int = 0, nodes: int | None = None
+        counts: tuple[int, ...], lane: int, may_flatten: bool, first: int = 0, nodes: int | None = None
     ) -> ReductionPlan:
-        """The plan for devices that hold `counts` nodes, added in lanes of `lane`: all `nodes`, or some from
-        `first` on."""
+        """The plan for some devices.
+
+        Args:
+          counts: the number of nodes of each device.
+          lane: the number of consecutive nodes that are added one after another; 1: the tree's own.
+          may_flatten: whether values may be flattened; not if XLA shards them over other mesh axes.
+          first: the number of the first device's first node.
+          nodes: V; by default these devices hold all nodes.
+        """
         tree = Tree.from_lanes(sum(counts) if nodes is None else nodes, lane)
         own, across = tree.folds(counts, first)
         bounds = np.cumsum([first, *counts]).tolist()
@@ -188,7 +203,7 @@ class ReductionPlan:
             (*(run[0] - start for run in tree.runs(start, stop)), stop - start)
             for start, stop in itertools.pairwise(bounds)
         ]
-        return ReductionPlan(tuple(own), tuple(starts), across, one_axis, tree.branches)
+        return ReductionPlan(tuple(own), tuple(starts), across, may_flatten, tree.branches)
 
 
 def nested_group_sizes(devices: int, branches: Sequence[int]) -> tuple[int, ...]:
@@ -319,17 +334,17 @@ def reduce_in_tree_order(
     results: list[list[Any]] = [[] for _ in sums]
     for i, dim in enumerate(parts):
         if dim is not None:
-            parcel = PackedBlocks(blocks[i], dim, False)
-            results[i] = [parcel.add_chunk(sums[i].monoid, rows, plan, axis)]
-    together = [i for i, dim in enumerate(parts) if dim is None]
-    for members in buckets(sums, together) if plan.may_flatten else [[i] for i in together]:
-        parcel = PackedBlocks.from_values([blocks[i] for i in members], len(plan.device_folds), plan.may_flatten)
-        for total in parcel.add_all(sums[members[0]].monoid, rows, plan, axis):
-            if plan.may_flatten and not parcel.flattened:  # as a collective leaves it in memory
+            packed = PackedBlocks(blocks[i], dim, False)
+            results[i] = [packed.add_chunk(sums[i].monoid, rows, plan, axis)]
+    undivided = [i for i, dim in enumerate(parts) if dim is None]
+    for members in buckets(sums, undivided) if plan.may_flatten else [[i] for i in undivided]:
+        packed = PackedBlocks.from_values([blocks[i] for i in members], len(plan.device_folds), plan.may_flatten)
+        for total in packed.add_all(sums[members[0]].monoid, rows, plan, axis):
+            if plan.may_flatten and not packed.flattened:  # as a collective leaves it in memory
                 results[members[0]].append(total)
                 continue
             sizes = [math.prod(sums[i].shape) for i in members]
-            starts = [sum(sizes[:k]) if parcel.flattened else None for k in range(len(sizes))]
+            starts = [sum(sizes[:k]) if packed.flattened else None for k in range(len(sizes))]
             places = [BufferPart(total, sums[i].shape, start) for i, start in zip(members, starts, strict=True)]
             for i, value in zip(members, materialize(places), strict=True):
                 results[i].append(value)
@@ -376,7 +391,7 @@ def add_blocks(s: Sum, held: ReceivedBlocks, rows: Sequence[int], fold: Fold) ->
     """
     if len(rows) == 1:
         return [held[rows[0]]]
-    if len(rows) <= UNROLLED and s.dtype in ROUNDED_EACH:
+    if len(rows) <= MAX_UNROLLED and s.dtype in ROUNDED_EACH:
         return [s.from_zero(b) for b in fold.fold_values([held[row] for row in rows], COMBINE[s.monoid])]
     order, blocks = jnp.asarray(rows, jnp.int32), held.stacked()
 
@@ -390,12 +405,12 @@ def add_blocks(s: Sum, held: ReceivedBlocks, rows: Sequence[int], fold: Fold) ->
 
 
 def add_in_groups(s: Sum, value: jax.Array, dim: int, sizes: Sequence[int], axis: str, whole: bool = True) -> jax.Array:
-    """Adds one block per device in tree order; gives all devices the sum, or each device its own part.
+    """Adds one block per device in tree order; gives all devices the sum, or each device its own chunk of it.
 
-    At each level a device adds its part of the members' blocks, in order, down to its chunk: reduce-scatters over
-    groups, groups of groups, and so on. Gathers return the chunks in reverse order; or a permute sends each chunk to
-    the device that owns it, since the first division is by the last digit of a device's number. The sum of two blocks
-    does not depend on their order.
+    At each level, the members of a group exchange parts of their blocks, and each adds its part in order. Groups of two
+    use a reduce-scatter, since the sum of two blocks does not depend on their order. In the end each device has a
+    chunk. All-gathers over the groups, outermost first, give all devices the sum. Otherwise a permute sends each chunk
+    to the device that owns it: the first level divides by the last digit of a device's number.
 
     Args:
       s: the sum.
@@ -452,12 +467,22 @@ class PackedBlocks:
             return PackedBlocks(blocks, fitting[0] if fitting else None, False)
         if flat:
             blocks = [jnp.concatenate(list(map(jnp.ravel, column))) for column in zip(*values, strict=True)]
-        if len(blocks) * blocks[0].nbytes <= SMALL and (devices <= UNROLLED or not flat):
+        if len(blocks) * blocks[0].nbytes <= SMALL and (devices <= MAX_UNROLLED or not flat):
             return PackedBlocks(blocks, None, flat)
         return PackedBlocks([jnp.pad(block, (0, -block.size % devices)) for block in blocks], 0, True)
 
     def add_all(self, monoid: Monoid, rows: Sequence[int], plan: ReductionPlan, axis: str) -> list[Any]:
-        """Exchanges all devices' blocks and adds them; `rows` are the valid blocks. Returns the remaining sums."""
+        """Exchanges all devices' blocks and adds them in tree order.
+
+        Args:
+          monoid: of the sums.
+          rows: the numbers of the blocks that exist, as `ReceivedBlocks` counts them.
+          plan: how devices add.
+          axis: the mesh axis over which devices are numbered.
+
+        Returns:
+          The sums that remain: one, if the devices hold all nodes.
+        """
         s = Sum(monoid, self.blocks[0].shape, self.blocks[0].dtype)
         if plan.group_sizes and monoid is Monoid.SUM and self.dim is not None and s.dtype in ROUNDED_EACH:
             return [add_in_groups(s, self.blocks[0], self.dim, plan.group_sizes, axis)]
@@ -481,10 +506,10 @@ class PackedBlocks:
         if self.dim is None:
             held = lax.all_gather(jnp.stack(self.blocks), axis)
             return ReceivedBlocks([held[:, i] for i in several])
-        # A dimension of their own for the chunks, or compilers bring the whole into another layout first.
+        # the chunks have a dimension of their own, or compilers first change the layout of the whole value
         dim, shape, devices = self.dim, self.blocks[0].shape, lax.axis_size(axis)
-        apart = (*shape[:dim], devices, shape[dim] // devices, *shape[dim + 1 :])
-        chunks = [block.reshape(apart) for block in self.blocks]
+        chunked = (*shape[:dim], devices, shape[dim] // devices, *shape[dim + 1 :])
+        chunks = [block.reshape(chunked) for block in self.blocks]
         if self.flattened:  # these are copies already
             held = lax.all_to_all(jnp.stack(chunks, 1), axis, 0, 0, tiled=True)
             return ReceivedBlocks([held[:, i] for i in several])
@@ -496,13 +521,13 @@ class PackedBlocks:
 
 
 def buckets(sums: Sequence[Sum], numbers: Sequence[int]) -> list[list[int]]:
-    """Groups the values that share a collective: small values of one dtype and monoid, up to `BUCKET` bytes."""
-    limit = max(LEAST, min(BUCKET, sum(sums[i].nbytes for i in numbers) // 8))
+    """Groups the values that share a collective: small values of one dtype and monoid, up to a number of bytes."""
+    limit = max(MIN_BUCKET_BYTES, min(MAX_BUCKET_BYTES, sum(sums[i].nbytes for i in numbers) // 8))
     result: list[list[int]] = []
     filling: dict[tuple[Any, Monoid], tuple[int, list[int]]] = {}
     for i in numbers:
         s = sums[i]
-        if s.nbytes >= ALONE:
+        if s.nbytes >= OWN_COLLECTIVE_BYTES:
             result.append([i])
             continue
         used, members = filling.get((s.dtype, s.monoid), (0, []))

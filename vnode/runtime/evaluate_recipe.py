@@ -2,6 +2,8 @@
 
 Knows recipes, and how to bind a primitive again with other shapes. Must not know passes, devices or any primitive's
 name.
+
+    y = x * w;  want y: slice      leaves x: slice, w: whole      ->      node 3 of 4:  x[6:8] * w       for 8 examples
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class EvaluationMemo:
         eqn: JaxprEqn,
         operands: list[Any],
         run: Callable[[list[Any]], list[Any]],
-        how: Any = None,
+        variant: Any = None,
         rounding: Rounding | None = None,
         in_memory: Callable[[Any], Any] | None = None,
     ) -> list[Any]:
@@ -77,25 +79,25 @@ class EvaluationMemo:
           eqn: the equation.
           operands: values of its operands.
           run: evaluates it.
-          how: further values that the results depend on.
+          variant: identifies a way of evaluation, if `run` evaluates the equation in one of several ways; hashable.
           rounding: hides from compilers how a divisor is computed; None if they may know.
           in_memory: materializes the summands of a sum, which is then added in the order of a sharded array's; None if
             compilers may choose the order.
         """
         if eqn.effects:
             return run(operands)
-        description, spread = self.describe(eqn), set[int]()
+        description, broadcast = self.describe(eqn), set[int]()  # positions of operands that were broadcast
         if description is not None and description.has(Algebra.SPREADS):
             shape = np.broadcast_shapes(*[np.shape(value) for value in operands])
             given, operands = operands, [self.broadcast(value, shape) for value in operands]
-            spread = {i for i in description.nonlinear if operands[i] is not given[i]}
+            broadcast = {i for i in description.nonlinear if operands[i] is not given[i]}
         if description is not None and rounding is not None:
-            hidden = description.divisors | spread
+            hidden = description.divisors | broadcast
             operands = [self.hide(value, rounding) if i in hidden else value for i, value in enumerate(operands)]
         if description is not None and in_memory is not None and description.order_is_open:
             operands = [self.store(value, in_memory) for value in operands]
         settings = eqn.ctx.threefry_partitionable
-        key = (eqn.primitive, how, settings, tuple(eqn.params.items()), *map(value_key, operands))
+        key = (eqn.primitive, variant, settings, tuple(eqn.params.items()), *map(value_key, operands))
         try:
             found = self._results.get(key)
         except TypeError:  # a parameter that cannot be hashed
@@ -104,15 +106,15 @@ class EvaluationMemo:
             found = self._results[key] = (run(list(operands)), operands)
         return found[0]
 
-    def convert(self, value: Any, how: Any, run: Callable[[], Any]) -> Any:
-        """The result of `run`, a conversion of a value, converted at most once for each `how`."""
-        key = ("converted", how, value_key(value))
+    def convert(self, value: Any, kind: Any, run: Callable[[], Any]) -> Any:
+        """The result of `run`, a conversion of a value; each value is converted at most once for each `kind`."""
+        key = ("converted", kind, value_key(value))
         if key not in self._results:
             self._results[key] = ([run()], [value])
         return self._results[key][0][0]
 
     def rounding_in(self, node: Node) -> Rounding:
-        """Hides divisors of a node from compilers, which do not know that no number of a node is negative."""
+        """A rounding from a zero that compilers do not know: a node's number is never negative."""
         return self.convert(node.index, "rounding", lambda: Rounding((node.index < 0).astype(jnp.uint32)))
 
     def hide(self, value: Any, rounding: Rounding) -> Any:
@@ -203,9 +205,9 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | WholeEvaluator, one_b
 
     Args:
       recipe: the steps.
-      env: the leaves' values; extended in place.
+      env: the leaves' values, by variable and form; extended in place by the values of all results.
       node: the evaluating node, or the evaluator of whole values.
-      one_by_one: whether independent parts wait for one another, whatever the compiler would do.
+      one_by_one: whether independent subgraphs wait for one another; otherwise the compiler orders them.
 
     Returns:
       The requested values, in order.
@@ -243,11 +245,9 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | WholeEvaluator, one_b
                 value = env[(action.var, action.source)]
                 env[(action.var, action.target)] = converted(value, action.var, action.source, action.target)
                 continue
-            several = [action, *(other for other in others if isinstance(other, Evaluation))]
-            values = (
-                evaluate_parts(several, read, known, node) if others else evaluate_action(action, read, node, known)
-            )
-            wanted = [key for each in several for key in zip(each.step.eqn.outvars, each.results, strict=True)]
+            parts = [action, *(other for other in others if isinstance(other, Evaluation))]
+            values = evaluate_parts(parts, read, known, node) if others else evaluate_action(action, read, node, known)
+            wanted = [key for each in parts for key in zip(each.step.eqn.outvars, each.results, strict=True)]
             for (var, form), value in zip(wanted, values, strict=True):
                 if form is not None:
                     env[(var, form)] = value
@@ -287,7 +287,7 @@ def evaluate_parts(
 
 
 def restore_weak_types(values: Sequence[Any], atoms: Sequence[Atom]) -> list[Any]:
-    """Makes values weakly typed where the program's are; the caller's computations depend on it."""
+    """Makes values weakly typed where the program's outputs are: the caller's type promotion depends on that."""
 
     def as_weak_as(value: Any, aval: Any) -> Any:
         weak = getattr(aval, "weak_type", False)
@@ -312,19 +312,19 @@ def evaluate_action(
         description, location, wide = known.describe(eqn), action.location, wide_type(action)
         if isinstance(node, WholeEvaluator) or description is None:
             return known.evaluate(eqn, operands, functools.partial(evaluate_whole, eqn, description, node))
-        how = None if location is None and wide is None else (location, wide)
-        if how is None:
+        variant = None if location is None and wide is None else (location, wide)
+        if variant is None:
             run = functools.partial(evaluate_whole, eqn, description, node)
         elif location is None:
             run = functools.partial(evaluate_wide, description, eqn, platform=node.platform, dtype=wide)
         else:
             run = functools.partial(evaluate_split, action, node=node, wide=wide)
         rounding = known.rounding_in(node) if node.hides_divisors and description.divisors else None
-        return known.evaluate(eqn, operands, run, how, rounding)
+        return known.evaluate(eqn, operands, run, variant, rounding)
 
 
 def wide_type(action: Evaluation) -> Any:
-    """The dtype of an equation's partial results, if it is not that of its results; else None."""
+    """The dtype of a node's pieces of an equation's results, if it has more bits than theirs; else None."""
     for var, form in zip(action.step.eqn.outvars, action.results, strict=True):
         if isinstance(form, Partial) and is_narrow(var, form):
             return form.dtype(var.aval.dtype)
@@ -332,9 +332,13 @@ def wide_type(action: Evaluation) -> Any:
 
 
 def evaluate_split(action: Evaluation, operands: list[Any], node: Node, wide: Any) -> list[Any]:
-    """Evaluates a node's copy of an equation: masks padding out of reductions, and adds unsplit terms in one node only.
+    """Evaluates a node's copy of an equation: masks padding out of reductions, and adds unsplit terms in node 0 only.
 
-    The results have dtype `wide`, if it is not None.
+    Args:
+      action: an evaluation with a description and a location.
+      operands: their values in the forms of `action.operands`; overwritten.
+      node: the node.
+      wide: the floating-point dtype of the results; None for that of the equation.
     """
     description, location = action.description, action.location
     assert description is not None and location is not None
@@ -410,7 +414,7 @@ def evaluate_region(action: Evaluation, node: Node | WholeEvaluator, read: Calla
 
 
 def as_piece(value: Any, atom: Atom, form: Form) -> jax.Array:
-    """A value that a body takes or returns, in the dtype of a node's piece."""
+    """A value that a body takes or returns, as an array; a partial one in the dtype of a node's piece."""
     array = as_array(value, atom)
     return array.astype(form.dtype(array.dtype)) if isinstance(form, Partial) else array
 
@@ -437,17 +441,17 @@ def run_over_batch(action: Evaluation, region: Region, body: Run, operands: list
     assert isinstance(form, Slice)
     real = node.real_mask(Location(form.batch, 0, form.outer, form.ratio)) if node.has_padding(form.batch) else None
 
-    def for_real(counts: jax.Array, values: list[Any]) -> list[Any]:
-        """Calls host code for real examples only, not for padding."""
+    def run_if_real(is_real: jax.Array, values: list[Any]) -> list[Any]:
+        """Runs the body, which calls host code, for real examples only."""
         shapes = jax.eval_shape(body, values)
-        return lax.cond(counts, body, lambda _: jax.tree.map(lambda s: lax.empty(s.shape, s.dtype), shapes), values)
+        return lax.cond(is_real, body, lambda _: jax.tree.map(lambda s: lax.empty(s.shape, s.dtype), shapes), values)
 
     def masked(values: list[Any]) -> list[Any]:
-        *values, counts = values
-        out = for_real(counts, values) if counts is not None and action.step.eqn.effects else body(values)
-        if counts is not None:
+        *values, is_real = values
+        out = run_if_real(is_real, values) if is_real is not None and action.step.eqn.effects else body(values)
+        if is_real is not None:
             for k, i in enumerate(region.carried):
-                out[k] = None if out[k] is None else jnp.where(counts, out[k], values[i])
+                out[k] = None if out[k] is None else jnp.where(is_real, out[k], values[i])
         return out
 
     own = dataclasses.replace(region, length=node.local_size(form.batch, form.ratio), operands=region.operands + 1)

@@ -1,5 +1,10 @@
 """Host-memory values -> device memory, copied one after another before the tasks that read them.
 
+    m' = f(m, g1);  n' = f(n, g2)                       m, n in host memory, g1, g2 known
+
+    m = copy(m, after g2);    m' = f(m, g1)
+    n = copy(n, after m');    n' = f(n, g2)
+
 Knows memory spaces, and orders of tasks. Must not know steps, nor who decided where a value lies.
 
 Compilers start a transfer as soon as they can, and barriers do not delay it (libtpu 0.0.42). All slots of an optimizer
@@ -119,23 +124,23 @@ class Task(NamedTuple):
     makes: Sequence[Any]
 
 
-def order_by_output(works: Sequence[Task], outputs: Sequence[Any], away: Collection[Any]) -> list[int]:
+def order_by_output(tasks: Sequence[Task], outputs: Sequence[Any], offloaded: Collection[Any]) -> list[int]:
     """Orders tasks output by output; outputs that need most of the offloaded values come first.
 
     Args:
-      works: tasks in a valid order.
+      tasks: tasks in a valid order.
       outputs: the results of the program, variables and others.
-      away: the offloaded values.
+      offloaded: the offloaded values.
 
     Returns:
       The tasks' numbers; tasks that no output needs come last.
 
-    >>> slots, works = ["m", "n"], [Task("m", "M"), Task("n", "N"), Task("M", "p"), Task("N", "q")]
-    >>> order_by_output(works, ["M", "N", "p", "q"], slots)
+    >>> slots, tasks = ["m", "n"], [Task("m", "M"), Task("n", "N"), Task("M", "p"), Task("N", "q")]
+    >>> order_by_output(tasks, ["M", "N", "p", "q"], slots)
     [0, 2, 1, 3]
     """
-    made = {var: k for k, work in enumerate(works) for var in work.makes}
-    needs = offloaded_needs(works, away)
+    made = {var: k for k, task in enumerate(tasks) for var in task.makes}
+    needs = offloaded_needs(tasks, offloaded)
     ends = [made[atom] for atom in outputs if isinstance(atom, Hashable) and atom in made]
     order: dict[int, None] = {}
     # An update that reads a parameter's slots comes before the new slots that it defines.
@@ -143,40 +148,40 @@ def order_by_output(works: Sequence[Task], outputs: Sequence[Any], away: Collect
         stack = [end]
         while stack:
             k = stack[-1]
-            before = [made[var] for var in works[k].reads if var in made and made[var] not in order]
+            before = [made[var] for var in tasks[k].reads if var in made and made[var] not in order]
             if k in order or not before:
                 order[stack.pop()] = None
             else:
                 stack += reversed(before)
-    return [*order, *(k for k in range(len(works)) if k not in order)]
+    return [*order, *(k for k in range(len(tasks)) if k not in order)]
 
 
-def deferrable(works: Sequence[Task], wanted: Collection[Any], away: Collection[Any]) -> set[int]:
+def deferrable(tasks: Sequence[Task], wanted: Collection[Any], offloaded: Collection[Any]) -> set[int]:
     """Tasks that read offloaded values and that no early result needs.
 
     Args:
-      works: tasks in a valid order.
+      tasks: tasks in a valid order.
       wanted: the results that are needed early.
-      away: the offloaded values.
+      offloaded: the offloaded values.
 
-    >>> works = [Task("m", "M"), Task("n", "N"), Task("x", "y"), Task("M", "P")]
-    >>> deferrable(works, wanted=["N", "y"], away=["m", "n"])
+    >>> tasks = [Task("m", "M"), Task("n", "N"), Task("x", "y"), Task("M", "P")]
+    >>> deferrable(tasks, wanted=["N", "y"], offloaded=["m", "n"])
     {0, 3}
     """
-    needs, early, found = offloaded_needs(works, away), set(wanted), set[int]()
-    for k in range(len(works) - 1, -1, -1):
-        if needs[k] and early.isdisjoint(works[k].makes):
+    needs, early, found = offloaded_needs(tasks, offloaded), set(wanted), set[int]()
+    for k in range(len(tasks) - 1, -1, -1):
+        if needs[k] and early.isdisjoint(tasks[k].makes):
             found.add(k)
         else:
-            early.update(works[k].reads)
+            early.update(tasks[k].reads)
     return found
 
 
-def offloaded_needs(works: Sequence[Task], away: Collection[Any]) -> list[int]:
+def offloaded_needs(tasks: Sequence[Task], offloaded: Collection[Any]) -> list[int]:
     """For each task, as a bit set, the offloaded values that it needs, directly or through other tasks."""
-    bits = {var: 1 << i for i, var in enumerate(away)}
+    bits = {var: 1 << i for i, var in enumerate(offloaded)}
     needs = []
-    for work in works:
-        needs.append(functools.reduce(operator.or_, (bits.get(var, 0) for var in work.reads), 0))
-        bits.update(dict.fromkeys(work.makes, needs[-1]))
+    for task in tasks:
+        needs.append(functools.reduce(operator.or_, (bits.get(var, 0) for var in task.reads), 0))
+        bits.update(dict.fromkeys(task.makes, needs[-1]))
     return needs

@@ -2,6 +2,9 @@
 
 Knows monoids and numbers of nodes. Must not know equations, placements, or how devices are combined.
 
+    program(position) -> pieces, kept         ->        for position in range(count):
+                                                            totals += pieces;  buffers[position] = kept
+
 In tree order, an addition must not be fused with the producers of its operands or the users of its result. Otherwise
 compilers contract and vectorize it differently where the program around it differs. So additions are loops of their
 own, with a trip count known at run time only; a loop with trip count one would be inlined.
@@ -41,8 +44,8 @@ KEEP_BARRIERS = frozenset({"tpu"})
 """Platforms whose compilers keep `lax.optimization_barrier` until they have fused; others drop it before."""
 
 ROOM_EARLY = frozenset({"tpu"})
-"""Platforms whose compilers allocate a loop's accumulators long before the loop begins, unless they depend on
-something."""
+"""Platforms whose compilers allocate a loop's accumulators long before the loop begins, unless their initial values
+depend on a value that is computed late."""
 
 LARGE = 64 << 10
 """Bytes of sums from which no compiler treats the loop over nodes as a small one."""
@@ -81,7 +84,7 @@ class Sum:
         return lax.broadcast(lax.select(opaque_zero(number) == 0, scalar, jnp.ones_like(scalar)), self.shape)
 
     def from_zero(self, total: Any) -> Any:
-        """A total as if its first piece had been added to +0, as `fold_pieces` and some collectives do: never -0."""
+        """A total as if its first piece had been added to +0, as loops over runs and some collectives do: never -0."""
         if self.monoid is not Monoid.SUM:
             return total
         if jnp.issubdtype(self.dtype, jnp.complexfloating):
@@ -175,7 +178,8 @@ def write_at(buffers: list[Any], values: list[Any], index: jax.Array) -> list[An
 
 
 Pieces = Callable[[jax.Array, Any, list[Any], jax.Array], tuple[list[Any], Any]]
-"""Maps a position to its contributions; see `fold_pieces`."""
+"""Maps a position, the state, buffers that may be overwritten, and a number that is known once they may be, to one
+contribution per sum and the next state; see `fold_pieces`."""
 
 
 def fold_pieces(
@@ -285,6 +289,7 @@ def add_in_tree_order(
       most: the most blocks that join one run.
       buffers: buffers for the values that nodes keep.
       fold: adds the runs, as `fold_pieces` does.
+      after: values before which no memory for sums is allocated; see `fold_pieces`.
 
     Returns:
       The partial blocks of inexact sums, the totals of exact sums, and the kept values.

@@ -1,5 +1,8 @@
 """Pass -> a loop over a device's nodes under `shard_map`, then one reduction across devices.
 
+    pass: for each of V nodes:  g += x.T @ h       ->      on each device:  for each of its own nodes:  g += x.T @ h
+                                                           then:            g = g of all devices, added in tree order
+
 Knows passes, placements and the values so far. Must not know once-computed values, nor any primitive.
 """
 
@@ -44,12 +47,12 @@ class PassEmission(MeshValues):
       schedule: the step.
       placement: where the nodes live.
       inputs: values of the program's inputs; None if other programs hold other nodes, and the caller provides all
-        values.
+        values. Passes then return blocks of sums, not totals.
       mode: the guarantee asked of the emission.
       lane: see `vnode.runtime.emit.emit`, as for the following.
       slotted: the batched inputs given per slot.
       division: who partitions the computation.
-      far: number of offloaded sums.
+      far: the number of waiting sums that are offloaded to the host.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class PassEmission(MeshValues):
         far: int = 0,
     ) -> None:
         super().__init__(schedule, placement, inputs, mode, slotted, division)
-        self.alone = inputs is not None  # otherwise other programs hold other nodes
+        self.holds_all_nodes = inputs is not None
         self.lane = lane
         self.far = far
         self.once_axes = once_axes(placement, self.division.over_nodes) if division is not None else {}
@@ -100,7 +103,7 @@ class PassEmission(MeshValues):
         self.layouts.update((a.var, end) for a, end in zip(nodes.accumulators, layout.ends, strict=True))
         if layout.kept is not None:
             self.layouts.update((var, end) for (var, _), end in zip(nodes.collected, layout.kept, strict=True))
-        if self.alone and self.has_barriers:
+        if self.holds_all_nodes and self.has_barriers:
             totals = list(map(node_loops.as_row_major, totals))
         return totals
 
@@ -123,8 +126,8 @@ class PassEmission(MeshValues):
             placement.counts, self.lane, self.is_local_to_device, placement.first, placement.virtual_nodes
         )
         made = divided.results[: len(sums)] if divided else [replicated(len(s.shape)) for s in sums]
-        lies = [each.without_partial for each in made]
-        ends = self.total_layouts(nodes, lies) if self.alone else lies
+        combined = [each.without_partial for each in made]
+        ends = self.total_layouts(nodes, combined) if self.holds_all_nodes else combined
         parts = [self.summing_devices.divided_dim(*each) for each in zip(sums, made, ends, strict=True)]
         barriers = self.mode is Mode.INVARIANT and self.platform in node_loops.KEEP_BARRIERS
         awaited = self.barrier_values(nodes, given, wanted)
@@ -156,15 +159,15 @@ class PassEmission(MeshValues):
     def input_specs(self, layout: PassLayout) -> tuple[Any, ...]:
         """The specs of the arguments of `run_on_device`, besides the layout."""
         axis = self.placement.axis
-        lying = zip(layout.batched, layout.inputs[1:], strict=False)
+        batched = zip(layout.batched, layout.inputs[1:], strict=False)
         return (
             PartitionSpec(axis),
             PartitionSpec(axis),
             PartitionSpec(axis),
             [spec_of(each) if self.divides else PartitionSpec() for each in layout.given],
             [
-                stacked_spec(lies, each.dim, axis) if each.in_slots else self.spec_of_batched(lies, each.form, each.dim)
-                for each, lies in lying
+                stacked_spec(own, each.dim, axis) if each.in_slots else self.spec_of_batched(own, each.form, each.dim)
+                for each, own in batched
             ],
             [spec_of(self.layout(var)) for var in layout.awaited],
         )
@@ -172,7 +175,7 @@ class PassEmission(MeshValues):
     def output_specs(self, layout: PassLayout) -> tuple[Any, Any]:
         """The specs of the results of `run_on_device`."""
         axis = self.placement.axis
-        totals = [spec_of(each) for each in layout.ends] if self.divides and self.alone else PartitionSpec()
+        totals = [spec_of(each) for each in layout.ends] if self.divides and self.holds_all_nodes else PartitionSpec()
         if layout.kept is None:
             return totals, PartitionSpec(axis)
         return totals, [stacked_spec(each, 0, axis) for each in layout.kept]
@@ -193,7 +196,7 @@ class PassEmission(MeshValues):
           layout: of the pass.
           first: the number of the device's first node, ``int32[1]``.
           count: the device's number of nodes, ``int32[1]``.
-          runs: the tables of the order of additions, for this device.
+          runs: this device's rows of `ReductionPlan.tables`, int32 ``[1]``, ``[1, most + 1]`` and ``[1, most]``.
           whole: the device's shards of whole values.
           shards: the device's shards of batched values.
           latest: the values that the pass waits for.
@@ -206,10 +209,10 @@ class PassEmission(MeshValues):
             # otherwise the compiler for one device would replace a node's number by the loop counter
             origin = node_loops.opaque_count(first[0])
             packed = layout.pack(shards, self.placement.waves)
-            several = zip(nodes.whole_inputs, whole, layout.given, layout.wanted, strict=True)
+            resharded = zip(nodes.whole_inputs, whole, layout.given, layout.wanted, strict=True)
             whole = [
                 convert_after(value, start, end, self.shape(var), mesh_axes, latest)
-                for var, value, start, end in several
+                for var, value, start, end in resharded
             ]
             inputs = DeviceInputs(layout, origin, shards, packed, whole, functools.partial(self.evaluate_node, layout))
             program = node_loops.NodeProgram(inputs.take, inputs.compute, self.placement.waves == 1, layout.barriers)
@@ -218,14 +221,14 @@ class PassEmission(MeshValues):
             after = [value for level, value in late if level] if self.platform in node_loops.ROOM_EARLY else []
             after = [*after, *(latest if nodes.waits_for_previous else [])]
             totals, kept = self.sum_over_devices(layout, program, count, runs, buffers, after)
-            if not self.divides or not self.alone:
+            if not self.divides or not self.holds_all_nodes:
                 return totals, kept
             # partial values over the other axes are combined once, not for every node
-            several = zip(nodes.accumulators, totals, layout.made, layout.parts, layout.ends, strict=True)
+            contributions = zip(nodes.accumulators, totals, layout.made, layout.parts, layout.ends, strict=True)
             divide = self.summing_devices.divide_dim
             return [
                 convert(total, divide(start, dim, self.shape(a.var)), end, self.shape(a.var), mesh_axes)
-                for a, total, start, dim, end in several
+                for a, total, start, dim, end in contributions
             ], kept
 
     def evaluate_node(self, layout: PassLayout, inputs: Sequence[Any]) -> list[Any]:
@@ -241,7 +244,7 @@ class PassEmission(MeshValues):
 
     @property
     def is_local_to_device(self) -> bool:
-        """Whether every mesh axis divides only other devices' work, so that a pass is local to each device."""
+        """Whether XLA divides no pass among devices: vnode does, or the mesh has no axis besides the nodes'."""
         return self.divides or self.placement.size == len(self.placement.devices)
 
     @property
@@ -251,7 +254,7 @@ class PassEmission(MeshValues):
 
     @property
     def is_fixed_length(self) -> bool:
-        """Whether a pass is a loop with a static trip count, alike on all devices."""
+        """Whether a pass is a loop with a static trip count, the same on all devices."""
         return self.mode is not Mode.INVARIANT and self.placement.even
 
     def packing(self, batched: Sequence[BatchedInput], asked: bool) -> Packing:
@@ -275,7 +278,7 @@ class PassEmission(MeshValues):
           layout: of the pass.
           program: the computation of one node.
           count: the device's number of nodes, ``int32[1]``.
-          runs: the tables of the order of additions, for this device.
+          runs: this device's rows of `ReductionPlan.tables`.
           buffers: buffers for the values kept of the device's nodes.
           after: values before which no memory for sums is allocated.
 
@@ -302,7 +305,7 @@ class PassEmission(MeshValues):
             )
             combine = (
                 functools.partial(device_reductions.reduce_all_nodes, parts=parts)
-                if self.alone
+                if self.holds_all_nodes
                 else device_reductions.reduce_to_blocks
             )
             return combine(sums, rest, exact, order, axis), kept
@@ -316,26 +319,29 @@ class PassEmission(MeshValues):
 
     def stores_pieces(self, sums: Sequence[node_loops.Sum], parts: Sequence[int | None]) -> bool:
         """Whether nodes store their contributions side by side: small sums that all devices receive whole."""
-        alone = (
-            self.alone and self.is_local_to_device and not self.far and self.platform not in node_loops.KEEP_BARRIERS
-        )
-        alone = alone and not self.division.planned
-        whole = all(part is None for part in parts)
-        return alone and whole and small_sums.are_small(sums, self.placement.virtual_nodes)
+        complete = self.holds_all_nodes and self.is_local_to_device
+        plain = not self.far and not self.division.planned and self.platform not in node_loops.KEEP_BARRIERS
+        undivided = all(part is None for part in parts)
+        return complete and plain and undivided and small_sums.are_small(sums, self.placement.virtual_nodes)
 
     def wholes_by_level(self, nodes: Pass, whole: Sequence[Any]) -> list[tuple[int, Any]]:
-        """The whole values that a pass reads, latest first, each with the level at which it can be ready."""
-        if (
-            self.mode is Mode.DIFFERENTIABLE or not self.is_local_to_device
-        ):  # reading an element of a sharded value is slow
+        """The whole values that a pass reads, latest first, each with the level at which it can be ready.
+
+        Empty where nothing waits for them: in differentiable programs, and where XLA shards whole values, since reading
+        an element of a sharded value is slow.
+        """
+        if self.mode is Mode.DIFFERENTIABLE or not self.is_local_to_device:
             return []
         late = [(self.ready_level(var), value) for var, value in zip(nodes.whole_inputs, whole, strict=True)]
         return sorted(late, key=lambda pair: pair[0], reverse=True)
 
     def buffers(self, layout: PassLayout, after: Sequence[Any]) -> list[Any]:
-        """Buffers for the values kept of a device's nodes, in a pass that reads whole values.
+        """Buffers for the values kept of a device's nodes, ``[waves, *part]`` each.
 
-        Dependence on these, latest first, keeps compilers from allocating the buffers before the pass.
+        Args:
+          layout: of the pass.
+          after: whole values that the pass reads, latest first. The buffers depend on the first suitable one, so that
+            compilers do not allocate them before the pass.
         """
         nodes, divided = layout.node_pass, layout.divided
         shapes = list[tuple[tuple[int, ...], Any]]()
@@ -352,14 +358,17 @@ class PassEmission(MeshValues):
         state = self.flow.states[var]
         return state.level if isinstance(state.form, Whole) else state.level + (not state.materialized)
 
-    def total_layouts(self, nodes: Pass, lies: Sequence[Layout]) -> list[Layout]:
-        """Chooses the layouts of a pass's totals, no coarser than `lies`, by the layouts in which they are read.
+    def total_layouts(self, nodes: Pass, combined: Sequence[Layout]) -> list[Layout]:
+        """Chooses the layouts of a pass's totals, by the layouts in which they are read.
 
-        If the next once-computed task reads a shard only, each device receives its shard: the gradient of a sharded
-        parameter.
+        Example: the gradient of a sharded parameter is read in shards, so each device receives its shard only.
+
+        Args:
+          nodes: the pass.
+          combined: for each total its coarsest layout: that of a device's sum, combined over the inner axes.
         """
         if not self.once_axes or not self.divides or self.uneven is not None:
-            return list(lies)
+            return list(combined)
         stages = itertools.dropwhile(lambda stage: stage.node_pass is not nodes, self.schedule.stages)
         after = [
             action
@@ -367,11 +376,11 @@ class PassEmission(MeshValues):
             for action in stage.once_actions
             if not is_separate(action)
         ]
-        together = ReplicatedRegion.from_actions(after, self.readers, self.flow.program, self.once, self.ends)
-        ends = {a.var: layout for a, layout in zip(nodes.accumulators, lies, strict=True)}
+        region = ReplicatedRegion.from_actions(after, self.readers, self.flow.program, self.once, self.ends)
+        ends = {a.var: layout for a, layout in zip(nodes.accumulators, combined, strict=True)}
         return list(
             choose_output_layouts(
-                ends, self.layout, together.read_layouts, self.axes, self.once_axes, self.exact
+                ends, self.layout, region.read_layouts, self.axes, self.once_axes, self.exact
             ).values()
         )
 
@@ -381,8 +390,12 @@ class PassEmission(MeshValues):
         return [replicated(1), *parts, *map(self.layout_in_pass, nodes.whole_inputs)]
 
     def divided_pass(self, nodes: Pass) -> MeshFunction | None:
-        """One node's computation in a pass, partitioned over the axes that nodes are not spread over; None if XLA
-        does so."""
+        """One node's computation in a pass, partitioned over the inner axes; None if XLA partitions it.
+
+        Raises:
+          UnsupportedPrimitiveError: it has an effect, which every device would repeat.
+          PartitionError: XLA would compute the gradient of its windows wrongly (`refuse_windows`).
+        """
         if not self.axes:
             return None
         shapes, layouts = self.node_input_shapes(nodes), self.node_input_layouts(nodes)

@@ -23,46 +23,51 @@ from vnode.spmd.resharding import extends, is_local
 from vnode.spmd.sharded_program import as_spec_layout
 
 Lying = Callable[[Var], Layout]
-"""The layout of each variable."""
+"""Maps a variable to the layout in which it lies."""
 
-Wanted = Callable[[Lying, Axes, Collection[str]], Mapping[Var, Sequence[Layout]]]
+ReadLayouts = Callable[[Lying, Axes, Collection[str]], Mapping[Var, Sequence[Layout]]]
 """The layouts in which variables are read, given their layouts over some axes, and those that must not change bits."""
 
 
 def choose_output_layouts(
-    lies: Mapping[Var, Layout], lying: Lying, wanted: Wanted, inner: Axes, axes: Axes, exact: Set[str]
+    combined: Mapping[Var, Layout],
+    layout_of: Lying,
+    read_layouts: ReadLayouts,
+    inner: Axes,
+    axes: Axes,
+    exact: Set[str],
 ) -> dict[Var, Layout]:
-    """Chooses output shardings no coarser than `lies`.
+    """Chooses the layouts of totals: the first layouts in which they are read that slice `combined` further.
 
     Args:
-      lies: layouts of the totals' partial values, combined over the nodes' axis.
-      lying: layouts of all other values that are read with them.
-      wanted: gives the layouts in which they are read.
+      combined: for each total the layout of a device's sum, combined over the other axes.
+      layout_of: gives the layouts of all other values that are read with them.
+      read_layouts: gives the layouts in which variables are read.
       inner: the axes besides the nodes' axis.
       axes: the axes that may divide totals.
       exact: the axes among them whose size must not change bits of results.
     """
     # their layout over the other axes must not depend on the size of the nodes' axis
-    ends = refine_over_axes(lies, lying, wanted, inner, frozenset()) if exact else dict(lies)
-    return refine_over_axes(ends, lying, wanted, axes, exact)
+    ends = refine_over_axes(combined, layout_of, read_layouts, inner, frozenset()) if exact else dict(combined)
+    return refine_over_axes(ends, layout_of, read_layouts, axes, exact)
 
 
 def refine_over_axes(
-    lies: Mapping[Var, Layout], lying: Lying, wanted: Wanted, axes: Axes, exact: Set[str]
+    combined: Mapping[Var, Layout], layout_of: Lying, read_layouts: ReadLayouts, axes: Axes, exact: Set[str]
 ) -> dict[Var, Layout]:
-    """Refines layouts over some axes; who reads the values is asked only if one of them is large."""
-    if all(is_small(layout, var, axes) for var, layout in lies.items()):
-        return dict(lies)
-    found = wanted(
-        lambda var: lies[var] if var in lies else restrict_to_axes(axes, lying(var), var.aval.shape),
+    """Refines layouts over some axes; `read_layouts`, which takes long, is called only if a total is large."""
+    if all(is_small(layout, var, axes) for var, layout in combined.items()):
+        return dict(combined)
+    found = read_layouts(
+        lambda var: combined[var] if var in combined else restrict_to_axes(axes, layout_of(var), var.aval.shape),
         axes,
         exact,
     )
-    return {var: first_finer(layout, found.get(var, ()), var, axes, exact) for var, layout in lies.items()}
+    return {var: first_finer(layout, found.get(var, ()), var, axes, exact) for var, layout in combined.items()}
 
 
-def first_finer(layout: Layout, wanted: Iterable[Layout], var: Var, axes: Axes, exact: Set[str]) -> Layout:
-    """The first of some layouts that is finer than a given one; finer over `exact` axes, if there are any.
+def first_finer(layout: Layout, candidates: Iterable[Layout], var: Var, axes: Axes, exact: Set[str]) -> Layout:
+    """The first of some layouts that slices a given one further; over `exact` axes only, if there are any.
 
     Small totals go to all devices, and stay whole: a user of a part slices it, and a user of all needs no all-gather.
     """
@@ -70,7 +75,7 @@ def first_finer(layout: Layout, wanted: Iterable[Layout], var: Var, axes: Axes, 
     shape = var.aval.shape
     if is_small(layout, var, axes):
         return layout
-    for each in wanted:
+    for each in candidates:
         finer = each != layout and is_local(layout, each, shape, axes, var.aval.dtype)
         if (
             finer

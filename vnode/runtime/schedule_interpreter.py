@@ -46,8 +46,8 @@ class RegionEntry:
 
     Attributes:
       operands: the values, as the bodies expect them.
-      in_parts: whether the bodies have batched values in parts: an emission per slot, a replica its own part.
-      split: the operands that are in parts inside the bodies, and not outside.
+      in_parts: whether batched values are in parts inside the bodies: per slot in an emission, one part in a replica.
+      split: the numbers of the operands that are in parts inside the bodies, and not outside.
     """
 
     operands: Sequence[Any]
@@ -115,7 +115,7 @@ class ScheduleInterpreter(abc.ABC):
 
     @abc.abstractmethod
     def make_whole(self, var: Var) -> Any:
-        """Makes a value whole on every device: a batched one, one in uneven blocks, or one that lies elsewhere."""
+        """Makes a value whole on every device: a batched one, one in uneven blocks, or one in host memory."""
 
     @abc.abstractmethod
     def replicate(self, value: Any) -> Any:
@@ -123,11 +123,11 @@ class ScheduleInterpreter(abc.ABC):
 
     @abc.abstractmethod
     def shard_by_nodes(self, value: Any, form: Form | None) -> Any:
-        """Constrains the layout of an operand or result of a body that has the surrounding program's nodes."""
+        """Constrains the layout of an input or output of a body whose nodes are those of the surrounding program."""
 
     @abc.abstractmethod
     def emit_output(self, atom: Atom, form: Form) -> Any:
-        """An output, as the caller expects it."""
+        """An output in the form in which the program returns it."""
 
     @abc.abstractmethod
     def store_in_blocks(self, atom: Atom, dim: int) -> Any:
@@ -159,7 +159,7 @@ class ScheduleInterpreter(abc.ABC):
           action: the loop or branch.
           entry: its operands.
           made: the body's schedule.
-          given: for each input of the body, the number of the operand that it belongs to.
+          given: for each input of the body, the number of the region's operand that it reads.
           inputs: values of the body's inputs.
 
         Returns:
