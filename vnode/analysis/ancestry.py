@@ -1,6 +1,6 @@
 """Batch flow -> for every value, the set of per-node steps that it is computed from.
 
-Knows batch flow. Must not know passes, nor what any of them is given.
+Knows batch flow. Must not know passes, nor their inputs.
 
 Sets are bits of an integer: with steps ``a = f(x)``, ``b = g(y)``, ``c = a + b`` the ancestors of c are ``0b111``.
 They are computed for all values in one sweep. Otherwise every pass of a deep network would walk the whole network, and
@@ -28,7 +28,7 @@ class Ancestry:
 
     Args:
       flow: batch flow of the program.
-      is_whole: whether a value exists without any pass.
+      is_whole: whether a value exists without any pass: a whole value, or an argument.
     """
 
     def __init__(self, flow: Flow, is_whole: Callable[[Var], bool]) -> None:
@@ -63,7 +63,7 @@ class Ancestry:
         """
         states, position = self.flow.states, self.flow.position
         found: dict[Var, tuple[Steps, Steps]] = {}
-        own: dict[Var, tuple[Steps, Steps]] = {}  # of nodes' own estimates
+        own: dict[Var, tuple[Steps, Steps]] = {}  # the same for a node's own estimate of a whole value
 
         def read(atom: Atom, form: Form) -> tuple[Steps, Steps]:
             if not isinstance(atom, Var) or atom not in position:

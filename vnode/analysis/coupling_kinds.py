@@ -182,9 +182,9 @@ def batched_sources(flow: Flow, step: Step) -> Iterator[Var]:
 
 
 def reads_parameters(flow: Flow, reader: Step) -> bool:
-    """Whether a step of a later pass reads a whole value with the shape of an unbatched argument.
+    """Whether a step of a later pass reads a whole value, computed from a reduction, of an unbatched argument's shape.
 
-    Such a value is most likely a second set of parameters.
+    Such a value is most likely a second set of parameters, as of a line search.
     """
     given = {
         shape

@@ -37,7 +37,7 @@ its elements enumerate places, as in an iota or an argument."""
 
 
 def find_dispatch_sums(flow: Flow) -> set[Var]:
-    """The sums over the batch that nodes would estimate and cannot."""
+    """The sums that nodes would estimate, although examples both write and read them by place."""
     places = places_of(flow)
     made_of: dict[Atom, set[Var]] = {}
     found: set[Var] = set()

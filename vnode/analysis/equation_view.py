@@ -1,6 +1,6 @@
 """One equation under batch flow's decision -> its step, the states of its results, and the couplings it meets.
 
-Knows states, levels and couplings. Must not know which verdict is right: batch flow does.
+Knows states, levels and couplings. Must not know how an equation should be evaluated: batch flow decides that.
 """
 
 from __future__ import annotations
@@ -220,24 +220,24 @@ class EquationView:
         """
         for state, form in zip(self.states, step.operands, strict=True):
             if state.estimated_inside:
-                what = "a loop or branch has made of a sum over the batch that is estimated inside of it only"
+                what = "that a loop or branch computes from its own estimate of a sum, which does not exist outside"
                 remedy = "compute it again where it is read: jax.checkpoint around the body of the loop or branch"
             elif state.counted_outside and state.estimated and not isinstance(form, Partial):
-                what = "is made of an estimate in a loop or branch, and of a count that comes from outside"
-                remedy = "keep the count out of it: normalize by what does not depend on the batch"
+                what = "that a loop or branch computes from an estimate inside and a count of the batch from outside"
+                remedy = "normalize in the loop or branch by a number that does not depend on the batch"
             else:
                 continue
             raise CouplingError(
                 message_about(
                     self.eqn,
-                    f"coupling='local' cannot be kept: {self.eqn.primitive.name!r} applies to single examples "
-                    f"what {what}.",
+                    f"coupling='local' cannot be kept: {self.eqn.primitive.name!r} applies to single examples a value "
+                    f"{what}.",
                     remedies=[remedy, "or write the loop out (a Python loop), or the branch", "or coupling='exact'"],
                 )
             )
 
     def results_zero(self, step: Step) -> bool:
-        """Whether the equation is linear in operands that are all zeros."""
+        """Whether the results are known to be zeros: the equation is linear in operands that are."""
         if not any(state.zero for state in self.states):
             return False
         description = step.description

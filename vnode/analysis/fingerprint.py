@@ -2,7 +2,10 @@
 
 Knows jaxprs, and which of their parameters affect the result. Must not know steps, devices or files.
 
-    lambda x: 2 * sin(x)   ->   sha256("input float32[3]", "[0] sin(float32[3])", "[2, 1] mul(2.0, float32[3])", ...)
+    lambda x: 2 * sin(x)   ->   sha256 of   input float32[3]
+                                            [0] sin(float32[3]) -> float32[3]
+                                            ['2.0', 1] mul(2.0, float32[3]) -> float32[3]
+                                            output [2]
 
 The text omits all that does not change values: names of functions and variables, source lines, shardings, meshes and
 weak types. It contains the behaviour of a Python function whose results the program reads (`jax.pure_callback`, see

@@ -1,6 +1,6 @@
 """A loop that reads and writes rows by the loop counter -> a scan over these rows.
 
-Knows loops that count, and slices of one row. Must not know what is computed of a row, batches, nor calls.
+Knows loops that count, and slices of one row. Must not know what is computed from a row, batches, nor calls.
 
 A `jax.lax.fori_loop` over examples reads a row by its index, and writes a row of an array that it carries. `jax.vmap`
 also makes such loops, of calls that it cannot batch, as Pallas kernels with scalar prefetch::

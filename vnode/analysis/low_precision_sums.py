@@ -26,7 +26,7 @@ from vnode.operators import Algebra
 
 
 def values_after_sums(flow: Flow, rounded: dict[Var, Any]) -> set[Var]:
-    """Partial values that are computed after a sum of fewer or more bits, or of small range, is complete.
+    """Partial values that are computed from completed operands: casts of sums, and uses of sums of small range.
 
     Args:
       flow: batch flow of the program.
@@ -136,7 +136,7 @@ def partial_operands(step: Step) -> list[tuple[Var, Partial]]:
 
 
 def computes_with_narrow_sum(step: Step) -> bool:
-    """Whether an equation computes with a narrow sum (`is_narrow`), rather than move it."""
+    """Whether an equation computes with a partial sum of small range (`may_overflow`), rather than move it."""
     return (
         step.description is not None
         and not only_moves(step)
@@ -184,7 +184,7 @@ def narrows_sum(step: Step) -> bool:
 
 
 def precision(dtype: Any) -> int:
-    """Bits of a floating-point number of a dtype, or of a complex number's part; 0 of others."""
+    """Bits of a floating-point number of a dtype, or of a complex number's part; 0 for other dtypes."""
     return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.inexact) else 0
 
 

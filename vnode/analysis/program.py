@@ -1,5 +1,7 @@
 """A jaxpr -> a program: a flat list of equations, with calls inlined, and loops and branches kept.
 
+    jit(f)(x);  scan(body, ...)   ->   the equations of f;  scan(body, ...)
+
 Knows jaxprs, and that calls can be inlined. Must not know about batches or devices.
 """
 
@@ -106,7 +108,7 @@ class Program:
 
 
 def read_inputs(program: Program) -> set[int]:
-    """The positions of inputs that an output, or an equation with an effect, is computed from."""
+    """The positions of the inputs from which an output, or an operand of an equation with an effect, is computed."""
     wanted = [*program.outputs, *(atom for eqn in program.equations if eqn.effects for atom in eqn.invars)]
     read = origins(program, {atom for atom in wanted if isinstance(atom, Var)})
     return {i for i, var in enumerate(program.inputs) if var in read}

@@ -168,7 +168,7 @@ def build_recipe(
       is_leaf: whether a pair of variable and form is given; by default the program's inputs and constants in the form
         that batch flow found for them.
       effects: steps to evaluate whether or not their results are wanted.
-      cut: inputs, whole by batch flow, that are given as slices where slices are wanted.
+      cut: whole inputs of which slices are given, too, where slices are wanted.
 
     Returns:
       The recipe; `Recipe.leaves` holds the pairs that must be given.

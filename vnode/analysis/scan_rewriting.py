@@ -2,7 +2,7 @@
 
 Knows programs, and loops of known length. Must not know batches, devices, nor why a loop is rewritten.
 
-    c, ys = scan(body, c, xs)   ->   c, ys, zs = scan(body', c, xs)        zs: [turns, ...]
+    c, ys = scan(body, c, xs)   ->   c, ys, zs = scan(body', c, xs)        zs: [trip count, ...]
 """
 
 from __future__ import annotations

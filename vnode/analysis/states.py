@@ -45,8 +45,8 @@ class State:
       places: for an input of a body with passes of its own, dimensions along which examples pick places.
       estimated_inside: whether it is computed from sums that a loop or branch with passes of its own estimates inside,
         while outside only the sums exist.
-      counted_outside: whether, in a body with passes of its own, it is computed from a sum of the batch alone that is
-        formed outside of the body.
+      counted_outside: whether, in a body with passes of its own, it is computed from a sum of the data alone (a count)
+        that is formed outside of the body.
     """
 
     form: Form
@@ -74,7 +74,10 @@ class State:
 
     @property
     def estimable(self) -> bool:
-        """Whether nodes have a local version before the whole value, as an estimate can use it: a count of examples."""
+        """Whether nodes have a local version before the whole value, for an estimate to use.
+
+        That is their own estimate, or a sum of the data alone, such as a count of examples.
+        """
         return self.estimated or (isinstance(self.form, Whole | Partial) and self.local_level < self.whole_level)
 
     @property
@@ -104,7 +107,7 @@ class CouplingReason(enum.Enum):
     SEVERAL = "takes the examples in several orders"
     READS = "reads the batch while it goes through the batch"
     CARRIES = "carries a value from example to example"
-    FORMS = "carries what is made of all examples"
+    FORMS = "carries a value computed from all examples"
     SUM = "reads a sum over the batch inside the loop"
     OVERFLOW = "computes with a sum over the batch in a type of small range"
     CONDITION = "has a condition that is reduced over the batch"
@@ -118,7 +121,8 @@ class Coupling:
     Attributes:
       flow: batch flow of the program that it is in.
       eqn: the equation that reads what other examples contributed.
-      kind: ``"reduction"`` (it reads a completed reduction) or ``"materialize"`` (it needs the whole batch at once).
+      kind: ``"reduction"`` (it reads a completed reduction), ``"materialize"`` (it needs the whole batch at once), or
+        ``"loop"`` (it is a loop or branch with passes of its own).
       level: the pass it belongs to.
       mode: ``"exact"`` or ``"local"``.
       source: for a reduction, the reducing equation; for a loop, the equation inside that nodes cannot run alone.

@@ -33,7 +33,7 @@ from vnode.operators import OperatorDescription
 from vnode.operators.splits import FREE
 
 TILE = 128
-"""Parts of a long dimension have a multiple of so many indices, the size of registers and tiles."""
+"""Parts of so many indices or more have a multiple of it: the size of registers and tiles."""
 
 Makers = Mapping[Var, Evaluation]
 """The per-node evaluation that makes each partial value."""
@@ -200,8 +200,8 @@ def factor_of(description: OperatorDescription, dim: int) -> int:
     if len(factors) != 1:
         raise CannotDivide
     factor = description.factors[factors[0]]
-    told = description.emit is not None and description.resize is None  # cannot be resized
-    if factor.split is not FREE or factor.positional or told or description.layout is not None:
+    fixed_size = description.emit is not None and description.resize is None
+    if factor.split is not FREE or factor.positional or fixed_size or description.layout is not None:
         raise CannotDivide
     return factors[0]
 

@@ -1,5 +1,7 @@
 """A Python function -> its program.
 
+    def f(w, x): return jit(g)(w, x)   ->   Program: inputs w, x; the equations of g; no meshes, references, or calls
+
 Knows the order: trace, remove the mesh, discharge references, clamp the starts of slices, inline calls. Must not know
 batches or devices.
 """

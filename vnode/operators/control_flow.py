@@ -109,7 +109,7 @@ class Region:
 
     @property
     def run_count(self) -> int:
-        """The number of times that bodies run, as far as known."""
+        """The trip count of a loop; 1 for a branch, and for a loop of unknown trip count."""
         return 1
 
     @property

@@ -48,9 +48,9 @@ class Factor:
     Attributes:
       size: its number of indices.
       split: how a copy of the equation may have some of its indices.
-      positional: the result depends on the index itself, other than through the operands (an iota's). A copy on some
-        of the indices is told which, and needs `OperatorDescription.emit` to make use of that.
-      counted: it multiplies the work. Not so an operand's dimension that is only looked up in.
+      positional: whether the result depends on the index itself, not only through the operands, as an iota's does. A
+        copy on some of the indices is told which, and needs `OperatorDescription.emit` to make use of that.
+      counted: whether it multiplies the work. A dimension that is only looked up in does not.
     """
 
     size: int
@@ -104,8 +104,8 @@ class Algebra(enum.Flag):
     """It only moves elements of its linear operands (a reshape, a gather): what holds of sums holds of every monoid."""
 
     CONTINUOUS = enum.auto()
-    """A last bit more or less in the operands changes the results by as little (so does everything that is linear).
-    Not so a comparison, a rounding, or a logarithm, which may turn a tiny number into NaN."""
+    """A last bit more or less in the operands changes the results by as little. Linear equations need not say so.
+    Comparisons and roundings are not continuous, nor is a logarithm, which may turn a tiny number into NaN."""
 
     ADDS = enum.auto()
     """The result is the plain sum of the operands, element by element."""
@@ -168,9 +168,9 @@ class OperatorDescription:
       linear: groups of operands in which the equation is linear: with the other operands held fixed it maps a
         sum of values of the group to the sum of the results. ``a * b`` has two groups of one operand, ``a + b`` one
         group of two. An operand in no group is used nonlinearly (or is an index).
-      summed: results in which free factors that they lack are summed, though other results have them (the gradient of a
-        bias, by a kernel that gives those of examples as well); for each the operands in which it is linear, that all
-        have these factors.
+      summed: for results that sum over a free factor which other results have, the operands in which they are linear.
+        All these operands have the factor. A kernel is an example that returns the gradients of each example's input
+        and, summed over examples, that of a bias.
       algebra: further properties.
       work: cost per index, if it is neither one operation nor the two of a contraction, nor none for moves.
       part: for an equation that is several independent ones, operand i to result i: the parameters of the i-th.

@@ -95,10 +95,10 @@ def keeps_rows_apart(exported: Any) -> bool:
         functions = {ir.StringAttr(op.attributes["sym_name"]).value: op for op in module.body.operations}
         main = functions["main"].regions[0].blocks[0]
         try:
-            returned = Walk(functions).block(main, [Count.NOTHING] * len(main.arguments))
+            returned = Walk(functions).block(main, [Count.INDEPENDENT] * len(main.arguments))
         except Exception:  # rows may meet, or an operation is not written as it is known here: then nothing is proved
             return False
-        return set(returned) <= {Count.NOTHING}
+        return set(returned) <= {Count.INDEPENDENT}
 
 
 def program_text(exported: Any) -> str:
@@ -111,9 +111,9 @@ def program_text(exported: Any) -> str:
 class Count(enum.Enum):
     """A value's dependence on the number of rows."""
 
-    NOTHING = "nothing"
-    MADE_OF_IT = "made of it"
-    IT = "it"
+    INDEPENDENT = "does not depend on the number of rows"
+    DERIVED = "is computed from the number of rows"
+    EQUAL = "is the number of rows"
 
 
 CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
@@ -133,7 +133,7 @@ class Walk:
         """The results' dependence on the number of rows, given the arguments' dependence."""
         counts = dict(zip(block.arguments, given, strict=True))
         for op in block.operations:
-            operands = [counts.get(value, Count.NOTHING) for value in op.operands]
+            operands = [counts.get(value, Count.INDEPENDENT) for value in op.operands]
             if op.operation.name in ("func.return", "return"):
                 return operands
             if is_assertion(op):
@@ -152,24 +152,24 @@ def result_counts(op: Any, operands: Sequence[Count], counts: Counts) -> Count:
     rows_in, rows_out = [rows(value) for value in op.operands], [rows(value) for value in op.results]
     for region in op.regions:
         for inner in operations(region):
-            if any(counts.get(x) in (Count.IT, Count.MADE_OF_IT) or rows(x) is not None for x in inner.operands):
+            if any(counts.get(x) in (Count.EQUAL, Count.DERIVED) or rows(x) is not None for x in inner.operands):
                 raise Crossing
     if op.operation.name == "stablehlo.get_dimension_size":
         given = isinstance(op.operands[0].owner, ir.Block) and rows_in[0] == integer(op, "dimension")
-        return Count.IT if given else Count.MADE_OF_IT
+        return Count.EQUAL if given else Count.DERIVED
     if not any(each is not None for each in (*rows_in, *rows_out)):
-        if op.operation.name in SAME and operands[0] is Count.IT:
-            return Count.IT
-        return Count.NOTHING if set(operands) <= {Count.NOTHING} else Count.MADE_OF_IT
+        if op.operation.name in SAME and operands[0] is Count.EQUAL:
+            return Count.EQUAL
+        return Count.INDEPENDENT if set(operands) <= {Count.INDEPENDENT} else Count.DERIVED
     shapes = SHAPES.get(op.operation.name, ())
     data = {count for i, count in enumerate(operands) if i not in shapes}
-    if not data <= {Count.NOTHING} or None in rows_out:
+    if not data <= {Count.INDEPENDENT} or None in rows_out:
         raise Crossing
     (row, *others) = set(rows_out)
     keeps = KEEPS.get(op.operation.name) or (by_element if is_elementwise(op) else None)
     if others or row is None or keeps is None or not keeps(op, rows_in, row, counts):
         raise Crossing
-    return Count.NOTHING
+    return Count.INDEPENDENT
 
 
 SAME = {"stablehlo.reshape", "stablehlo.convert"}
@@ -205,7 +205,7 @@ def is_number(value: Any, k: int, number: int) -> bool:
 
 def is_count(value: Any, k: int, counts: Counts) -> bool:
     """Whether element `k` of a list is the number of rows."""
-    return counts.get(element(value, k)[0]) is Count.IT
+    return counts.get(element(value, k)[0]) is Count.EQUAL
 
 
 def operations(region: Any) -> list[Any]:
@@ -269,13 +269,13 @@ def integer(op: Any, name: str) -> int:
 
 
 def by_element(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
-    """A number without dimensions may be combined with rows."""
+    """Whether all operands have rows, or are scalars, which may be combined with rows."""
     pairs = zip(op.operands, rows_in, strict=True)
     return all(each == row or (each is None and not shape_of(value)) for value, each in pairs)
 
 
 def by_type(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
-    """Contracted or reduced rows would not be in the result."""
+    """Always: if the operation contracted or reduced rows, its result would have none."""
     return True
 
 
@@ -284,7 +284,7 @@ def concatenated(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
 
 
 def broadcast(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
-    """A value without rows is the same in each row."""
+    """Whether rows stay rows, or a value without rows becomes the same in each row."""
     dims = integers(op, "broadcast_dimensions")
     if rows_in[0] is not None:
         return dims[rows_in[0]] == row
@@ -292,7 +292,7 @@ def broadcast(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
 
 
 def reshaped(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
-    """The sizes before the dimension of rows, and after it, stay the same."""
+    """Whether the numbers of elements before and after the dimension of rows stay the same."""
     before, after = shape_of(op.operands[0]), shape_of(op.results[0])
     if rows_in[0] is None:
         return False
@@ -305,7 +305,7 @@ def product(sizes: Sequence[int | None]) -> int:
 
 
 def gathered(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
-    """Rows of indices into an operand without rows; or the same places in every row."""
+    """Whether rows of indices look up in an operand without rows, or every row is read at the same places."""
     if rows_in[0] is None:
         return rows_in[1] is not None
     numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
@@ -318,7 +318,7 @@ def gathered(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
 
 
 def sliced(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
-    """All rows, in order."""
+    """Whether all rows stay, in order."""
     _, start, limit, stride = op.operands
     whole = is_number(start, row, 0) and is_number(stride, row, 1) and is_count(limit, row, counts)
     return rows_in[0] == row and whole

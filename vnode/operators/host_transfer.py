@@ -1,10 +1,12 @@
 """Values of a program -> copies in host memory, and back.
 
+    h: f32[8, 128] in device memory   ->   aside[space=Host] h: the same value in host memory
+
 Knows memory spaces, and how compilers treat moves between them. Must not know programs, nor which values move, and why.
 
 A value that a loop moves in each iteration is a slice of an array on the host. The TPU compiler copies slices in pieces
-of rows. If a slice is only a row of a tile, or a part of one, a failed check ends the process (libtpu 0.0.42; arrays of
-16 bits, of one dimension or ``[n, 1]``). Such values stay where they are.
+of rows. A failed check ends the process if a slice is only a row of a tile, or a part of one. That was seen with
+libtpu 0.0.42, for arrays of 16 bits with one dimension or of shape ``[n, 1]``. Such values stay where they are.
 """
 
 from __future__ import annotations

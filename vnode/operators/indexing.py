@@ -227,8 +227,9 @@ def scatter(eqn: JaxprEqn) -> OperatorDescription:
     ) -> list[Any]:
         """A copy with some of the places drops updates of others, by an out-of-bounds index.
 
-        Not with a single index: XLA then reads a slice, merges two slices into one, and clamps its start to the bounds
-          of the original array, so that it reads outside the copy's operand.
+        A single index stays in bounds. XLA would make a slice of it, merge this with the slice that cut the operand,
+        and clamp the start to the bounds of the uncut array: outside of the copy's operand. So the dropped update is
+        neutral instead, or goes to one more place, which is sliced away.
         """
         params = resized(d, e, sizes)
         cut = {columns[factor]: (factor, positions[factor]()[0]) for factor in columns if factor in positions}

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Memo(Generic[T]):
-    """Values by keys, up to a number of them; thread-safe.
+    """Values by keys, up to a number of them; thread-safe, but two threads may both compute a value.
 
     Args:
       most: the most values; when another is added, all are dropped.

@@ -1,5 +1,7 @@
 """Values -> the same values, available only after later ones, so that recomputation from them waits.
 
+    h' = f(x)   ->   x', d' = postponed(x, d);  h' = f(x')          computed only once d is known
+
 Knows the barriers of compilers, and their effects. Must not know programs, nor which values are delayed, and why.
 
 Compilers compute as early as they can, and merge repeated computations. A barrier of several operands prevents both.

@@ -30,19 +30,19 @@ from vnode.operators.pallas_kernel import PROGRAM_ID, has_program_id, takes_all
 
 
 class Term(enum.Enum):
-    """A value where the operands with blocks along the axis are zero."""
+    """The dependence of a value on the operands with blocks along the axis."""
 
-    ZERO = "zero"
-    SAME = "the same"
-    ANY = "anything"
+    ZERO = "zero if these operands are"
+    SAME = "independent of these operands"
+    ANY = "unknown"
 
 
 class Test(enum.Enum):
-    """Knowledge about a program id at a step."""
+    """The program id of the axis, or a condition on it."""
 
-    NUMBER = "it"
-    FIRST = "it is zero"
-    LAST = "it is the last one"
+    NUMBER = "the program id"
+    FIRST = "the program id is zero"
+    LAST = "the program id is the last one"
 
 
 @dataclasses.dataclass(frozen=True)

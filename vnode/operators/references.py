@@ -90,10 +90,13 @@ def covers(view: Any) -> bool:
 
 
 def index_of(view: Any) -> tuple[list[Any], list[int] | None]:
-    """A view as starts and sizes of a dynamic slice (size 0: one element, its dimension goes); or as an index.
+    """A view as a dynamic slice or, if it has strides or arrays of indices, as an index of `jax.numpy`.
 
     Returns:
-      The starts and the sizes; or the index as `jax.numpy` takes it, and None.
+      The starts and sizes of the slice, where size 0 is one element without its dimension; or the index, and None.
+
+    Raises:
+      NotImplementedError: it has strides or arrays beside a slice that begins at a run-time position.
     """
     slices = [hasattr(i, "stride") for i in view.indices]
     if all((s and i.stride == 1) or (not s and np.ndim(i) == 0) for i, s in zip(view.indices, slices, strict=True)):

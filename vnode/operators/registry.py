@@ -132,10 +132,10 @@ def describe(eqn: JaxprEqn) -> OperatorDescription | None:
     fun = rule_of(eqn.primitive.name)
     if fun is None:
         return None
-    of = kind_to_keep(eqn)
-    if of is None:
+    key = kind_to_keep(eqn)
+    if key is None:
         return fun(eqn)
-    return _known.get_or_make(of, lambda: fun(eqn))
+    return _known.get_or_make(key, lambda: fun(eqn))
 
 
 _known = Memo[OperatorDescription | None](20_000)
@@ -185,7 +185,7 @@ PROGRAMS = (Jaxpr, ClosedJaxpr)
 
 
 def kind_to_keep(eqn: JaxprEqn) -> Hashable | None:
-    """The kind of an equation; None also if it holds a program or function, whose constants a cache would keep
-    alive."""
+    """The `kind` of an equation, for a cache. None also for one that holds a program or function, whose constants the
+    cache would keep alive."""
     programs = any(isinstance(each, PROGRAMS) or callable(each) for each in eqn.params.values())
     return None if programs else kind(eqn)

@@ -25,7 +25,7 @@ from vnode.operators.description import Algebra, OperatorDescription
 Broadcast = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
 NARROW = 4
-"""Bytes of the narrowest type to which compilers round sums."""
+"""Bytes of the narrowest type of which compilers round each sum of two elements."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +112,8 @@ class Rounding:
 def round_by_bits(value: jax.Array, zeros: Callable[[tuple[int, ...], Any], jax.Array]) -> jax.Array:
     """A value, rounded by an "or" of its bits with zeros.
 
-    Of two such operations one is left, where compilers drop the equation between them (``1.0 * x``): two exclusive ones
-    would cancel.
+    An "exclusive or" would not do. Where compilers drop the equation between two roundings (``1.0 * x``), two exclusive
+    ones would cancel; of two "or"s one is left.
 
     Args:
       value: real floating-point numbers.

@@ -1,13 +1,14 @@
 """An equation's factor and some of its indices -> the operands and results of a copy on these indices.
 
-Knows index arithmetic: windows, shifts, looked-up places. Must not know primitives, nor who cuts: batch flow
-  (contiguous ranges of examples, no communication) and the partitioner (blocks over a mesh axis, explicit
-  communication) use the same terms.
+    y[i] = x[i] + x[i + 1], i of 4, cut into 2 parts   ->   part 0: y[0:2] from x[0:3];  part 1: y[2:4] from x[2:5]
+
+Knows index arithmetic: windows, shifts, looked-up places. Must not know primitives, nor who cuts. Batch flow cuts into
+ranges of examples, without communication. The partitioner cuts into blocks over a mesh axis, with collectives.
 
 A factor has one of these splits. Alone: `Free`, `Reduced`, `LookedUp`, `Prefix`, `Whole`. Tied to others, so that a
-  range of one needs some range of another: `Windowed`, `Shifted`. A cut needs `Split.leads` (factors that are cut
-  together), `Split.parts` (the indices of each part), and `Split.partial` (how the parts' results combine). Free and
-  reduced factors are those of Tofu (Wang et al., EuroSys 2019, section 4), where all others are opaque.
+range of one needs some range of another: `Windowed`, `Shifted`. A cut needs `Split.leads` (factors that are cut
+together), `Split.parts` (the indices of each part), and `Split.partial` (how the parts' results combine). Free and
+reduced factors are those of Tofu (Wang et al., EuroSys 2019, section 4), where all others are opaque.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Schedule -> traced program: its passes, and the once-computed values before, between and after them.
 
+    Stage((), pass 0), Stage((w = w - 0.1 * g), None)   ->   g = shard_map(loop over nodes)(w, x);  w = w - 0.1 * g
+
 Knows schedules and placements. Must not know how a step was analysed, nor any primitive.
 """
 

@@ -1,5 +1,7 @@
 """Function of arrays -> one device's function, over the mesh axes that shard the arrays.
 
+    f(w, x) = [x @ w], w: [-, model]   ->   f_device(w's shard, x) = [x @ w's shard];  results: [-, model]
+
 Knows the partitioner, and how functions are traced. Must not know schedules, placements, nor what a node is.
 """
 
@@ -78,8 +80,8 @@ class MeshFunction:
     """A function of arrays, partitioned by layouts; called with one device's arrays, it returns that device's
     results.
 
-    A call may also pass the latest result of the surrounding program, and a rounding. Without one, a rounding is made
-    from the arguments, if it is needed.
+    A call may also pass the latest result of the surrounding program, and a rounding. Without a rounding, one is made
+    from the arguments if `alike` asks for it.
 
     Args:
       fun: takes and returns a list of arrays.

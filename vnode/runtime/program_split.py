@@ -1,5 +1,9 @@
 """Schedule -> pieces, each one program per group of devices, with its inputs and outputs.
 
+    pass 0;  u = f(sums of 0);  pass 1(u)     ->     piece 0: pass 0, leaves partial sums
+                                                     piece 1: completes the sums of piece 0;  u;  pass 1
+                                                     piece 2: completes the sums of piece 1
+
 Knows schedules, and the operands and results of equations. Must not know devices, arrays, nor how a piece is run.
 
 A schedule is split where the nodes of all groups exchange values: after each pass, and around loops and branches with

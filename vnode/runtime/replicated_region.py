@@ -1,8 +1,10 @@
 """The once-computed actions of a step -> one program for each device of a mesh.
 
+    m = 0.9 * m + g;  w = w - m, all sharded over data   ->   on each device, with its shards: the same two equations
+
 Knows evaluations of whole values, and the partitioner. Must not know passes, placements, nor what a node is.
 
-Actions that cannot be partitioned are computed whole by every device, from gathered operands.
+If the partitioner cannot partition the actions, every device computes all of them whole, from gathered operands.
 """
 
 from __future__ import annotations

@@ -28,16 +28,19 @@ T = TypeVar("T")
 def branches_for(leaves: int) -> tuple[int, ...]:
     """The number of branches of each level of a tree, from the lowest up.
 
-    The lowest level has two branches, so that two leaves on each device leave one sum there. The top levels have four,
-    as many of them as leave no more than eight for one level between. So halves and quarters of the leaves are whole
-    blocks, also of 24 or 40. Up to 16 leaves the top level has two; where eight are left the top level has eight, (2,
-    4, 8) for 64, or devices with eight leaves would keep four sums. One device then holds two sums for up to 8 leaves,
-    three for up to 64, four for up to 256.
+    The lowest level has two branches, so that a device with two leaves keeps one sum. The top levels have four. There
+    are as many of them as leave one level between, of at most eight branches. So halves and quarters of the leaves are
+    whole blocks, also for 24 or 40 leaves. Two exceptions:
 
-    With two branches everywhere, a device with 2**n leaves of a power of two holds n sums and sends one. Here no device
-    holds more; but it sends two for half of a block of four (4 leaves of 8 or 16, 16 of 32), and four for half of a
-    block of eight (32 of 64). Averaged over all numbers of leaves up to 128 and 1, 2, 4, ... devices, the most that a
-    device sends is as with two branches (2.48 for 2.51), and it holds less (3.31 for 3.78).
+    - For 9 to 16 leaves the top level has two branches.
+    - Where the level between would have eight, it has four, and the top level eight: (2, 4, 8) for 64. Otherwise
+      devices with eight leaves would keep four sums.
+
+    A single device holds two sums for up to 8 leaves, three for up to 64, four for up to 256. With two branches
+    everywhere, a device with 2**n leaves would hold n sums and send one. Here no device holds more. But it may send
+    more: two for half of a block of four (4 leaves of 8 or 16, 16 of 32), four for half of a block of eight (32 of 64).
+    For 1 to 128 leaves on 1, 2, 4, ... devices, the device that sends most sends 2.5 sums on average with either tree.
+    The one that holds most holds 3.3 sums, and would hold 3.8 with two branches everywhere.
 
     Args:
       leaves: number of leaves, at least one.

@@ -94,7 +94,7 @@ def check_values(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[st
       >>> check_values([jnp.ones(3), 1.0], {})
     """
     named = by_argument(dict(enumerate(args)), kwargs, names)
-    ask = "or ask what needs shapes only: step.explain(...), step.lower(...)"
+    ask = "or call what needs shapes only: step.explain(...), step.lower(...)"
     check_no_shapes(
         named, "the step is to be run on shapes without values (jax.ShapeDtypeStruct).", ["give arrays", ask]
     )
@@ -106,8 +106,8 @@ def check_placed(tree: Any) -> None:
     Raises:
       VnodeError: it has a `jax.ShapeDtypeStruct`.
     """
-    said = "shapes without values (jax.ShapeDtypeStruct) cannot be put anywhere."
-    check_no_shapes({"": tree}, said, ["give arrays: of jax.eval_shape(init, ...), what init(...) returns"])
+    said = "shapes without values (jax.ShapeDtypeStruct) cannot be put on devices."
+    check_no_shapes({"": tree}, said, ["give arrays: the result of init(...), not of jax.eval_shape(init, ...)"])
 
 
 def check_no_shapes(named: Mapping[str, Any], said: str, remedies: Sequence[str]) -> None:

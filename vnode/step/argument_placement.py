@@ -51,10 +51,11 @@ class ArgumentPlacer:
       placement: where its nodes live.
 
     Attributes:
-      in_place: arguments that are known to be there.
-      sharded: whether arguments may be sharded, or have been.
+      in_place: arguments that are known to be in place.
+      sharded: whether unsplit arguments may be sharded: the mesh has further axes, or one was sharded before.
       several: whether the placement has several devices.
-      across: whether several processes run the step.
+      across: whether the placement's devices belong to several processes.
+      wholes: gives the positions of the unsplit arguments, for a number of positional arguments.
     """
 
     def __init__(self, spec: StepSpec, placement: Placement) -> None:
@@ -70,18 +71,24 @@ class ArgumentPlacer:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments as programs take them: leaves that are no arrays as structure, unsplit arguments in place.
 
-        Otherwise the first call with a state and the next one would use two programs.
+        Without that, the first call with a state would use one program, and the call with its result another.
+
+        Raises:
+          VnodeError: an array is deleted, or donated and passed in a second place.
+          PlacementError: it is unknown whether a traced array is stored in uneven blocks.
         """
         args, kwargs = self.spec.with_static(args, kwargs)
-        wholes = self.wholes(len(args))
+        unsplit = self.wholes(len(args))
         if tracing():
-            check_known(args, wholes, self.spec.options.patterns)
+            check_known(args, unsplit, self.spec.options.patterns)
             return wrap(args, 0, names=self.spec.positional), wrap(kwargs, 1)
         moving = {i: arg for i, arg in enumerate(args) if not is_static(arg) and arg not in self.in_place}
         check_arguments(moving, kwargs, self.spec.donate_argnums, self.spec.positional)
-        placed = tuple(self._place_in_order(args, wholes, moving))
+        placed = tuple(self._place_in_order(args, unsplit, moving))
         if kwargs:
-            kwargs = self._transfer_tree(kwargs, False, self._mesh_known(dict(enumerate(placed)), wholes, moving), (1,))
+            kwargs = self._transfer_tree(
+                kwargs, False, self._mesh_known(dict(enumerate(placed)), unsplit, moving), (1,)
+            )
         donated = self.spec.donate_argnums if self.several else ()
         if donated and (not moving.keys().isdisjoint(donated) or has_repeated_array((placed, kwargs))):
             check_donated_once(placed, kwargs, donated, self.spec.positional)
@@ -117,44 +124,44 @@ class ArgumentPlacer:
         self.in_place.clear()
         self._given_again.clear()
 
-    def _place_in_order(self, args: Sequence[Any], wholes: Sequence[int], moving: Mapping[int, Any]) -> Iterator[Any]:
+    def _place_in_order(self, args: Sequence[Any], unsplit: Sequence[int], moving: Mapping[int, Any]) -> Iterator[Any]:
         """Places arguments one by one.
 
         Args:
           args: positional arguments.
-          wholes: positions of the unsplit arguments.
+          unsplit: positions of the unsplit arguments.
           moving: arguments that are not known to be in place, by position.
         """
-        led = False
+        mesh_known = False
         for i, arg in enumerate(args):
             if i in moving:
-                placed = self._place_argument(arg, i in wholes, led, i)
+                placed = self._place_argument(arg, i in unsplit, mesh_known, i)
             else:
                 placed = arg
                 self._given_again.forget(i)
-            led = led or self._mesh_known({i: placed}, wholes, moving)
+            mesh_known = mesh_known or self._mesh_known({i: placed}, unsplit, moving)
             yield placed
 
     @staticmethod
-    def _mesh_known(placed: Mapping[int, Any], wholes: Sequence[int], moving: Mapping[int, Any]) -> bool:
+    def _mesh_known(placed: Mapping[int, Any], unsplit: Sequence[int], moving: Mapping[int, Any]) -> bool:
         """Whether one of some placed arguments is on the placement's mesh, so that jax knows the mesh."""
-        there = ((i, arg) for i, arg in placed.items() if i in wholes and not is_static(arg))
+        there = ((i, arg) for i, arg in placed.items() if i in unsplit and not is_static(arg))
         return any(i not in moving or first_leaf(arg) is not None for i, arg in there)
 
-    def _place_argument(self, arg: Any, whole: bool, led: bool, number: int) -> Any:
+    def _place_argument(self, arg: Any, whole: bool, mesh_known: bool, number: int) -> Any:
         """Places the argument at a position, or reuses the copy of the last call."""
-        bring = functools.partial(self._transfer_tree, whole=whole, led=led, place=(0, number))
+        bring = functools.partial(self._transfer_tree, whole=whole, mesh_known=mesh_known, place=(0, number))
         if not whole or self.across or number in self.spec.donate_argnums:
             return bring(arg)  # batches change with each call, and donated arrays are deleted
         return self._given_again(number, arg, bring)
 
-    def _transfer_tree(self, tree: Any, whole: bool, led: bool, place: tuple[int, ...]) -> Any:
+    def _transfer_tree(self, tree: Any, whole: bool, mesh_known: bool, place: tuple[int, ...]) -> Any:
         """Places an argument.
 
         Args:
           tree: the argument, or all keyword arguments.
           whole: whether it is not split.
-          led: `mesh_known` of `stays_in_place`.
+          mesh_known: whether an earlier argument is on the placement's mesh, so that jax knows the mesh.
           place: its path in ``(args, kwargs)``; for messages.
         """
         wrapped = wrap(tree, *place, names=self.spec.positional)
@@ -163,11 +170,11 @@ class ArgumentPlacer:
             wrapped = put_by_name(wrapped, patterns, self.placement, host)
         leaves, treedef = jax.tree.flatten(wrapped, is_leaf=is_sharded_batch)
         if self.across:
-            placed = self._exchange(wrapped, leaves, whole, led)
+            placed = self._exchange(wrapped, leaves, whole, mesh_known)
         elif whole:
             placed = self._replicate(leaves)
         else:
-            placed = [transfer(leaf, self.placement, Role.SPLIT, mesh_known=led) for leaf in leaves]
+            placed = [transfer(leaf, self.placement, Role.SPLIT, mesh_known=mesh_known) for leaf in leaves]
         if whole and not self.sharded:
             self.sharded = any(partition(leaf) != PartitionSpec() for leaf in placed)
         same = all(a is b for a, b in zip(leaves, placed, strict=True))
@@ -187,7 +194,7 @@ class ArgumentPlacer:
                 placed[k] = leaf
         return placed
 
-    def _exchange(self, tree: Any, leaves: list[Any], whole: bool, led: bool) -> list[Any]:
+    def _exchange(self, tree: Any, leaves: list[Any], whole: bool, mesh_known: bool) -> list[Any]:
         """Places arrays for a program of several processes; compares those that each process passes whole."""
         away, placed = list[int](), list(leaves)
         for i, leaf in enumerate(leaves):
@@ -199,7 +206,7 @@ class ArgumentPlacer:
             if role is Role.PUT:
                 away.append(i)
             else:
-                placed[i] = transfer(leaf, self.placement, role, mesh_known=led)
+                placed[i] = transfer(leaf, self.placement, role, mesh_known=mesh_known)
         if away:
             paths = [path for path, _ in jax.tree.leaves_with_path(tree, is_leaf=is_sharded_batch)]
             names = [jax.tree_util.keystr(paths[i]) or "an argument" for i in away]

@@ -82,7 +82,7 @@ class Preparation:
     """Programs that are being compiled in the background, one after another.
 
     Attributes:
-      placements: for which, in this order.
+      placements: the placements for which programs are compiled, in this order.
     """
 
     def __init__(self, compilers: Mapping[Placement, Callable[[], Any]]) -> None:
@@ -105,8 +105,8 @@ class Preparation:
         """Waits for the program for a placement, or for all.
 
         Args:
-          placement: which; all by default.
-          timeout: seconds to wait at most.
+          placement: one of the placements; all by default.
+          timeout: the most seconds to wait; no limit by default.
 
         Returns:
           Itself.
@@ -125,7 +125,7 @@ class Preparation:
         return self
 
     def cancel(self) -> None:
-        """Drops what has not been begun."""
+        """Cancels the compilations that have not begun."""
         for future in self._futures.values():
             future.cancel()
 

@@ -147,9 +147,9 @@ class Executor:
         if len(self.placement.groups) > 1:
             return self._run_on_groups(mesh, args, kwargs)
         given = self.arguments(args, kwargs)
-        around = self._surroundings(mesh, given[0])
+        context = self._surroundings(mesh, given[0])
         try:
-            results = self._launch(around, *given)
+            results = self._launch(context, *given)
         except ProcessError:
             raise
         except Exception as error:
@@ -166,9 +166,9 @@ class Executor:
             again = self.arguments(args, kwargs)
             if all(again[0][i] is args[i] for i in trusted):
                 raise
-            around = self._surroundings(mesh, again[0])
-            results = self._launch(around, *again)
-        if around.specs:
+            context = self._surroundings(mesh, again[0])
+            results = self._launch(context, *again)
+        if context.specs:
             results = self._restored(results, given[0], self.arguments.wholes(len(args)))
         if self._unwraps:
             return unwrap(results)
@@ -178,29 +178,29 @@ class Executor:
         self.arguments.in_place.renew([results, *parts, *unchanged])
         return results
 
-    def _launch(self, around: ProgramContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _launch(self, context: ProgramContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the program for arguments that are in place.
 
         Several processes compile a new program and pass a barrier before they run it. Otherwise the first one would
         wait in a collective, which has a deadline.
         """
         if tracing():
-            return self._inside(around, *args, **kwargs)
+            return self._inside(context, *args, **kwargs)
         if not self.arguments.across:
-            return self._jit(around, *args, **kwargs)
+            return self._jit(context, *args, **kwargs)
         from vnode.placement.succession import record_last, smallest  # not needed by a single process
 
         leaves, structure = jax.tree.flatten((args, kwargs))
-        program = around, structure, tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
+        program = context, structure, tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
         processes = self._processes
         if world().index not in processes:
-            return self._jit(around, *args, **kwargs)
+            return self._jit(context, *args, **kwargs)
         if program in self._launched:
             waits, waited_for = self._launched[program]
-            results, made = self._run_after_previous(waits, around, leaves, structure)
+            results, made = self._run_after_previous(waits, context, leaves, structure)
             record_last(made, waited_for)
             return results
-        compiled = self._compile(lambda: self._jit.lower(around, *args, **kwargs))
+        compiled = self._compile(lambda: self._jit.lower(context, *args, **kwargs))
         what = f"to run {self.spec.name!r} for the first time on {self.placement}"
         program_of = self._fingerprints.get(argument_types(leaves, structure))
         check_same(
@@ -210,21 +210,21 @@ class Executor:
         kept = [k for k in range(len(leaves)) if k >= len(donated) or not donated[k]]
         waits = smallest(leaves, kept)
         waits = smallest(leaves) if waits is None else waits
-        results, made = self._run_after_previous(waits, around, leaves, structure)
+        results, made = self._run_after_previous(waits, context, leaves, structure)
         self._launched[program] = waits, smallest(made)
         record_last(made, smallest(made))
         del compiled  # kept until now, or the call would compile it again
         return results
 
     def _run_after_previous(
-        self, waits: int | None, around: ProgramContext, leaves: Sequence[Any], structure: Any
+        self, waits: int | None, context: ProgramContext, leaves: Sequence[Any], structure: Any
     ) -> tuple[Any, list[Any]]:
         """Runs a program of several processes after their previous one; returns its results, and their leaves."""
         from vnode.placement.succession import order_after_last
 
         world().launches[self._processes] += 1
         args, kwargs = jax.tree.unflatten(structure, order_after_last(leaves, waits))
-        results = self._jit(around, *args, **kwargs)
+        results = self._jit(context, *args, **kwargs)
         return results, jax.tree.leaves(results)
 
     def _compile(self, lower: Callable[[], Any]) -> jax.stages.Compiled:
@@ -252,11 +252,13 @@ class Executor:
         args, kwargs = self.spec.with_static(args, kwargs)
         mesh, wholes = current_mesh(), self.arguments.wholes(len(args))
         wrapped = wrap(args, 0, names=self.spec.positional)
-        led = [any(jax.tree.leaves(wrapped[k]) for k in wholes if k < i) for i in range(len(args) + 1)]
+        mesh_known = [any(jax.tree.leaves(wrapped[k]) for k in wholes if k < i) for i in range(len(args) + 1)]
         given = tuple(
             jax.tree.map(
                 functools.partial(
-                    self._shape_after_transfer, role=Role.UNSPLIT if i in wholes else Role.SPLIT, led=led[i]
+                    self._shape_after_transfer,
+                    role=Role.UNSPLIT if i in wholes else Role.SPLIT,
+                    mesh_known=mesh_known[i],
                 ),
                 arg,
                 is_leaf=is_sharded_batch,
@@ -274,11 +276,11 @@ class Executor:
             )
         self.arguments.sharded |= bool(patterns) or any(partition(leaf) != PartitionSpec() for leaf in leaves)
         with without_mesh():
-            move = functools.partial(self._shape_after_transfer, role=Role.SPLIT, led=led[-1])
+            move = functools.partial(self._shape_after_transfer, role=Role.SPLIT, mesh_known=mesh_known[-1])
             named_ones = jax.tree.map(move, wrap(kwargs, 1), is_leaf=is_sharded_batch)
             return self._jit.lower(self._surroundings(mesh, given), *given, **named_ones)
 
-    def _shape_after_transfer(self, leaf: Any, role: Role, led: bool) -> Any:
+    def _shape_after_transfer(self, leaf: Any, role: Role, mesh_known: bool) -> Any:
         """The shape of an array with the sharding to which a call moves it; the leaf itself if it stays.
 
         An array that is not committed to devices stays: `jax.jit` decides about its sharding.
@@ -289,12 +291,14 @@ class Executor:
         if tracing() or not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return leaf
         shape = shape_of(leaf, sharding="committed")
-        placed = shape if shape.sharding is None else self._shape_in_place(shape, role, led)
+        placed = shape if shape.sharding is None else self._shape_in_place(shape, role, mesh_known)
         return leaf if placed is shape else placed
 
-    def _shape_in_place(self, shape: jax.ShapeDtypeStruct, role: Role, led: bool = False) -> jax.ShapeDtypeStruct:
+    def _shape_in_place(
+        self, shape: jax.ShapeDtypeStruct, role: Role, mesh_known: bool = False
+    ) -> jax.ShapeDtypeStruct:
         """A shape with its sharding on the placement; the same object if it stays as it is."""
-        target = leaf_sharding(shape.shape, shape.sharding, self.placement, role, mesh_known=led)
+        target = leaf_sharding(shape.shape, shape.sharding, self.placement, role, mesh_known=mesh_known)
         return shape if target is None else shape.update(sharding=target)
 
     def lower_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -313,7 +317,7 @@ class Executor:
                 leaf = shape_of(leaf)
             if not isinstance(leaf, jax.ShapeDtypeStruct):
                 return leaf
-            return self._shape_in_place(leaf, self.arguments.role(leaf.sharding, whole), led=True)
+            return self._shape_in_place(leaf, self.arguments.role(leaf.sharding, whole), mesh_known=True)
 
         args, kwargs = self.spec.with_static(args, kwargs)
         placed = [
@@ -365,7 +369,7 @@ class Executor:
         return [*self._fingerprints.values()][-1] if len(self._fingerprints) > before else None
 
     def keep_compiled(self, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
-        """Keeps a program that was compiled ahead for the call that will want it."""
+        """Keeps a program that was compiled ahead, so that jax's cache has it when the step is called."""
         self._ahead.append(compiled)
         return compiled
 
@@ -393,7 +397,7 @@ class Executor:
 
     @with_jit
     def run_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the step once with arguments of its own, which it may donate, beside what else it is called with."""
+        """Runs the step once with copies of arguments, which it may donate, while other calls go on."""
         mesh = current_mesh()
         if len(self.placement.groups) == 1:
             self.compile_for(args, kwargs)
@@ -415,13 +419,13 @@ class Executor:
         self._restored.clear()
 
     def _surroundings(self, mesh: Mesh | None, args: Sequence[Any]) -> ProgramContext:
-        """The context that the program for placed arguments depends on, besides their types."""
+        """The context on which the program for placed arguments depends, besides their types."""
         if tracing():
             return ProgramContext(mesh)
         specs = specs_of(args, self.arguments.wholes(len(args)), self.placement) if self.arguments.sharded else ()
         return ProgramContext(mesh, specs, in_place=True)
 
-    def _program(self, around: ProgramContext, *args: Any, **kwargs: Any) -> Any:
+    def _program(self, context: ProgramContext, *args: Any, **kwargs: Any) -> Any:
         """The function that is compiled: from arguments to results, with leaves that are no arrays as structure."""
         check_context(self.placement, jax.tree.leaves((args, kwargs)))
         spec, output = self.spec, OutputTree()
@@ -429,20 +433,20 @@ class Executor:
         check_matched([args[i] for i in self.arguments.wholes(len(args))], spec.options.patterns)
         typed = typed_mesh(jax.tree.leaves((args, kwargs)))
         wholes = self.arguments.wholes(len(args))
-        specs = around.specs if typed is None else typed_specs(args, wholes)
+        specs = context.specs if typed is None else typed_specs(args, wholes)
         with (
             self._tracing(call) as seen,
-            use_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext(),
+            use_mesh(context.mesh) if context.mesh is not None else contextlib.nullcontext(),
         ):
             arrays = evaluate(spec.flatten(call, output, self._batches(call), specs), self.placement)
         leaves, structure = jax.tree.flatten((args, kwargs))
         types = argument_types(leaves, structure)
         if self.arguments.across:
             self._fingerprints[types] = fingerprint_of(*seen)
-        if around.in_place:
+        if context.in_place:
             weak = tuple(getattr(jax.typeof(leaf), "weak_type", False) for leaf in leaves)
-            self.retraces.compare((types, weak, around.mesh), seen, spec.name)
-        if around.in_place and self.arguments.several:
+            self.retraces.compare((types, weak, context.mesh), seen, spec.name)
+        if context.in_place and self.arguments.several:
             specs = specs or replicated_specs(args, wholes)
         results = constrain_results(output.unflatten(arrays), args, specs, typed or self.placement.mesh)
         self._unwraps |= has_static(results)

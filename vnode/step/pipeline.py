@@ -1,5 +1,7 @@
 """A function of flat arrays -> its schedule, and its evaluation on nodes, with a derivative.
 
+    FlatStep(fun, [w, x], axes=[None, 0], ...)   ->   analyse: Schedule of fun;   evaluate: [w', loss], by V nodes
+
 Knows the order: trace, follow the batch, schedule, check the cost, emit. Must not know pytrees.
 
 Derivatives. Inlining loses custom derivative rules (`jax.custom_jvp`). So an emitted step has a rule of its own: its
@@ -120,8 +122,9 @@ class FlatStep:
       options: of `virtualize`.
       specs: the known shardings of leaves over the placement's mesh; maybe of the first leaves only.
       uneven_state: which leaves are stored in blocks, of which devices have different numbers; None if none are.
-      result_specs: given their types, how what the function returns will be laid out; None if nobody says.
-      parts: into how many parts the examples of each argument are divided; `size` where nothing is said.
+      result_specs: maps the types of the function's results to their specs; None if these are unknown.
+      parts: for each argument the number of parts into which its examples are divided; `size` where it is None, and for
+        arguments after the last entry.
       plan: the choices of a plan.
     """
 
@@ -448,7 +451,12 @@ def program_of_groups(flat: FlatStep, placement: Placement, name: str) -> GroupP
 
 
 def check_types(made: Analysis, who: str, error: type[VnodeError]) -> None:
-    """Checks that a step has no 64-bit values while x64 is off, for those who trace parts of it later.
+    """Checks that a step has no 64-bit values while x64 is off: parts of it that are traced later would lose them.
+
+    Args:
+      made: the analysis of the step.
+      who: the subject of the error's first sentence.
+      error: the type of the error.
 
     Raises:
       VnodeError: it has some; of type `error`.

@@ -47,12 +47,12 @@ def specs_of(args: Sequence[Any], wholes: Sequence[int], placement: Placement) -
 
     Args:
       args: arrays or `jax.ShapeDtypeStruct`s in pytrees.
-      wholes: the positions of the arguments of which nothing is split.
+      wholes: the positions of the unsplit arguments.
       placement: where they are.
 
     Returns:
-      A spec for every leaf of all arguments; None where it is split, or says nothing. Empty if the mesh has no axes
-      besides that of the nodes, and nothing is sharded over that.
+      A spec for every leaf of all arguments; None for a split leaf, and for one without a `NamedSharding`. Empty if the
+      mesh has no axes besides that of the nodes, and no leaf is sharded over that.
     """
     specs: list[PartitionSpec | None] = []
     for i, arg in enumerate(args):
@@ -125,8 +125,8 @@ class ShardingRestorer:
 
         Args:
           results: arrays in a pytree.
-          args: the arguments of the step, in their place.
-          wholes: the positions of the arguments of which nothing is split.
+          args: the arguments of the step, as it was called with them.
+          wholes: the positions of the unsplit arguments.
 
         Returns:
           The same pytree.

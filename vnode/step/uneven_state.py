@@ -85,7 +85,7 @@ def own_shape(leaf: Any, dim: int | None, share: Share | None) -> Any:
 
 
 def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Sequence[Pattern] = ()) -> Any:
-    """A tree whose leaves lie as patterns of their names say; see `vnode.placement.patterns.by_name`.
+    """Places a tree's leaves by patterns of their names; see `vnode.placement.patterns.by_name`.
 
     Raises:
       PlacementError: counts do not fit a dimension, or axes do not divide one.
@@ -203,7 +203,7 @@ class UnevenState:
     Attributes:
       share: the number of blocks of each device.
       inputs: for each array of the call, the stored dimension, or None.
-      outputs: the same for results, given their own shapes: for those that succeed a stored array.
+      outputs: maps the results' own shapes to the same for results. A result that succeeds a stored array is stored so.
     """
 
     share: Share
@@ -224,7 +224,7 @@ def find_uneven_state(
       call: the call.
       output: the structure of the step's result, once it was traced.
       patterns: of names.
-      wholes: the positions of unsplit arguments, for a number of arguments.
+      wholes: gives the positions of the unsplit arguments, for a number of arguments.
     """
     share = share_of(patterns)
     if share is None:

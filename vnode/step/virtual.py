@@ -210,9 +210,9 @@ class VirtualStep(Step[P, R]):
 
         Raises:
           PlacementError: several processes have different trees, or put them on different devices; or the step has one
-            state, and a pattern means no leaf of it, or none of so many dimensions.
-          ProcessError: one of them did not call it in time.
-          VnodeError: arrays were donated, or there are shapes without values.
+            state, and a pattern of its `partition` matches no leaf, or none with enough dimensions.
+          ProcessError: another process did not call it in time.
+          VnodeError: an array was donated, or the tree has shapes without values.
         """
         check_placed(tree)
         patterns, host = self.options.patterns, self.spec.plan.host
@@ -224,16 +224,16 @@ class VirtualStep(Step[P, R]):
             return put_by_name(placed, patterns, self.placement, host) if patterns or host else placed
 
     def get(self, tree: Any) -> Any:
-        """A state, or a part of one, in its own shapes: leaves that are shared out unevenly are stored with gaps.
+        """A state, or a part of one, in its own shapes: without the padding of unevenly sharded leaves.
 
         Args:
-          tree: a pytree, as the step returns it, whose leaves have the names that the step's `partition` speaks of.
+          tree: a pytree, as the step returns it. The patterns of the step's `partition` match the names of its leaves.
 
         Returns:
-          The same tree; where nothing is shared out unevenly, the tree itself.
+          The same tree; the tree itself if no leaf is sharded unevenly.
 
         Raises:
-          PlacementError: a leaf has another shape than the `partition` says.
+          PlacementError: a leaf has the padded size of the step's `partition`, but is not known to be sharded so.
         """
         with without_mesh():
             return restore_shapes(tree, self.options.patterns)
@@ -248,6 +248,12 @@ class VirtualStep(Step[P, R]):
         yield Resolved(self, *self.arguments_or_last(args, kwargs))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs the step, on the placement's devices.
+
+        Raises:
+          VnodeError: the arguments or the step are refused; subclasses are `BatchError`, `CouplingError`,
+            `PlacementError` and others. Errors of the step itself are raised as jax raises them.
+        """
         try:
             if kwargs or isinstance(self.spec.in_axes, Mapping):
                 return self._call(*self.spec.bind_positional(args, kwargs))
@@ -258,12 +264,12 @@ class VirtualStep(Step[P, R]):
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the step, with arguments bound to their positions."""
-        around = outer_devices()
-        if around is not None:
-            return self._call_inside(around, args, kwargs)
+        outer = outer_devices()
+        if outer is not None:
+            return self._call_inside(outer, args, kwargs)
         executor = self.executor
         if self._preparation is not None:
-            self._await()
+            self._wait_for_preparation()
         try:
             results = executor(args, kwargs)
         except (TypeError, ValueError, LookupError, AttributeError, BatchError) as error:
@@ -286,18 +292,18 @@ class VirtualStep(Step[P, R]):
     def __repr__(self) -> str:
         return f"VirtualStep({self.spec.name}, {self._placement or f'{self.options.virtual_nodes} nodes'})"
 
-    def _call_inside(self, around: frozenset[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_inside(self, outer: frozenset[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the step inside of another virtualized step, whose nodes then divide this one too.
 
         Raises:
           PlacementError: this one is for other devices, or has a ``coupling`` that would not count.
         """
         devices = frozenset(self._placement.devices if self._placement and self._chosen else ())
-        if devices and around and devices != around:
+        if devices and outer and devices != outer:
             raise PlacementError(
                 layout_message(
                     f"the virtualized step {self.spec.name!r} is called inside another one, on other devices.",
-                    facts=[f"outside: {len(around)} devices", f"inside: {len(devices)} devices"],
+                    facts=[f"outside: {len(outer)} devices", f"inside: {len(devices)} devices"],
                     remedies=[
                         f"call the function that was virtualized: {self.spec.name}.__wrapped__(...)",
                         "or put both on the same devices: step.on(devices)",
@@ -323,7 +329,7 @@ class VirtualStep(Step[P, R]):
         return [self.on(entry) for entry in wanted]
 
     def _counts(self, devices: int) -> list[int] | None:
-        """Nodes of each device, in whole lanes."""
+        """The number of nodes of each device, in whole lanes; None if there are no devices."""
         return even_counts(self.options.virtual_nodes, devices, self.options.lane) if devices else None
 
     def arguments_or_last(
@@ -349,7 +355,7 @@ class VirtualStep(Step[P, R]):
             )
         return self.family.last
 
-    def _await(self) -> None:
+    def _wait_for_preparation(self) -> None:
         """Waits for the program that is being compiled; otherwise this call would compile it again."""
         preparation, self._preparation = self._preparation, None
         # The call itself will raise the error again.
