@@ -169,7 +169,7 @@ class Windowed(Split):
 
     Element k of the window of result t lies at the operand's index ``(stride * t + dilation * k - low) / base``. A
     copy on a range of results, or of the window's elements, is given all of the operand that these windows cover,
-    with the neutral value where there is nothing, and its own padding (`padding`): so the copies differ in nothing.
+    with the neutral value where there is nothing. Its padding (`padding`) is such that all copies are alike.
 
     Attributes:
       operand: the factor of the operand's dimension.

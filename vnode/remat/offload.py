@@ -57,15 +57,15 @@ def offload_residuals(program: Program, chosen: Collection[ResultIndex]) -> Prog
     if unknown:
         raise PartitionError(f"{sorted(unknown)} are not residuals of a loop that can be offloaded")
     equations = list(program.equations)
-    away: dict[Var, Var] = {}
+    on_host: dict[Var, Var] = {}
     for k, j in chosen:
         var = equations[k].outvars[j]
-        away[var] = variable_in_space(var.aval, HOST)
+        on_host[var] = variable_in_space(var.aval, HOST)
     for k, eqn in enumerate(equations):
-        if any(atom in away for atom in eqn.invars if isinstance(atom, Var)):
-            equations[k] = eqn = fetch_from_host(eqn, away)
-        if any(var in away for var in eqn.outvars):
-            equations[k] = send_to_host(eqn, away)
+        if any(atom in on_host for atom in eqn.invars if isinstance(atom, Var)):
+            equations[k] = eqn = fetch_from_host(eqn, on_host)
+        if any(var in on_host for var in eqn.outvars):
+            equations[k] = send_to_host(eqn, on_host)
     return program.with_equations(equations)
 
 
@@ -88,34 +88,34 @@ def check_offloaded(loops: Iterable[JaxprEqn]) -> None:
             )
 
 
-def send_to_host(eqn: JaxprEqn, away: Mapping[Var, Var]) -> JaxprEqn:
+def send_to_host(eqn: JaxprEqn, on_host: Mapping[Var, Var]) -> JaxprEqn:
     """A forward loop that stacks some of its results on the host."""
     loop, body = open_loop(eqn)
     outputs, results = list(body.outputs), list(eqn.outvars)
-    there: dict[int, tuple[Atom, Var]] = {}  # an iteration's values, with their host variables
+    host_variables: dict[int, tuple[Atom, Var]] = {}  # an iteration's values, with their host variables
     for j, var in enumerate(eqn.outvars):
-        if var in away:
+        if var in on_host:
             atom = body.outputs[j]
-            _, outputs[j] = there.setdefault(id(atom), (atom, variable_in_space(atom.aval, HOST)))
-            results[j] = away[var]
+            _, outputs[j] = host_variables.setdefault(id(atom), (atom, variable_in_space(atom.aval, HOST)))
+            results[j] = on_host[var]
     own = {id(var) for each in body.equations for var in each.outvars}
-    equations = [move(atom, var, eqn) for key, (atom, var) in there.items() if key not in own]
+    equations = [move(atom, var, eqn) for key, (atom, var) in host_variables.items() if key not in own]
     for each in body.equations:
         equations.append(each)
-        equations += [move(var, there[id(var)][1], each) for var in each.outvars if id(var) in there]
+        equations += [move(var, host_variables[id(var)][1], each) for var in each.outvars if id(var) in host_variables]
     made = Program(body.inputs, body.constants, equations, outputs)
     return rebuild_scan(eqn, made, eqn.invars, len(loop.fixed), results)
 
 
-def fetch_from_host(eqn: JaxprEqn, away: Mapping[Var, Var]) -> JaxprEqn:
+def fetch_from_host(eqn: JaxprEqn, on_host: Mapping[Var, Var]) -> JaxprEqn:
     """A backward loop that fetches some scanned operands from the host, each element before its first use."""
     loop, body = open_loop(eqn)
     operands, inputs = list(eqn.invars), list(body.inputs)
     waiting: dict[Var, Var] = {}  # elements not fetched yet, with their host variables
     for i in loop.scanned:
         atom = eqn.invars[i]
-        if isinstance(atom, Var) and atom in away:
-            operands[i] = away[atom]
+        if isinstance(atom, Var) and atom in on_host:
+            operands[i] = on_host[atom]
             inputs[i] = waiting[body.inputs[i]] = variable_in_space(body.inputs[i].aval, HOST)
     equations: list[JaxprEqn] = []
 

@@ -2,9 +2,9 @@
 
 Knows stacks of partial sums and folds. Must not know nodes or passes.
 
-    device 0 holds a, device 1 holds b, of [4]      all-to-all:  device 0 has a[:2], b[:2];  device 1 has a[2:], b[2:]
-                                                    each adds:   (a + b)[:2];                (a + b)[2:]
-                                                    all-gather:  both have a + b
+    3 devices hold a, b and c, of 3 elements      all-to-all:  device d has a[d], b[d] and c[d]
+                                                  device d adds (a[d] + b[d]) + c[d]
+                                                  all-gather:  each device has (a + b) + c
 
 Sums that are not exact are reduced by chunks, as above: each device receives its chunk of all blocks, adds it in tree
 order, and sends the result to all. Where devices hold the leaves of a full tree, groups of devices do so, then groups

@@ -100,15 +100,15 @@ class Emission(PassEmission):
         if self.mode is Mode.INVARIANT:
             stages = defer_constants(stages)
         actions = [action for stage in stages for action in stage.once_actions]
-        if not self.away or any(action.step.eqn.effects for action in actions):
+        if not self.offloaded or any(action.step.eqn.effects for action in actions):
             return stages
-        works = [Task(read_variables(action), action.step.eqn.outvars) for action in actions]
+        tasks = [Task(read_variables(action), action.step.eqn.outvars) for action in actions]
         wanted = {var for made in self.schedule.passes for var, _ in made.recipe.leaves}
-        waiting = deferrable(works, wanted, self.away)
-        order = [k for k in order_by_output(works, self.flow.program.outputs, self.away) if k in waiting]
+        deferred = deferrable(tasks, wanted, self.offloaded)
+        order = [k for k in order_by_output(tasks, self.flow.program.outputs, self.offloaded) if k in deferred]
         numbers = iter(range(len(actions)))
         early = [
-            Stage(tuple(action for action in stage.once_actions if next(numbers) not in waiting), stage.node_pass)
+            Stage(tuple(action for action in stage.once_actions if next(numbers) not in deferred), stage.node_pass)
             for stage in stages
         ]
         last = tuple(actions[k] for k in order)
@@ -133,30 +133,30 @@ class Emission(PassEmission):
 
     def run_divided(self, actions: Sequence[Evaluation]) -> None:
         """Evaluates actions in per-device programs, each on its shards of their inputs."""
-        together = ReplicatedRegion.from_actions(actions, self.readers, self.flow.program, self.once, self.ends)
-        far = [var in self.away for var in together.reads]
-        given = [self.away[var][0] if var in self.away else self.as_stored(var) for var in together.reads]
-        shapes = [self.type_of(var, value) for var, value in zip(together.reads, given, strict=True)]
-        layouts = [self.layout(var) for var in together.reads]
+        once_region = ReplicatedRegion.from_actions(actions, self.readers, self.flow.program, self.once, self.ends)
+        on_host = [var in self.offloaded for var in once_region.reads]
+        given = [self.offloaded[var][0] if var in self.offloaded else self.as_stored(var) for var in once_region.reads]
+        shapes = [self.type_of(var, value) for var, value in zip(once_region.reads, given, strict=True)]
+        layouts = [self.layout(var) for var in once_region.reads]
         alike = BitwiseMode({self.placement.axis}, self.materialize_input) if self.mode is Mode.INVARIANT else None
-        batched = [i for i, (_, form) in enumerate(together.wanted) if isinstance(form, Slice)]
-        rooms = self.uneven_of(together.reads)
-        divided = divide_region(together, shapes, layouts, self.once_axes, self.exact, alike, rooms, batched)
+        batched = [i for i, (_, form) in enumerate(once_region.wanted) if isinstance(form, Slice)]
+        rooms = self.uneven_of(once_region.reads)
+        divided = divide_region(once_region, shapes, layouts, self.once_axes, self.exact, alike, rooms, batched)
         if isinstance(divided, MeshFunction):
-            for var in together.reads:
-                self.away.pop(var, None)
+            for var in once_region.reads:
+                self.offloaded.pop(var, None)
         else:
-            given, far = [self.read(var) for var in together.reads], [False] * len(given)
+            given, on_host = [self.read(var) for var in once_region.reads], [False] * len(given)
 
-        constant = [var in self.flow.program.constants for var in together.reads]
-        made = [v for v, late, known in zip(given, far, constant, strict=True) if not late and not known]
+        constant = [var in self.flow.program.constants for var in once_region.reads]
+        made = [v for v, late, known in zip(given, on_host, constant, strict=True) if not late and not known]
         other = None if alike is None or any(map(Rounding.can_use, made)) else self.rounding_seed
         order = sorted(
-            range(len(together.reads)), key=lambda i: -self.ready_level(together.reads[i])
+            range(len(once_region.reads)), key=lambda i: -self.ready_level(once_region.reads[i])
         )  # as in `joint_evaluator`
 
         def device_program(latest: Any, other: Any, values: Sequence[Any]) -> list[Any]:
-            several = list(zip(values, far, constant, strict=True))
+            several = list(zip(values, on_host, constant, strict=True))
             own = [LazyInput(functools.partial(copy_in_pieces, v)) if late else v for v, late, _ in several]
             rounding = None
             if alike is not None:
@@ -176,11 +176,11 @@ class Emission(PassEmission):
             ),
             out_specs=list(map(spec_of, divided.results)),
         )(
-            first_element(self.latest) if any(far) and self.latest is not None else None,
+            first_element(self.latest) if any(on_host) and self.latest is not None else None,
             None if other is None else self.whole[other],
             given,
         )
-        several = zip(together.wanted, divided.dims, divided.results, values, strict=True)
+        several = zip(once_region.wanted, divided.dims, divided.results, values, strict=True)
         for (var, form), dim, layout, value in several:
             self.take_up(var, dim, value) if not isinstance(form, Slice) else self.batched.update({var: value})
             if not layout.is_whole:
@@ -208,13 +208,13 @@ class Emission(PassEmission):
 
     def run_replicated(self, action: Evaluation) -> list[Any]:
         """Evaluates an action in per-device programs, identically on every device; None for unused results."""
-        together = ReplicatedRegion.from_actions([action], self.readers, self.flow.program, self.once, {})
+        once_region = ReplicatedRegion.from_actions([action], self.readers, self.flow.program, self.once, {})
         rounds = self.joint_evaluator.rounding is not None
 
         def device_program(values: Sequence[Any]) -> list[Any]:
             rounding = Rounding.from_values(values) if rounds else None
             place = WholeEvaluator(self.platform, rounding, self.materialize_input if rounds else None)
-            return dataclasses.replace(together, place=place)(values)
+            return dataclasses.replace(once_region, place=place)(values)
 
         everywhere = jax.shard_map(
             device_program,
@@ -223,8 +223,8 @@ class Emission(PassEmission):
             out_specs=PartitionSpec(),
             check_vma=False,
         )
-        made = everywhere([self.read(var) for var in together.reads])
-        held = {var: value for (var, _), value in zip(together.wanted, made, strict=True)}
+        made = everywhere([self.read(var) for var in once_region.reads])
+        held = {var: value for (var, _), value in zip(once_region.wanted, made, strict=True)}
         return [held.get(var) for var in action.step.eqn.outvars]
 
     @property
@@ -259,17 +259,19 @@ class Emission(PassEmission):
         )
 
     def enter_region(self, action: Evaluation) -> RegionEntry:
-        """If devices hold different numbers of nodes, batched values go in and out per slot. In batch order every
-        device would hold all of each, because the partitioner divides evenly or not at all. Values that every iteration
-        would gather are gathered once, or read where they lie."""
+        """Prepares the operands; batched ones are per slot if devices hold different numbers of nodes.
+
+        In batch order, every device would then hold all of each, because XLA's partitioner divides evenly or not at
+        all. Values that the bodies read whole stay in batch order.
+        """
         eqn, region = action.step.eqn, action.step.region
         assert region is not None
         slotted = not self.placement.even and self.has_same_nodes(action)
-        apart = set(range(region.operands)) - action.read_whole if slotted else set()
+        sliced = set(range(region.operands)) - action.read_whole if slotted else set()
         operands: list[Any] = []
         cut = set[int]()  # per slot inside, not outside
         for i, (atom, form) in enumerate(zip(eqn.invars, action.operands, strict=True)):
-            if i in apart and isinstance(form, Slice):
+            if i in sliced and isinstance(form, Slice):
                 operands.append(self.read_in_slots(atom, form, 1 if i in region.scanned else 0))
                 if not self.is_in_slots(atom, form):
                     cut.add(i)

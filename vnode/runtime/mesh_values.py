@@ -47,7 +47,7 @@ class MeshValues(ScheduleInterpreter):
 
     Attributes:
       stacked: the collected values that a loop computed; their slots are dimension 1, not 0.
-      away: values in host memory, with their specs.
+      offloaded: values in host memory, with their specs.
       layouts: layouts of values that do not have the layout of a whole one.
       arguments: the values that are arguments of the step, in memory as they are.
     """
@@ -71,9 +71,9 @@ class MeshValues(ScheduleInterpreter):
         self.arguments: set[Var] = set()
         self.divides = not self.division.automatic
         self.by_xla = division is not None and division.automatic  # once-computed values, from shards
-        lying = zip(program.inputs, self.division.layouts, strict=False)
-        self.layouts = {var: layout for var, layout in lying if layout is not None and not layout.is_whole}
-        self.away: dict[Var, tuple[Any, PartitionSpec]] = {}
+        known = zip(program.inputs, self.division.layouts, strict=False)
+        self.layouts = {var: layout for var, layout in known if layout is not None and not layout.is_whole}
+        self.offloaded: dict[Var, tuple[Any, PartitionSpec]] = {}
         for i, (var, value) in enumerate(zip(program.inputs, inputs, strict=True)) if inputs is not None else ():
             batched = isinstance(self.flow.states[var].form, Slice)
             if isinstance(value, ShardedBatch):
@@ -82,7 +82,7 @@ class MeshValues(ScheduleInterpreter):
                 self.collected[var] = value
             elif not batched and var not in self.dims and is_on_host(value):
                 spec = self.division.specs[i] if i < len(self.division.specs) else None
-                self.away[var] = value, spec or PartitionSpec()
+                self.offloaded[var] = value, spec or PartitionSpec()
             else:
                 self.store_input(var, value)
 
@@ -115,8 +115,8 @@ class MeshValues(ScheduleInterpreter):
         )
 
     def make_whole(self, var: Var) -> Any:
-        if var in self.away:
-            value, spec = self.away.pop(var)
+        if var in self.offloaded:
+            value, spec = self.offloaded.pop(var)
             return fetch_to_device(value, self.latest, spec, self.placement.mesh)
         if var in self.rooms:
             assert self.uneven is not None

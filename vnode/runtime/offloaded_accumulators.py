@@ -57,10 +57,10 @@ class AccumulatorStack:
     device_levels: int
 
     @staticmethod
-    def for_sum(s: Sum, depth: int, far: int) -> AccumulatorStack:
-        """The stack of a sum of which `depth` blocks wait, at most `far` of them on the host."""
-        far = min(depth, far) if can_offload(s.shape, s.dtype) else 0
-        return AccumulatorStack(s, far, depth - far)
+    def for_sum(s: Sum, depth: int, most: int) -> AccumulatorStack:
+        """The stack of a sum of which `depth` blocks wait, the lowest `most` of them on the host if it is large."""
+        host_levels = min(depth, most) if can_offload(s.shape, s.dtype) else 0
+        return AccumulatorStack(s, host_levels, depth - host_levels)
 
     @functools.cached_property
     def piece_layout(self) -> tuple[int, int]:
@@ -82,11 +82,9 @@ class AccumulatorStack:
     def allocate(self) -> Stack:
         """Allocates the stack's buffers."""
         zero = jnp.zeros((), self.sum.dtype)
-        there = jax.device_put(zero, HOST)
-        far = (
-            [lax.broadcast(there, (self.host_levels * self.piece_count, *self.piece_shape))] if self.host_levels else []
-        )
-        return far, [lax.broadcast(zero, (self.device_levels, *self.sum.shape))] if self.device_levels else []
+        host_zero, pieces = jax.device_put(zero, HOST), self.host_levels * self.piece_count
+        host = [lax.broadcast(host_zero, (pieces, *self.piece_shape))] if self.host_levels else []
+        return host, [lax.broadcast(zero, (self.device_levels, *self.sum.shape))] if self.device_levels else []
 
     def push(self, stack: Stack, value: Any, height: Any, after: Any) -> tuple[Stack, Any]:
         """Pushes a value.
@@ -100,7 +98,7 @@ class AccumulatorStack:
         Returns:
           The stack, and another such number, known when the push is done.
         """
-        far, near = stack
+        host, device = stack
         later = (after < 0).astype(jnp.int32)
 
         def send(turn: jax.Array, carry: Any) -> Any:
@@ -115,11 +113,11 @@ class AccumulatorStack:
             return [lax.dynamic_update_index_in_dim(buffer, value, at, 0)], turns + 1
 
         low = ((height > 0) & (height <= self.host_levels)).astype(jnp.int32)
-        if far:
-            far, after = named_loop("send", 0, low, send, (far, after))
-        if near:
-            near, after = named_loop("push", 0, (height > self.host_levels).astype(jnp.int32), put, (near, after))
-        return (far, near), after
+        if host:
+            host, after = named_loop("send", 0, low, send, (host, after))
+        if device:
+            device, after = named_loop("push", 0, (height > self.host_levels).astype(jnp.int32), put, (device, after))
+        return (host, device), after
 
     def merge_from_top(self, stack: Stack, value: Any, height: Any, place: Any, after: Any) -> tuple[Any, Any]:
         """Adds the entries from the top down to a place to a value, one after another.
@@ -134,22 +132,22 @@ class AccumulatorStack:
         Returns:
           The sum, and a number as that of `push`.
         """
-        far, near = stack
+        host, device = stack
         later = (after < 0).astype(jnp.int32)
 
         def merge(turn: jax.Array, value: jax.Array) -> jax.Array:
-            return self.sum.add(lax.dynamic_index_in_dim(near[0], top - turn, 0, keepdims=False), value)
+            return self.sum.add(lax.dynamic_index_in_dim(device[0], top - turn, 0, keepdims=False), value)
 
-        if near:
+        if device:
             top = height - 1 - self.host_levels
             value = named_loop("merge", 0, height - jnp.maximum(place, self.host_levels), merge, value)
-        if far:
+        if host:
             low = jnp.minimum(height, self.host_levels)
-            value, after = self.fold_host_entries(far[0], low - 1 - later, low - place, value, self.sum.add, after)
+            value, after = self.fold_host_entries(host[0], low - 1 - later, low - place, value, self.sum.add, after)
         return value, after
 
     def fold_host_entries(
-        self, far: Any, top: Any, count: Any, value: Any, of: Callable[[Any, Any], Any], after: Any
+        self, host: Any, top: Any, count: Any, value: Any, of: Callable[[Any, Any], Any], after: Any
     ) -> tuple[Any, Any]:
         """Fetches host entries piece by piece, and folds each into a value, one after another.
 
@@ -157,7 +155,7 @@ class AccumulatorStack:
         on-chip memory only if they read them.
 
         Args:
-          far: the host entries.
+          host: the buffer of the host entries.
           top: the first entry; the others lie below it.
           count: the number of entries.
           value: the value that they are folded into.
@@ -168,7 +166,7 @@ class AccumulatorStack:
         def fetch(turn: jax.Array, carry: Any) -> Any:
             whole, turns = carry
             down, i = jnp.divmod(turn, self.piece_count) if self.piece_count > 1 else (turn, jnp.int32(0))
-            part = lax.dynamic_index_in_dim(far, (top - down) * self.piece_count + i, 0, keepdims=False)
+            part = lax.dynamic_index_in_dim(host, (top - down) * self.piece_count + i, 0, keepdims=False)
             part = jax.device_put(part, DEVICE)
             return lax.dynamic_update_index_in_dim(whole, of(part, whole[i]), i, 0), turns + 1
 
@@ -178,14 +176,15 @@ class AccumulatorStack:
 
     def read_entry(self, stack: Stack, at: int, value: Any, turns: Any) -> Any:
         """Reads an entry if `turns` is positive; otherwise returns a value of its shape."""
-        far, near = stack
+        host, device = stack
         if at < self.host_levels:
-            return self.fold_host_entries(far[0], at, turns, value, lambda part, _: part, jnp.int32(0))[0]
-        return named_loop("take", 0, turns, lambda turn, _: near[0][at - self.host_levels + turn], value)
+            return self.fold_host_entries(host[0], at, turns, value, lambda part, _: part, jnp.int32(0))[0]
+        return named_loop("take", 0, turns, lambda turn, _: device[0][at - self.host_levels + turn], value)
 
 
 Stack = tuple[list[Any], list[Any]]
-"""One sum's entries, if any: on the host in pieces ``[far * pieces, *part]``; on the device ``[near, *shape]``."""
+"""One sum's entries on the host, in pieces ``[host_levels * pieces, *part]``, and on the device,
+``[device_levels, *shape]``. Each list has one array, or none if there are no such entries."""
 
 
 def fold_pieces_offloaded(

@@ -329,11 +329,11 @@ class ScheduleInterpreter(abc.ABC):
     def run_all(self, actions: Sequence[Evaluation]) -> None:
         """Evaluates once-computed actions; those with passes or effects one by one, the others between them as a
         region."""
-        for apart, several in itertools.groupby(actions, is_separate):
-            if not apart:
-                self.run_region(list(several))
+        for separate, group in itertools.groupby(actions, is_separate):
+            if not separate:
+                self.run_region(list(group))
                 continue
-            for action in several:
+            for action in group:
                 self.run_once(action)
 
     def run_once(self, action: Evaluation) -> None:

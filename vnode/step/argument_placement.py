@@ -196,7 +196,7 @@ class ArgumentPlacer:
 
     def _exchange(self, tree: Any, leaves: list[Any], whole: bool, mesh_known: bool) -> list[Any]:
         """Places arrays for a program of several processes; compares those that each process passes whole."""
-        away, placed = list[int](), list(leaves)
+        elsewhere, placed = list[int](), list(leaves)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, ShardedBatch):
                 if leaf.placement == self.placement:
@@ -204,14 +204,14 @@ class ArgumentPlacer:
                 placed[i] = leaf = leaf.whole()
             role = self.role(committed_sharding(leaf), whole)
             if role is Role.PUT:
-                away.append(i)
+                elsewhere.append(i)
             else:
                 placed[i] = transfer(leaf, self.placement, role, mesh_known=mesh_known)
-        if away:
+        if elsewhere:
             paths = [path for path, _ in jax.tree.leaves_with_path(tree, is_leaf=is_sharded_batch)]
-            names = [jax.tree_util.keystr(paths[i]) or "an argument" for i in away]
-            arrived = exchange_arrays([placed[i] for i in away], self.placement, names, batch=not whole)
-            for i, leaf in zip(away, arrived, strict=True):
+            names = [jax.tree_util.keystr(paths[i]) or "an argument" for i in elsewhere]
+            arrived = exchange_arrays([placed[i] for i in elsewhere], self.placement, names, batch=not whole)
+            for i, leaf in zip(elsewhere, arrived, strict=True):
                 placed[i] = leaf
         return placed
 

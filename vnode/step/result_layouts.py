@@ -57,8 +57,8 @@ def specs_of(args: Sequence[Any], wholes: Sequence[int], placement: Placement) -
     specs: list[PartitionSpec | None] = []
     for i, arg in enumerate(args):
         for leaf in jax.tree.leaves(arg, is_leaf=is_sharded_batch):
-            says = i in wholes and isinstance(getattr(leaf, "sharding", None), NamedSharding)
-            specs.append(trim_spec(put_sharding(leaf, placement).spec) if says else None)
+            has_spec = i in wholes and isinstance(getattr(leaf, "sharding", None), NamedSharding)
+            specs.append(trim_spec(put_sharding(leaf, placement).spec) if has_spec else None)
     return tuple(specs) if len(placement.devices) > placement.size or any(specs) else ()
 
 
@@ -84,18 +84,19 @@ def constrain_results(results: Any, args: Sequence[Any], specs: Specs, mesh: Mes
       The same pytree.
     """
     given = jax.tree.leaves(tuple(args), is_leaf=is_sharded_batch)
-    away = [not is_sharded_batch(leaf) and is_on_host(leaf) for leaf in given]
-    if not specs and not any(away):
+    on_host = [not is_sharded_batch(leaf) and is_on_host(leaf) for leaf in given]
+    if not specs and not any(on_host):
         return results
-    lay: Any = reshard if AxisType.Explicit in mesh.axis_types else lax.with_sharding_constraint
+    constrain: Any = reshard if AxisType.Explicit in mesh.axis_types else lax.with_sharding_constraint
     leaves, treedef = jax.tree.flatten(results)
-    said = specs or (None,) * len(given)
-    before = successors(results, args, [spec is not None or there for spec, there in zip(said, away, strict=True)])
+    leaf_specs = specs or (None,) * len(given)
+    counting = [spec is not None or host for spec, host in zip(leaf_specs, on_host, strict=True)]
+    before = successors(results, args, counting)
 
     def constrain_leaf(leaf: Any, i: int) -> Any:
-        if said[i] is not None:
-            leaf = lay(leaf, NamedSharding(mesh, cast(PartitionSpec, said[i])))
-        return jax.device_put(leaf, jax.memory.Space.Host) if away[i] else leaf
+        if leaf_specs[i] is not None:
+            leaf = constrain(leaf, NamedSharding(mesh, cast(PartitionSpec, leaf_specs[i])))
+        return jax.device_put(leaf, jax.memory.Space.Host) if on_host[i] else leaf
 
     placed = [leaf if i is None else constrain_leaf(leaf, i) for leaf, i in zip(leaves, before, strict=True)]
     return jax.tree.unflatten(treedef, placed)
