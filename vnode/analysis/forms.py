@@ -2,11 +2,13 @@
 
 Knows factors, dimensions and the batch. Must not know equations' primitives, passes or devices.
 
-The batch factor sits inside one dimension as ``outer x batch x inner``: an array whose dimension was made by
-``concatenate([a, b])`` of two batches has ``outer = 2``; one made by merging ``(batch, time)`` has ``inner = time``. In
-row-major order all of that survives a reshape. A node that holds examples ``[v*m, (v+1)*m)`` therefore holds
-``outer`` runs of ``m * ratio`` elements, ``ratio`` being the elements of a run per example: a whole number after a
-merge, a fraction after ``reshape(B // 2, 2)``.
+    x: batched(dim 0) in "ij,jk->ik"   ->   `locate`: the batch is in factor i   ->   `project`: result batched(dim 0)
+
+The batch sits inside one dimension, as ``outer x batch x inner``. After ``concatenate([a, b])`` of two batches, `outer`
+is 2. After a merge of ``(batch, time)``, `inner` is the time. A reshape keeps both, since it keeps row-major order.
+
+A node that holds the examples ``[v * m, (v + 1) * m)`` holds `outer` runs of ``m * ratio`` elements. `ratio` is a run's
+number of elements per example: a whole number after a merge, a fraction after ``reshape(B // 2, 2)``.
 """
 
 from __future__ import annotations

@@ -130,7 +130,12 @@ class SplitLoop:
         return list(chain), list(leaves)
 
     def stacked_operand(self, leaf: Var, more: dict[Var, Var]) -> Var:
-        """The variable for all iterations of a body's value: an array that the loop scans, or one that it stacks."""
+        """The variable for all iterations of a body's value: an array that the loop scans, or one that it stacks.
+
+        Args:
+          leaf: the body's value.
+          more: the stacked variables so far, by the body's values; extended.
+        """
         place = self.places.get(leaf)
         if place is not None and place in self.loop.scanned:
             atom = self.step.eqn.invars[place]
@@ -205,11 +210,11 @@ class SplitLoop:
         description, level = self.flow.program.describe(eqn), self.step.level
         if description is None or len(eqn.outvars) > 1:
             raise CannotMoveProduct
-        of = [self.flow.state(atom) if isinstance(atom, Literal) else states[atom] for atom in eqn.invars]
-        forms = tuple(state.form for state in of)
+        operands = [self.flow.state(atom) if isinstance(atom, Literal) else states[atom] for atom in eqn.invars]
+        forms = tuple(state.form for state in operands)
         sliced = [i for i, form in enumerate(forms) if isinstance(form, Slice)]
         partial = {i for i, form in enumerate(forms) if isinstance(form, Partial)}
-        others = [state for state in of if state.form == WHOLE]
+        others = [state for state in operands if state.form == WHOLE]
         if not all(state.zero for state in others):
             raise CannotMoveProduct
         location = None

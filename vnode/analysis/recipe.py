@@ -108,8 +108,9 @@ class Recipe:
     leaves: dict[Key, None]
 
 
-def evaluated_steps(made: Recipe) -> set[Step]:
-    return {action.step for action in made.actions if isinstance(action, Evaluation)}
+def evaluated_steps(recipe: Recipe) -> set[Step]:
+    """The steps that a recipe evaluates, without those in bodies."""
+    return {action.step for action in recipe.actions if isinstance(action, Evaluation)}
 
 
 def clone_for_slice(flow: Flow, step: Step, result: int, form: Slice, node_sizes: Sizes) -> Evaluation | None:

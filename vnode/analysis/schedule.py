@@ -168,7 +168,7 @@ class Sweep:
         self.widened = values_after_sums(flow, self.rounded)
         self.evaluated: set[int] = set()
         self.keeping = keeping
-        self.choice = PassCut(flow, keeping, decided, known)
+        self.pass_cut = PassCut(flow, keeping, decided, known)
         self.max_recomputed = most * sum(step.flops for step in flow.steps) if most < math.inf else most
         self.recomputed_flops = 0
         self.in_passes: set[Step] = set()
@@ -306,7 +306,7 @@ class Sweep:
         completed: list[Var] = []
         ready = {var: None for var in self.pending if self.can_complete_at(var, level)}  # in order: so is the program
         earlier = [v for v in self.pending if flow.states[v].level < level and not self.can_complete_at(v, level)]
-        postponed = self.choice.postponed_values(level, ready, self.pending, earlier)
+        postponed = self.pass_cut.postponed_values(level, ready, self.pending, earlier)
         ready = {var: None for var in ready if var not in postponed}
         collected = {var: form for var in ready if isinstance(form := flow.states[var].form, Slice)}
         self.level += 1  # equations moved out of the pass run at the next level
@@ -344,7 +344,7 @@ class Sweep:
         requests: list[tuple[Atom, Form]] = [(var, states[var].form) for var in completed]
         requests += collected.items()
 
-        made = build_recipe(flow, requests, self.node_sizes, is_leaf=self.choice.is_leaf, effects=effects)
+        made = build_recipe(flow, requests, self.node_sizes, is_leaf=self.pass_cut.is_leaf, effects=effects)
         accumulators = []
         for var in completed:
             form = states[var].form

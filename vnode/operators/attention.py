@@ -3,8 +3,9 @@
 Knows which dimension of each operand and result is which, by the kernel's parameters. Must not know how attention is
 computed: examples and heads are apart, and all else is whole.
 
-The call has no description where examples are not independent: dropout (random numbers by position), several sequences
-packed into one example (their lengths index the batch), keys in pages, and a user's function of scores.
+The call has no description where examples are not independent. That is so with dropout (random numbers by position),
+with several sequences packed into one example (their lengths index the batch), with keys in pages, and with a user's
+function of scores.
 """
 
 from __future__ import annotations

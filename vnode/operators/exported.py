@@ -95,7 +95,7 @@ def keeps_rows_apart(exported: Any) -> bool:
         functions = {ir.StringAttr(op.attributes["sym_name"]).value: op for op in module.body.operations}
         main = functions["main"].regions[0].blocks[0]
         try:
-            returned = Walk(functions).block(main, [Count.INDEPENDENT] * len(main.arguments))
+            returned = RowCountWalk(functions).block(main, [Count.INDEPENDENT] * len(main.arguments))
         except Exception:  # rows may meet, or an operation is not written as it is known here: then nothing is proved
             return False
         return set(returned) <= {Count.INDEPENDENT}
@@ -123,7 +123,7 @@ Counts = Mapping[Any, Count]
 """The dependence of a function's values on the number of rows."""
 
 
-class Walk:
+class RowCountWalk:
     """Finds the values computed from the number of rows; raises `Crossing` where rows may depend on each other."""
 
     def __init__(self, functions: dict[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
 Knows kernels, and the descriptions of the equations in them. Must not know grids, nor index maps.
 
-A kernel sees a block of several rows at a time. Where each row of its results depends on the same row of its operands
-only, and on nothing that differs from row to row otherwise, rows may be put into blocks in any other way::
+A kernel sees a block of several rows at a time. Rows may be divided into blocks otherwise if they are independent: if
+each row of the results depends on the same row of the operands, and on values that all rows share::
 
     o[...] = x[...] * jax.lax.rsqrt(jnp.mean(x[...] ** 2, -1, keepdims=True))     # rows are independent
     o[...] = x[...] - jnp.mean(x[...], 0)                                         # they are not
@@ -42,7 +42,7 @@ def rows_are_independent(kernel: Jaxpr, rows: Mapping[int, int], scratch: Sequen
       axis: the axis of the grid that numbers these blocks, as the kernel counts axes.
     """
     held = {k: rows.get(k, UNIFORM if k in scratch else SHARED) for k in range(len(kernel.invars))}
-    walk = Walk(held, frozenset(rows), axis)
+    walk = RowWalk(held, frozenset(rows), axis)
     try:
         while True:
             before = dict(held)
@@ -59,7 +59,7 @@ Value = int | tuple[str, int]
 """A variable's rows, or the number of a reference."""
 
 
-class Walk:
+class RowWalk:
     """Follows rows through a kernel.
 
     Args:

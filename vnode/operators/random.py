@@ -1,8 +1,8 @@
 """Random draws and keys.
 
-Knows which generators treat each key of an array alone, and how the bits of a slice follow from the key and the slice's
-position when the generator counts along the flat result (threefry with ``jax_threefry_partitionable``). Other
-generators can only be drawn whole. Must not know the draws' purpose.
+Knows which generators treat each key of an array alone. Knows how the bits of a slice follow from the key and the
+slice's position, if the generator counts along the flat result (threefry with ``jax_threefry_partitionable``). The
+draws of other generators are made whole. Must not know the draws' purpose.
 """
 
 from __future__ import annotations

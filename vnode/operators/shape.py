@@ -53,8 +53,8 @@ def broadcast_in_dim(eqn: JaxprEqn) -> OperatorDescription:
 def common_refinement(a: Sequence[int], b: Sequence[int]) -> tuple[list[int], list[Dim], list[Dim], set[int]]:
     """Writes a reshape's shapes over common factors.
 
-    Row-major order is kept, so a major (or minor) part that both shapes share is a factor of its own; what is left
-    between, where neither shape divides the other, can only be taken whole.
+    Row-major order is kept. So a major or minor part that both shapes share is a factor of its own. The parts between
+    them, of which neither divides the other, must be whole.
 
     Args:
       a: the operand's shape.

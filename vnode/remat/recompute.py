@@ -182,10 +182,12 @@ def recompute_late(late: TurningPoint, chosen: Collection[ResultIndex]) -> Progr
     equations = late.program.equations
     inserted: dict[int, list[JaxprEqn]] = {}
     names: list[tuple[int, Var, Var]] = []  # (k, variable, copy): equations from k on read the copy
-    again = {late.recomputable[made] for made in chosen}
-    several = [(numbers, set[Var]()) for numbers in group_equations(late, sorted({k for k, _ in chosen}), again)]
+    recomputed = {late.recomputable[made] for made in chosen}
+    several = [(numbers, set[Var]()) for numbers in group_equations(late, sorted({k for k, _ in chosen}), recomputed)]
     several += (
-        [(set[int](), {var}) for var in late.live_values if var not in again and late.is_spread(var)] if chosen else []
+        [(set[int](), {var}) for var in late.live_values if var not in recomputed and late.is_spread(var)]
+        if chosen
+        else []
     )
     for numbers, spread in several:
         wanted = {late.recomputable[made] for made in chosen if made[0] in numbers} | spread
@@ -216,7 +218,7 @@ def rename_atoms(atoms: Sequence[Atom], names: Mapping[Var, Var]) -> list[Atom]:
     return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
 
 
-def group_equations(late: TurningPoint, numbers: Sequence[int], again: Collection[Var]) -> list[set[int]]:
+def group_equations(late: TurningPoint, numbers: Sequence[int], recomputed: Collection[Var]) -> list[set[int]]:
     """Groups recomputed equations, by number, into connected sets that are computed one after another.
 
     Values between two groups are written to memory and cannot be fused, so groups are large.
@@ -224,16 +226,16 @@ def group_equations(late: TurningPoint, numbers: Sequence[int], again: Collectio
     Args:
       late: the program.
       numbers: of the recomputed equations, in order.
-      again: their results that are recomputed.
+      recomputed: their results that are recomputed.
     """
     maker = {var: k for k in numbers for var in late.program.equations[k].outvars}
     wanted: dict[int, int] = {}  # for equations, the first late reader
     for k in reversed(numbers):
         eqn = late.program.equations[k]
-        for first in (beyond[0] for var in eqn.outvars if var in again and (beyond := late.late_readers(var))):
+        for first in (beyond[0] for var in eqn.outvars if var in recomputed and (beyond := late.late_readers(var))):
             wanted[k] = min(wanted.get(k, first), first)
         for atom in eqn.invars if k in wanted else ():
-            if isinstance(atom, Var) and atom in again:
+            if isinstance(atom, Var) and atom in recomputed:
                 made = maker[atom]
                 wanted[made] = min(wanted.get(made, wanted[k]), wanted[k])
     times = {k: late.time(first) for k, first in wanted.items()}

@@ -33,7 +33,7 @@ PIECE = 1 << 20
 
 
 def can_offload(shape: Sequence[int], dtype: Any) -> bool:
-    """Whether a sum may be offloaded: a large array of real numbers.
+    """Whether a sum may be offloaded: a large array of floating-point numbers.
 
     >>> can_offload((1024, 256), jnp.float32), can_offload((1024,), jnp.float32)
     (True, False)

@@ -6,11 +6,10 @@ nodes.
     m, g: [data]     v = 0.9 * m + g   computed in shards
                      n = sum(g * g)    computed on every device, g * g too, from g gathered
 
-Shardings over the other axes stay, so they do not depend on the further axes at all. Over these an equation is sharded
-only if each element of its results is computed from single elements of its operands (moved, scaled, added to others),
-or from several by a reduction that is exact in any order (all, any, a count). Any other equation reads its operands
-gathered. It must be compiled to the same kernel as without sharding, with the elementwise equations before it. So these
-are not sharded either: the gather is at their inputs.
+Shardings over the other axes stay, so they do not depend on the further axes at all. Over these, two kinds
+of equations are sharded: elementwise ones and those that move elements, and reductions that are exact in any order
+(all, any, a count). Any other equation reads its operands gathered. It must be compiled to the same kernel as without
+sharding, with the elementwise equations before it. So these are not sharded either: the gather is at their inputs.
 """
 
 from __future__ import annotations

@@ -368,8 +368,9 @@ def total_cost(
 ) -> float | None:
     """The cost of a sharding, in bytes; None if the equation cannot be sharded so.
 
-    It has three terms: the bytes that each device sends to reshard operands; those to reshard results to the wishes, or
-    to all-reduce partial results later; and a device's operations, of which `OPERATIONS_PER_BYTE` count as a byte.
+    It is the sum of three terms. First, the bytes that each device sends to reshard operands. Second, those that it
+    sends to reshard results as wished, or to all-reduce partial results later. Third, its operations, of which
+    `OPERATIONS_PER_BYTE` count as a byte.
     """
     choice = build_sharding(eqn, description, ways, given, axes, passed)
     if choice is None:

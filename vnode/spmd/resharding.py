@@ -8,8 +8,8 @@ A resharding is a shortest path over layouts: the sequence of the moves below by
 bytes, and among these one with fewest collectives. Partial values are combined, whole (all-reduce) or into blocks
 (reduce-scatter). The minor axes of a dimension are dropped (all-gather) or divide another dimension (all-to-all).
 Blocks go to other devices unchanged (permute), once, where they are smallest. Slicing a replicated dimension is free,
-and makes later moves smaller; so it comes first, but after reductions. Reductions do not follow the cheapest path: the
-order in which a collective adds may depend on its kind and on array sizes, and an axis may be one whose size must not
+and makes later moves smaller; so it comes first, but after reductions. Reductions do not follow the cheapest path.
+The order in which a collective adds may depend on its kind and on array sizes, while the size of some axes must not
 change bits.
 """
 

@@ -35,7 +35,7 @@ class Share:
       counts: blocks of each device, 0 or more. Block 0 is the first device's first block.
 
     Raises:
-      PartitionError: there are fewer than two blocks, or a count is negative.
+      PartitionError: there are fewer than two blocks, a count is negative, or there are no axes.
 
     Example:
       >>> share = Share(("model",), (5, 3))

@@ -48,7 +48,7 @@ def check_couplings(
     couplings: Sequence[Coupling],
     option: Option,
     budget: float,
-    again: Callable[[Option], Analysed],
+    reschedule: Callable[[Option], Analysed],
 ) -> None:
     """Checks the couplings of a step against the user's ``coupling`` and ``recompute_budget``.
 
@@ -57,7 +57,7 @@ def check_couplings(
       couplings: of the schedule.
       option: the user's ``coupling``.
       budget: the user's ``recompute_budget``.
-      again: schedules the step with another ``coupling``.
+      reschedule: schedules the step with another ``coupling``.
 
     Raises:
       CouplingError: a coupling is forbidden, or recomputation exceeds the budget.
@@ -68,7 +68,7 @@ def check_couplings(
         remedies = ["coupling='exact': further passes, for the result of the whole batch"]
         allowed = {pattern: "local" if mode == "error" else mode for pattern, mode in mode_patterns(option).items()}
         with contextlib.suppress(CouplingError):
-            local = [coupling for coupling in again(allowed)[1] if coupling.mode == "local"]
+            local = [coupling for coupling in reschedule(allowed)[1] if coupling.mode == "local"]
         if local:
             remedies.append(f"coupling='local': {LOCAL}")
         raise CouplingError(
@@ -89,7 +89,7 @@ def check_couplings(
                 facts=[*coupling_facts(made, couplings), memory_fact(made, budget)],
                 remedies=[
                     f"recompute_budget={math.ceil(100 * share) / 100} to pay for it",
-                    *local_remedies(made, couplings, option, budget, again),
+                    *local_remedies(made, couplings, option, budget, reschedule),
                     *coupling_remedies(causes),
                 ],
             )
@@ -185,7 +185,11 @@ def coupling_remedies(couplings: Sequence[Coupling]) -> list[str]:
 
 
 def local_remedies(
-    made: Schedule, couplings: Sequence[Coupling], option: Option, budget: float, again: Callable[[Option], Analysed]
+    made: Schedule,
+    couplings: Sequence[Coupling],
+    option: Option,
+    budget: float,
+    reschedule: Callable[[Option], Analysed],
 ) -> list[str]:
     """The smallest change of ``coupling`` that gets the step accepted, or else makes it cheaper; empty if none does."""
     kinds = zip(couplings, kinds_of(couplings), strict=True)
@@ -198,7 +202,7 @@ def local_remedies(
         choices = [("local", GHOST)]
     for choice, meaning in choices:
         try:
-            then, _ = again(choice)
+            then, _ = reschedule(choice)
         except CouplingError:
             continue
         last = choice == "local"

@@ -93,8 +93,8 @@ class VirtualStep(Step[P, R]):
         """The same step on other devices.
 
         Args:
-          devices: a `Placement`, a `jax.sharding.Mesh` with the placement's axis, or a sequence of devices (a number
-            for the first so many), on which the other axes of the placement's mesh stay as long as they are.
+          devices: a `Placement`, a `jax.sharding.Mesh` with the placement's axis, a sequence of devices, or a number n
+            for the first n devices. On devices, the other axes of the placement's mesh keep their sizes.
           counts: nodes on each device; as even as possible by default.
 
         Returns:
@@ -201,9 +201,8 @@ class VirtualStep(Step[P, R]):
 
         Args:
           tree: any pytree. Its arrays stay sharded over mesh axes that the placement has too, and are replicated
-            otherwise, unless the step's `partition` has a pattern for them; leaves that are not arrays stay as they
-            are. In several processes each of those concerned must call it: those of the placement's devices, and
-            those where the arrays are.
+            otherwise, unless the step's `partition` has a pattern for them. Other leaves stay as they are. If there are
+            several processes, those of the placement's devices must call it, and those that hold the arrays.
 
         Returns:
           The same tree.
