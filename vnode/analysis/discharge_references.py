@@ -125,6 +125,7 @@ def evaluate_equation(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def reference_error(eqn: JaxprEqn, why: str) -> UnsupportedPrimitiveError:
+    """The error for a reference that cannot be followed; `why` completes its first sentence."""
     return UnsupportedPrimitiveError(
         message_about(
             eqn,
@@ -147,6 +148,7 @@ def substitute_references(operands: Sequence[Any], passed: Sequence[Reference], 
 
 
 def evaluate_loop(loop: Loop, operands: list[Any], passed: list[Reference]) -> list[Any]:
+    """Evaluates a scan. The contents of its references, `passed`, become further carries."""
     first, split = loop.constants, loop.constants + loop.carries
     count = len(passed)
 
@@ -162,6 +164,7 @@ def evaluate_loop(loop: Loop, operands: list[Any], passed: list[Reference]) -> l
 
 
 def evaluate_while(loop: While, operands: list[Any], passed: list[Reference]) -> list[Any]:
+    """Evaluates a ``while``. The contents of its references, `passed`, become further carries."""
     split = loop.condition_constants
     first = split + loop.body_constants
     count = len(passed)
@@ -182,6 +185,7 @@ def evaluate_while(loop: While, operands: list[Any], passed: list[Reference]) ->
 
 
 def evaluate_branches(branches: Branches, operands: list[Any], passed: list[Reference]) -> list[Any]:
+    """Evaluates a branch. The contents of its references, `passed`, become further operands and results."""
     count = len(passed)
     given = [i for i, value in enumerate(operands[1:]) if not isinstance(value, Reference)]
 

@@ -35,6 +35,7 @@ def with_starts_in_bounds(eqn: JaxprEqn) -> list[JaxprEqn] | None:
 
 
 def slice_in_bounds(eqn: JaxprEqn) -> list[JaxprEqn] | None:
+    """As `with_starts_in_bounds`, for a dynamic slice. Literal starts are clamped here, without an equation."""
     value, *given = eqn.invars
     made: list[JaxprEqn] = []
     starts: list[Atom] = []
@@ -51,6 +52,7 @@ def slice_in_bounds(eqn: JaxprEqn) -> list[JaxprEqn] | None:
 
 
 def windows_in_bounds(eqn: JaxprEqn) -> list[JaxprEqn] | None:
+    """As `with_starts_in_bounds`, for a gather of windows in mode ``CLIP``."""
     value, indices = eqn.invars
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     if set(numbers.start_index_map) <= set(numbers.collapsed_slice_dims):

@@ -328,6 +328,7 @@ class OperatorDescription:
             raise ValueError(f"{eqn.primitive.name}: {problem}")
 
     def _problems(self, eqn: JaxprEqn) -> Iterator[str]:
+        """Yields what is wrong with the description, for `check`."""
         for kind, dims, atoms in (
             ("operand", self.operands, eqn.invars),
             ("result", self.results, eqn.outvars),

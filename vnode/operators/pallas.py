@@ -59,6 +59,7 @@ DESCRIPTIONS = Memo[OperatorDescription](256)
 
 
 def described(eqn: JaxprEqn, call: Call) -> OperatorDescription:
+    """The description of a call, with the axes of `split_axes` as factors."""
     plan = split_axes(call)
     f = Factors()
     factor = {

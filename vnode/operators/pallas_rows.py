@@ -89,6 +89,7 @@ class RowWalk:
         return [read(atom) for atom in jaxpr.outvars]
 
     def equation(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        """The kinds of an equation's results; raises as `body`."""
         name = eqn.primitive.name
         if name == PROGRAM_ID:
             if eqn.params["axis"] == self._axis:

@@ -123,6 +123,11 @@ class Sums:
         self.depth = 0  # depth of branches that some steps skip
 
     def body(self, jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
+        """The kinds of a program's results, given those of its inputs.
+
+        Raises:
+          Unknown: the kernel does not only sum, as far as is known.
+        """
         env: dict[Var, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         env.update(dict.fromkeys(jaxpr.constvars, Term.SAME))
 
@@ -139,6 +144,7 @@ class Sums:
         return [read(atom) for atom in jaxpr.outvars]
 
     def equation(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        """The kinds of an equation's results; raises as `body`."""
         name = eqn.primitive.name
         if name == PROGRAM_ID:
             if eqn.params["axis"] != self.axis:
@@ -231,6 +237,7 @@ class Sums:
             self.stages[reference] = Stage.ZEROED
 
     def get(self, eqn: JaxprEqn, operands: list[Value]) -> Value:
+        """The kind of a value that is read from a reference; raises as `body`."""
         reference = operands[0]
         if not isinstance(reference, int) or any(value not in (Term.SAME, Term.ZERO) for value in operands[1:]):
             raise Unknown
@@ -243,6 +250,7 @@ class Sums:
         return Total(reference, access_place(eqn.invars[1:], eqn))
 
     def put(self, eqn: JaxprEqn, operands: list[Value]) -> None:
+        """Follows a write to a reference; raises as `body`."""
         reference, value = operands[0], operands[1]
         if not isinstance(reference, int) or any(i not in (Term.SAME, Term.ZERO) for i in operands[2:]):
             raise Unknown

@@ -111,6 +111,7 @@ def index_of(view: Any) -> tuple[list[Any], list[int] | None]:
 
 
 def read_chain(value: Any, chain: Sequence[Any]) -> Any:
+    """Reads a value through views, one after another."""
     for view in chain:
         starts, sizes = index_of(view)
         if sizes is None:
@@ -122,6 +123,7 @@ def read_chain(value: Any, chain: Sequence[Any]) -> Any:
 
 
 def write_chain(value: Any, chain: Sequence[Any], part: Any) -> Any:
+    """A value in which the part that views select, one after another, is replaced."""
     if not chain:
         return part
     part = write_chain(read_chain(value, chain[:1]), chain[1:], part)

@@ -172,6 +172,7 @@ class ProgramPlan:
         self.hands_on.reverse()
 
     def read_by(self, piece: ProgramPiece, there: set[Key]) -> Iterator[Key]:
+        """The keys of the values that a piece reads; `there` has the keys that earlier pieces can hand on."""
         known = set(self.schedule.flow.program.constants)
         if piece.completes is not None:
             number, nodes = piece.completes

@@ -73,6 +73,7 @@ class _FurtherFollower:
         self.kept: set[int] = set()  # ids of steps that stay as they are
 
     def follow(self, flow: Flow, inputs: Sequence[OperandSharding]) -> Flow:
+        """Shards a flow over the further axes, given the shardings of its inputs over all axes."""
         self.program = program = flow.program
         self.states.update(zip(program.inputs, inputs, strict=True))
         self.states.update((var, OperandSharding(replicated(len(var.aval.shape)))) for var in program.constants)
@@ -104,6 +105,7 @@ class _FurtherFollower:
         return found
 
     def step(self, base: Step) -> Step:
+        """A step over all axes, from the one over the former axes; records the shardings of its results."""
         given = [self.state(atom) for atom in base.eqn.invars]
         step = self.region_step(base, base.region, given) if base.region is not None else self.divide_step(base, given)
         self.states.update(

@@ -143,6 +143,7 @@ class _Run:
         self.hidden: dict[tuple[int, bool], tuple[Any, Any]] = {}  # operands by their ids, and as compilers see them
 
     def run_all(self, values: Sequence[Any]) -> list[Any]:
+        """This device's arrays of the outputs, given those of the inputs."""
         program = self.flow.program
         self.alike = self.alike and self.alike.with_rounding(values)
         for var, value, layout in zip(program.inputs, values, self.flow.inputs, strict=True):
@@ -304,6 +305,7 @@ class _Run:
         return value if self.rounding is None or not computed else self.rounding.hide_origin(value)
 
     def step(self, step: Step) -> list[Any]:
+        """This device's arrays of a step's results, in the layouts `step.made`."""
         if step.region is not None:
             return self.region(step)
         if step.branches is not None:

@@ -366,6 +366,7 @@ class _Builder:
     # The program
 
     def build(self) -> InBlocks:
+        """The program with loops over blocks: stage by stage, first other equations, then the stage's loop."""
         equations: list[JaxprEqn] = []
         available: set[tuple[Var, int | None]] = {(var, self.made[var]) for var in self.program.inputs}
 

@@ -331,6 +331,7 @@ def fetch(
 
 
 def _fetch_one(value: Any, dim: int, cut: Cut, block: int | None, interval: Interval, fill: Any, axes: Axes) -> Any:
+    """As `fetch`, for one interval along an opened dimension; `block` is None if every device has all indices."""
     parts = len(interval.starts)
     index = np.stack([interval.indices(i, cut.size) for i in range(parts)])  # [part, element], -1 for none
     there = index >= 0

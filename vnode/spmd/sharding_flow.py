@@ -177,6 +177,7 @@ class _Follower:
         self.ends: list[OperandSharding] = []
 
     def follow(self, inputs: Sequence[OperandSharding]) -> _Follower:
+        """Propagates the inputs' shardings through all equations; returns itself."""
         self.states.update(zip(self.program.inputs, inputs, strict=True))
         for var in self.program.constants:
             self.states[var] = OperandSharding(replicated(len(var.aval.shape)))
@@ -192,6 +193,12 @@ class _Follower:
         return self.states[atom]
 
     def step(self, eqn: JaxprEqn, path: Path) -> Step:
+        """The step of one equation; records the shardings of its results.
+
+        Raises:
+          PartitionError: it cannot be sharded as requested.
+          UnsupportedPrimitiveError: it has an effect, which every device would repeat.
+        """
         given = [self.state(atom) for atom in eqn.invars]
         region, branches, loop = region_of(eqn), branches_of(eqn), loop_of(eqn)
         if region is not None:
