@@ -5,7 +5,7 @@ are run.
 
     h = relu(x @ w);  y = h @ v                      w: [4, 16], v: [16, 4], 16 hidden units in 8 blocks
 
-    y = in_blocks(w, v, x):                          on a device with 5 of the blocks
+    y = in_blocks(x, w, v):                          on a device with 5 of the blocks
         for k in its blocks:  y += relu(x @ w[:, k]) @ v[k]
                                                      then y is summed over devices
 

@@ -2,7 +2,7 @@
 
 Knows flows and plain data. Must not know how layouts were found, files, nor virtual nodes.
 
-    Flow  ->  {"digest": "5f2e...", "axes": {"data": 2}, "steps": [[[0], [1], [1], ...], ...], "layouts": [...]}
+    Flow  ->  {"digest": "5f2e...", "axes": {"data": 2}, "steps": [[[0], [0], [0], ...], ...], "layouts": [...]}
 
 Equations are identified by their position. So a record fits one program only, identified by its digest: the fingerprint
 of the computation (`vnode.analysis.fingerprint`), with shapes and constants.

@@ -4,7 +4,7 @@ Knows descriptions and layouts, and the bytes that resharding moves. Must not kn
 evaluated.
 
     x: [data, -], w: [-, model], "ij,jk->ik"   ->   i over data, k over model; the result is [data, model]
-    x: [-, model], w: [model, -]               ->   j over model; the result is partial over model
+    x: [-, model], w: [model, -], j is long    ->   j over model; the result is partial over model
 
 An axis is assigned to one of the factors that the equation can be cut along (`OperatorDescription.leads`), or to none:
 then all devices along it compute the same. The choice follows the operands. Only factors that some operand is already
