@@ -37,7 +37,7 @@ class Term(enum.Enum):
     ANY = "unknown"
 
 
-class Test(enum.Enum):
+class StepCondition(enum.Enum):
     """The program id of the axis, or a condition on it."""
 
     NUMBER = "the program id"
@@ -60,7 +60,7 @@ class Total:
     cast: bool = False
 
 
-Value = Term | Test | Total | int
+Value = Term | StepCondition | Total | int
 """An integer is a reference."""
 
 LINEAR = {"neg", "convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "transpose", "reduce_sum", "copy"}
@@ -151,13 +151,13 @@ class Sums:
                 return [Term.SAME]
             if self.level > 1:
                 raise Unknown
-            return [Test.NUMBER]
+            return [StepCondition.NUMBER]
         if name == "cond":
             return self.branch(eqn, operands)
         call = call_of(eqn)
-        if call is not None and not any(isinstance(value, Test) for value in operands):
+        if call is not None and not any(isinstance(value, StepCondition) for value in operands):
             return self.body(call.body.jaxpr, [operands[i] for i in call.operands])
-        if any(isinstance(value, Test) for value in operands):
+        if any(isinstance(value, StepCondition) for value in operands):
             return [self.test(eqn, operands)]
         if name == "get":
             return [self.get(eqn, operands)]
@@ -176,25 +176,29 @@ class Sums:
         terms = [value for value in operands if isinstance(value, Term)]
         return [term(eqn, terms, linear=bool(self.free))] * len(eqn.outvars)
 
-    def test(self, eqn: JaxprEqn, operands: list[Value]) -> Test:
+    def test(self, eqn: JaxprEqn, operands: list[Value]) -> StepCondition:
         """The condition on the program id that an equation computes."""
         (first, *_) = operands
-        if eqn.primitive.name == "convert_element_type" and first in (Test.FIRST, Test.LAST):
-            assert isinstance(first, Test)
+        if eqn.primitive.name == "convert_element_type" and first in (StepCondition.FIRST, StepCondition.LAST):
+            assert isinstance(first, StepCondition)
             return first
-        if eqn.primitive.name != "eq" or operands[0] is not Test.NUMBER or not isinstance(eqn.invars[1], Literal):
+        if (
+            eqn.primitive.name != "eq"
+            or operands[0] is not StepCondition.NUMBER
+            or not isinstance(eqn.invars[1], Literal)
+        ):
             raise Unknown
         number = int(eqn.invars[1].val)
         if number not in (0, self.size - 1):
             raise Unknown
-        return Test.FIRST if number == 0 else Test.LAST
+        return StepCondition.FIRST if number == 0 else StepCondition.LAST
 
     def branch(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         """Follows a branch taken at the first step, at the last one, or at any step."""
         region = region_of(eqn)
         assert region is not None
         chosen, given = operands[0], operands[1:]
-        if any(isinstance(value, Test) for value in given):
+        if any(isinstance(value, StepCondition) for value in given):
             raise Unknown
         if isinstance(chosen, Term):
             if self.free and chosen is not Term.SAME:
@@ -207,9 +211,9 @@ class Sums:
             both = zip(*made, strict=True)
             return [values[0] if len(set(values)) == 1 and chosen is Term.SAME else Term.ANY for values in both]
         plain = not self.depth and not eqn.outvars and len(region.bodies) == 2 and not region.bodies[0].jaxpr.eqns
-        if chosen is Test.FIRST and plain:
+        if chosen is StepCondition.FIRST and plain:
             self.check_first_step(region.bodies[1], given)
-        elif chosen is Test.LAST and plain:
+        elif chosen is StepCondition.LAST and plain:
             self.done = True  # the last step only writes totals to results
             self.body(region.bodies[1].jaxpr, given)
         else:
