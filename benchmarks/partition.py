@@ -284,7 +284,7 @@ def compared(plan: Plan, built: Build, platform: str) -> Row:
     """Predicts what a plan takes, and looks at what was compiled."""
     from vnode.partition import Machine, Roofline, Times, accept, program_cost
     from vnode.partition.cost import device_program
-    from vnode.partition.cost.compiler import CLOCKS
+    from vnode.partition.machine.known_kinds import CLOCKS
 
     machine = Machine.tpu(TOPOLOGY)
     device = device_program(plan.flow, plan.axes, platform=platform, donated=range(plan.donated))

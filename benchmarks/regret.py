@@ -169,7 +169,7 @@ def exchange_seconds(collectives: Sequence[Sequence[Any]], machine: Any, mesh: M
 
 def row(plan: Any, devices: Sequence[Any], folder: Path) -> dict[str, Any]:
     """A plan's name and what is said of it, beside what the compiler makes of it."""
-    from vnode.partition.cost.compiler import CLOCKS
+    from vnode.partition.machine.known_kinds import CLOCKS
 
     figures, machine = plan.figures, plan.machine
     found = built(plan, devices, folder)

@@ -21,7 +21,7 @@ from tests.partition.test_plan_accept import V5E, example
 from vnode.partition import Plan, search
 from vnode.partition.compiler import CompiledStats, CompilePool
 from vnode.partition.compiler.pool import CompileJob
-from vnode.partition.cost.compiler import CLOCKS
+from vnode.partition.machine.known_kinds import CLOCKS
 from vnode.partition.plan import candidates
 from vnode.partition.plan.candidates import kind_of
 from vnode.partition.plan.compiled_ranking import DRAFTS, MOST, MOST_AFTER_DRAFTS, CompiledRanking, Entry

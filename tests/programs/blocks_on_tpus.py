@@ -12,9 +12,9 @@ from benchmarks import tpu
 from tests.spmd.reference import layouts_of
 from vnode.analysis.program import inline
 from vnode.partition import Machine, program_cost
-from vnode.partition.cost.compiler import CLOCKS
 from vnode.partition.cost.lower_to_device import device_program
 from vnode.partition.hlo import parse
+from vnode.partition.machine.known_kinds import CLOCKS
 from vnode.partition.uneven_shares.uneven_plans import flow_of_device
 from vnode.spmd.factor_blocks import in_blocks
 from vnode.spmd.sharded_program import flow_over_mesh

@@ -4,11 +4,11 @@ import dataclasses
 import json
 
 from vnode.partition import Machine, calibrate
+from vnode.partition.compiler.target import Topology
 from vnode.partition.cost.calibration import Calibration
-from vnode.partition.cost.compiler import tpu_topology
 from vnode.partition.machine.known_kinds import kind_named
 
-devices, kind = tpu_topology("v5e:2x4"), kind_named("v5e")
+devices, kind = Topology("v5e:2x4").devices(), kind_named("v5e")
 stored = Calibration.for_kind(kind)
 fitted = calibrate.fit_entry(kind, calibrate.compiled_seconds(devices[0], kind), stored)
 memory, time = calibrate.spread(Machine.tpu("v5e:2x4"), devices)

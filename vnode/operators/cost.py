@@ -68,7 +68,9 @@ class Cost:
     __rmul__ = __mul__
 
 
-def described_cost(eqn: JaxprEqn, description: OperatorDescription) -> Cost:
+def described_cost(
+    eqn: JaxprEqn, description: OperatorDescription, sizes: Sizes | None = None, share: float = 1
+) -> Cost:
     """The cost of an equation, which reads each operand once and writes each result once.
 
     Only the selected elements of an operand that is indexed or sliced are read. Only the updates of a result that is
@@ -77,14 +79,17 @@ def described_cost(eqn: JaxprEqn, description: OperatorDescription) -> Cost:
     Args:
       eqn: no call, loop or branch.
       description: its description.
+      sizes: the factor sizes of a copy; by default of the whole equation.
+      share: the copy's share of the operations; exactly all by default.
     """
     counted = description.operations
+    operations = round(counted.operations * share)
     contracts = description.has(Algebra.CONTRACTS)
-    read, written = bytes_of(eqn, description)
+    read, written = bytes_of(eqn, description, sizes)
     return Cost(
-        matrix={str(eqn.invars[0].aval.dtype): counted.operations} if contracts else {},
-        vector=0 if contracts else counted.operations,
-        transcendental=counted.transcendental,
+        matrix={str(eqn.invars[0].aval.dtype): operations} if contracts else {},
+        vector=0 if contracts else operations,
+        transcendental=round(counted.transcendental * share),
         read=read,
         written=written,
     )

@@ -26,14 +26,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vnode.analysis.program import inline
 from vnode.partition.compiler.stats import compiled_stats
+from vnode.partition.compiler.target import Topology
 from vnode.partition.cost.cache import Cache
 from vnode.partition.cost.calibration import FILE, Calibration, Quantiles, entries
-from vnode.partition.cost.compiler import CLOCKS, tpu_topology
 from vnode.partition.cost.measured_times import Measured
 from vnode.partition.cost.split_cost import program_cost
 from vnode.partition.cost.timed_pieces import TimedOp, traced_op
 from vnode.partition.machine import Kind, Machine
-from vnode.partition.machine.known_kinds import KINDS, kind_named
+from vnode.partition.machine.known_kinds import CLOCKS, KINDS, kind_named
 from vnode.spmd.layout import from_spec
 from vnode.spmd.sharded_program import as_spec_layout, flow_over_mesh, spec_of
 from vnode.spmd.sharding_flow import follow
@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 measured = Measured(devices[0], Cache(folder))
                 entry = fit_entry(kind, lambda piece: measured.measure(piece)[0], entry)
     else:
-        devices, machine = tpu_topology(TOPOLOGIES[which]), Machine.tpu(TOPOLOGIES[which])
+        devices, machine = Topology(TOPOLOGIES[which]).devices(), Machine.tpu(TOPOLOGIES[which])
         kind = kind_named(which)
         name = kind.name
         entry = fit_entry(kind, compiled_seconds(devices[0], kind), Calibration.for_platform("tpu", name))

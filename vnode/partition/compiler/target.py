@@ -20,13 +20,21 @@ from typing import Any
 
 import jax
 
-from vnode.partition.cost.compiler import NO_METADATA_SERVER, tpu_topology
 from vnode.partition.machine import Machine
 from vnode.partition.machine.known_kinds import JAX_NAMES
 from vnode.placement.world import is_local
 
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Variables of the environment that change what a compiler does."""
+
+NO_METADATA_SERVER = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
+"""Environment variables that stop libtpu from asking a metadata server which machine this is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +50,21 @@ class Topology:
     slices: int = 1
 
     def devices(self) -> tuple[Any, ...]:
-        """Its devices.
+        """Its devices, as targets to compile for; no hardware is needed. Loads libtpu.
 
         Raises:
           RuntimeError: libtpu does not know the topology.
         """
-        return tuple(tpu_topology(self.name, self.slices))
+        from jax.experimental import topologies
+
+        for key, value in NO_METADATA_SERVER.items():
+            os.environ.setdefault(key, value)
+        options: dict[str, Any] = {}
+        if self.name.startswith("v4"):
+            options["chip_config_name"] = "megacore"  # cores as one device
+        if self.slices > 1:
+            options["num_slices"] = self.slices
+        return tuple(topologies.get_topology_desc(self.name, platform="tpu", **options).devices)
 
 
 @dataclasses.dataclass(frozen=True)

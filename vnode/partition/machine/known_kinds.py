@@ -1,4 +1,4 @@
-"""Names of kinds of devices -> their figures, with sources.
+"""Names of kinds of devices -> their figures and clocks, with sources.
 
 Knows data sheets. Must not know machines that are made of such devices.
 
@@ -12,7 +12,7 @@ H200 has 139 of its 141, as its driver reports.
 order of a small copy's.
 
 `vector` of a TPU is derived: lanes of the vector units x arithmetic units of each x clock. Lanes and units are those of
-"How to scale your model", appendix on TPU internals (8 x 128 lanes, 2 units of each on v4, 4 from v5 on); the clock
+"How to scale your model", appendix on TPU internals (8 x 128 lanes, 2 units of each on v4, 4 from v5 on). The clock
 follows from the peak of the matrix units (operations a second / (units x rows x columns x 2)).
 """
 
@@ -82,6 +82,20 @@ KINDS = {
     )
 }
 """Every known kind, by its name."""
+
+CLOCKS = {
+    # "How to scale your model", appendix on TPU internals: units of 128 x 128 (256 x 256 on v6e); two cores a chip on
+    # v4 and v5p, whose peak is that of both.
+    "TPU v4": 275e12 / (2 * 4 * 128 * 128 * 2),
+    "TPU v5e": 197e12 / (4 * 128 * 128 * 2),
+    "TPU v5p": 459e12 / (2 * 4 * 128 * 128 * 2),
+    "TPU v6e": 918e12 / (4 * 256 * 256 * 2),
+}
+"""Cycles a second, by the name of a kind.
+
+The compiler writes ``estimated_cycles`` at every fused operation of a scheduled program (`vnode.partition.hlo`). They
+hold no transfer over links and no time of a launch.
+"""
 
 JAX_NAMES = {
     "TPU v4": "TPU v4",

@@ -17,9 +17,9 @@ import numpy as np
 
 from vnode.partition.compiler.stats import CompiledStats
 from vnode.partition.cost.collective_cost import NAMES
-from vnode.partition.cost.compiler import CLOCKS
 from vnode.partition.hlo import Collective, bytes_by_kind
 from vnode.partition.machine import Machine
+from vnode.partition.machine.known_kinds import CLOCKS
 from vnode.partition.plan.predict import Figures
 
 OPCODES = NAMES | {

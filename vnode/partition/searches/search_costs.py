@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from vnode.operators import Algebra, Prefix, kind
-from vnode.operators.cost import Cost, bytes_of
+from vnode.operators import Prefix, kind
+from vnode.operators.cost import Cost, described_cost
 from vnode.partition.cost import Roofline, Times, Transfer, copy_of, transfers_of_route
 from vnode.partition.machine import Machine, MachineMesh
 from vnode.partition.searches.flattened_program import has_own_strategy
@@ -102,17 +102,7 @@ def copy_cost(eqn: JaxprEqn, choice: OpSharding) -> Cost:
     share = 1.0
     for way in choice.ways:
         share *= max(choice.parts[f][0][0].length / max(description.sizes[f], 1) for f in way.lead)
-    work = description.operations
-    operations, transcendental = round(work.operations * share), round(work.transcendental * share)
-    contracts = description.has(Algebra.CONTRACTS)
-    read, written = bytes_of(eqn, description, choice.sizes())
-    return Cost(
-        matrix={str(getattr(eqn.invars[0].aval, "dtype", "float32")): operations} if contracts else {},
-        vector=0 if contracts else operations,
-        transcendental=transcendental,
-        read=read,
-        written=written,
-    )
+    return described_cost(eqn, description, choice.sizes(), share)
 
 
 def fetched(eqn: JaxprEqn, choice: OpSharding, axes: Axes) -> list[Transfer]:
