@@ -29,10 +29,11 @@ from vnode.errors import PartitionError, PlacementError
 from vnode.partition import Machine, Plan, search
 from vnode.partition.machine import Kind
 from vnode.partition.plan.candidates import MEGATRON, Candidate, MeshSearch, pace_of
+from vnode.partition.plan.replica_shares import fastest_counts
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import Subject, on_nodes, subject_of
 from vnode.partition.uneven_shares.state_blocks import block_numbers, divided_state, tied_inputs
-from vnode.partition.uneven_shares.uneven_plans import UnevenCandidate, UnevenSearch, fastest_blocks, is_unequal
+from vnode.partition.uneven_shares.uneven_plans import UnevenCandidate, UnevenSearch, is_unequal
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 """Sums over all of a state, and slots like parameters."""
@@ -281,7 +282,7 @@ def test_no_other_counts_are_done_earlier(times: list[tuple[float, float]], bloc
         return max(fixed + n * block for n, (fixed, block) in zip(counts, times, strict=True))
 
     every = (c for c in itertools.product(range(blocks + 1), repeat=len(times)) if sum(c) == blocks)
-    counts = fastest_blocks(times, blocks)
+    counts = fastest_counts(times, blocks)
     assert sum(counts) == blocks and last(counts) == pytest.approx(min(map(last, every)))
 
 

@@ -15,12 +15,13 @@ from vnode.errors import MachineError
 from vnode.partition.machine.device_kind import Kind
 from vnode.partition.machine.known_kinds import JAX_NAMES, KINDS
 from vnode.partition.machine.machine_builders import (
+    DESCRIBE,
     LINKS,
     SLICES,
     Device,
     Link,
     Parts,
-    hosts_of,
+    host_networks,
     slice_networks,
 )
 from vnode.partition.machine.measure_machine import host_memory, measure_kind
@@ -55,7 +56,8 @@ def this_machine(devices: Sequence[Any] | None, measure: bool) -> Parts:
         return name, made, ()
     if not measure and (networks := torus_networks(found, made)):
         return name, made, networks
-    return name, made, switch_networks(made, links, [d.device_kind for d in found])
+    far = [LINKS.get(device.kind.name, (None, None))[1] for device in made]
+    return name, made, host_networks(made, [links[d.device_kind] for d in found], far)
 
 
 def measure_local_devices(name: str, group: Sequence[Any], memory: int) -> tuple[Kind, Link | None]:
@@ -63,8 +65,7 @@ def measure_local_devices(name: str, group: Sequence[Any], memory: int) -> tuple
     mine = [device for device in group if is_local(device)]
     if not mine:
         raise MachineError(
-            f"{name!r} is not a known kind, and this process has no device of it to measure.",
-            remedies=["describe the machine: Machine(...).save('machine.json'), and Machine.load it in every process"],
+            f"{name!r} is not a known kind, and this process has no device of it to measure.", remedies=[DESCRIBE]
         )
     return measure_kind(name, mine, memory or host_memory(len(mine)))
 
@@ -92,26 +93,3 @@ def torus_networks(devices: Sequence[Any], described: Sequence[Device]) -> tuple
         places = np.array([devices[i].coords[: made[0].axes] for i in mine])
         points.append(dict(zip(mine, map(tuple, (places - places.min(0)).tolist()), strict=True)))
     return slice_networks(made[0], points, described)
-
-
-def switch_networks(
-    devices: Sequence[Device], links: dict[str, Link | None], names: Sequence[str]
-) -> tuple[Network, ...]:
-    """The networks of measured devices, or of devices with known switches; between kinds, the slower link counts."""
-    hosts = hosts_of(devices)
-    near = [slowest_link([links[names[i]] for i in host]).network([host]) for host in hosts if len(host) > 1]
-    if len(hosts) == 1:
-        return tuple(near)
-    far = slowest_link([LINKS.get(device.kind.name, (None, None))[1] for device in devices])
-    return (*near, far.network(hosts))
-
-
-def slowest_link(links: Sequence[Link | None]) -> Link:
-    """The slowest of some links; None stands for links between processes, which one process cannot measure."""
-    known = [link for link in links if link is not None]
-    if len(known) < len(links):
-        raise MachineError(
-            "the links between these devices are not known.",
-            remedies=["describe the machine: Machine(...).save('machine.json'), and Machine.load it in every process"],
-        )
-    return min(known, key=lambda link: link.bandwidth)

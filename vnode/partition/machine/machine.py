@@ -238,12 +238,8 @@ class Machine(Drawn):
         return tuple(map(tuple, machine_builders.hosts_of(self.devices)))
 
     @functools.cached_property
-    def _fabric(self) -> Fabric:
-        return Fabric(self.networks)
-
-    @functools.cached_property
     def _collectives(self) -> Callable[..., Cost]:
-        return functools.cache(self._fabric.collective)
+        return functools.cache(Fabric(self.networks).collective)
 
     def collective(
         self,

@@ -39,6 +39,9 @@ from vnode.partition.machine.torus import Axis, Point, Torus
 NVLINK, PCIE, NETWORK, HOP, DCN = 1.9e-6, 2.5e-6, 4e-6, 1e-6, 5e-5
 """Latencies, seconds."""
 
+DESCRIBE = "describe the machine: Machine(...).save('machine.json'), and Machine.load it in every process"
+"""The remedy where a machine cannot be measured."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -221,16 +224,25 @@ def gpus(kind: Kind | str, hosts: int, per_host: int, within: Link | None, betwe
             remedies=["within=Link('PCIe', 31.5e9, 2.5e-6), between=Link('Ethernet', 12.5e9, 3e-5, of='host')"],
         )
     devices = tuple(Device(found, i // per_host) for i in range(hosts * per_host))
-    return f"{hosts} x {per_host} {found.name}", devices, host_networks(devices, near, far)
+    networks = host_networks(devices, [near] * len(devices), [far] * len(devices))
+    return f"{hosts} x {per_host} {found.name}", devices, networks
 
 
-def host_networks(devices: tuple[Device, ...], near: Link | None, far: Link | None) -> tuple[Network, ...]:
-    """The network within each host, and the network between hosts."""
+def host_networks(
+    devices: Sequence[Device], near: Sequence[Link | None], far: Sequence[Link | None]
+) -> tuple[Network, ...]:
+    """The network within each host, and the network between hosts, given each device's links to both."""
     hosts = hosts_of(devices)
-    networks = [near.network([host]) for host in hosts if len(host) > 1 and near is not None]
-    if len(hosts) > 1 and far is not None:
-        networks.append(far.network(hosts))
-    return tuple(networks)
+    networks = [slowest_link([near[i] for i in host]).network([host]) for host in hosts if len(host) > 1]
+    return (*networks, slowest_link(far).network(hosts)) if len(hosts) > 1 else tuple(networks)
+
+
+def slowest_link(links: Sequence[Link | None]) -> Link:
+    """The slowest of some links; None stands for links between processes, which one process cannot measure."""
+    known = [link for link in links if link is not None]
+    if len(known) < len(links):
+        raise MachineError("the links between these devices are not known.", remedies=[DESCRIBE])
+    return min(known, key=lambda link: link.bandwidth)
 
 
 def hosts_of(devices: Any) -> list[list[int]]:

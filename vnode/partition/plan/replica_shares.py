@@ -62,17 +62,32 @@ def fastest_shares(seconds: Sequence[float], virtual_nodes: int, lane: int) -> l
     ([4, 4, 2], [12, 4])
     """
     lanes = -(-virtual_nodes // lane)
-    shared = [1 if r < lanes else 0 for r in range(len(seconds))]
-    waiting = [(2 * each, r) for r, each in enumerate(seconds)]
-    heapq.heapify(waiting)
-    for _ in range(lanes - sum(shared)):
-        _, r = heapq.heappop(waiting)
-        shared[r] += 1
-        heapq.heappush(waiting, ((shared[r] + 1) * seconds[r], r))
-    counts = [lane * n for n in shared]
+    first = [int(r < lanes) for r in range(len(seconds))]
+    counts = [lane * n for n in fastest_counts([(0.0, each) for each in seconds], lanes, first)]
     full = max(r for r, n in enumerate(counts) if n)
     counts[full] -= lane * lanes - virtual_nodes
     return counts
+
+
+def fastest_counts(times: Sequence[tuple[float, float]], pieces: int, first: Sequence[int] = ()) -> tuple[int, ...]:
+    """The pieces of each device that let the slowest device end as early as possible.
+
+    Args:
+      times: for each device, its fixed seconds and its seconds per piece.
+      pieces: total number of pieces; each goes to the device that would be done first with it.
+      first: the pieces that each device has in any case; none by default.
+
+    >>> fastest_counts([(0.0, 1.0), (0.0, 3.0)], 8), fastest_counts([(4.0, 1.0), (0.0, 1.0)], 8)
+    ((6, 2), (2, 6))
+    """
+    counts = [*first] or [0] * len(times)
+    waiting = [(fixed + (n + 1) * each, d) for d, ((fixed, each), n) in enumerate(zip(times, counts, strict=True))]
+    heapq.heapify(waiting)
+    for _ in range(pieces - sum(counts)):
+        d = waiting[0][1]
+        counts[d] += 1
+        heapq.heapreplace(waiting, (times[d][0] + (counts[d] + 1) * times[d][1], d))
+    return tuple(counts)
 
 
 def of_one_kind(machine: Machine, kind: Kind) -> Machine:

@@ -27,7 +27,7 @@ from vnode.partition.plan.node_spread import Spread
 from vnode.partition.plan.predict import Prediction, dividing_axes, predict
 from vnode.partition.plan.replica import ReplicaProgram, replica_program
 from vnode.partition.plan.replica_reduction import ReplicaReduction
-from vnode.partition.plan.replica_shares import of_one_kind
+from vnode.partition.plan.replica_shares import fastest_counts, of_one_kind
 from vnode.partition.plan.search_subject import Subject
 from vnode.partition.uneven_shares.state_blocks import rooms_of_state, specs_in_blocks
 from vnode.placement.placement import even_counts
@@ -41,23 +41,6 @@ def reduce_counts(counts: Sequence[int]) -> tuple[int, ...]:
     """The same proportions with the largest blocks."""
     common = math.gcd(*counts)
     return tuple(n // common for n in counts)
-
-
-def fastest_blocks(times: Sequence[tuple[float, float]], blocks: int) -> tuple[int, ...]:
-    """The blocks of each device that let the slowest device end as early as possible.
-
-    Args:
-      times: for each device, its fixed seconds and its seconds per block.
-      blocks: total number of blocks.
-
-    >>> fastest_blocks([(0.0, 1.0), (0.0, 3.0)], 8), fastest_blocks([(4.0, 1.0), (0.0, 1.0)], 8)
-    ((6, 2), (2, 6))
-    """
-    counts = [0] * len(times)
-    for _ in range(blocks):
-        d = min(range(len(times)), key=lambda d: (times[d][0] + (counts[d] + 1) * times[d][1], d))
-        counts[d] += 1
-    return tuple(counts)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -185,7 +168,7 @@ class UnevenSearch:
           The candidate; None if the program cannot be carried out in blocks, or no unequal shares were found.
         """
         found: dict[tuple[int, ...], UnevenCandidate] = {}
-        counts = fastest_blocks([(0.0, 1 / rate) for rate in self.rates], blocks)
+        counts = fastest_counts([(0.0, 1 / rate) for rate in self.rates], blocks)
         if max(counts) == blocks:  # one for the next fastest, and not all for one
             first, second, *_ = sorted(range(len(counts)), key=lambda d: (-counts[d], -self.rates[d]))
             counts = tuple(n - (d == first) + (d == second) for d, n in enumerate(counts))
@@ -195,7 +178,7 @@ class UnevenSearch:
                 break
             found[counts] = one
             if one.prediction.figures.seconds <= hopeless:
-                counts = fastest_blocks(self.lines(one, blocks), blocks)
+                counts = fastest_counts(self.lines(one, blocks), blocks)
         fits = [each for each in found.values() if each.prediction.figures.memory <= memory]
         return min(fits or found.values(), key=lambda each: each.prediction.figures.seconds, default=None)
 
