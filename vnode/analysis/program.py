@@ -92,6 +92,18 @@ class Program:
         jaxpr = Jaxpr(held, list(self.inputs), list(self.outputs), join_parts(self.equations), like.effects, info)
         return ClosedJaxpr(jaxpr, [self.constants[var] for var in held])
 
+    def evaluate(self, values: Sequence[Any]) -> list[Any]:
+        """The outputs for some inputs, equation by equation."""
+        known: dict[Var, Any] = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
+
+        def read(atom: Atom) -> Any:
+            return atom.val if isinstance(atom, Literal) else known[atom]
+
+        for eqn in self.equations:
+            with context_of(eqn):
+                known.update(zip(eqn.outvars, bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+        return [read(atom) for atom in self.outputs]
+
     @functools.cached_property
     def definitions(self) -> dict[Var, JaxprEqn]:
         """The equation that defines a variable; inputs and constants have none."""

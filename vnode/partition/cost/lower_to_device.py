@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.meshless import NO_MESH
-from vnode.analysis.program import Program, inline
+from vnode.analysis.program import Program, inline, origins
 from vnode.operators import kind_to_keep
 from vnode.operators.control_flow import region_of
 from vnode.partition.cost.simplify_loops import hoist_invariants, inline_single_iterations
@@ -113,14 +113,9 @@ def simplify(program: Program) -> Program:
                 same.update(zip(eqn.outvars, other.outvars, strict=True))
                 continue
         equations.append(eqn)
-    outputs = [first_equal(atom) for atom in program.outputs]
-    wanted = {atom for atom in outputs if isinstance(atom, Var)}
-    kept: list[JaxprEqn] = []
-    for eqn in reversed(equations):
-        if wanted.intersection(eqn.outvars):
-            kept.append(eqn)
-            wanted.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
-    return program.derive(program.inputs, kept[::-1], outputs)
+    made = program.derive(program.inputs, equations, [first_equal(atom) for atom in program.outputs])
+    read = origins(made, {atom for atom in made.outputs if isinstance(atom, Var)})
+    return made.with_equations([eqn for eqn in equations if not read.isdisjoint(eqn.outvars)])
 
 
 def operand_key(atom: Any) -> object:

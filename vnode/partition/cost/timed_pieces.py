@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from vnode.analysis.program import Program, bind, context_of, inline
+from vnode.analysis.program import Program, context_of, inline
 from vnode.operators import OperatorDescription, describe, evaluate, kind_to_keep
 from vnode.operators.control_flow import region_of
 from vnode.operators.cost import Cost, described_cost, nbytes
@@ -88,12 +88,7 @@ class TimedOp:
 
     def function(self, *values: Any) -> list[Any]:
         """Evaluates the equations: the values of `reads`, in order, give those of `writes`."""
-        held = dict(zip(self.reads, values, strict=True))
-        for eqn in self.equations:
-            operands = [atom.val if isinstance(atom, Literal) else held[atom] for atom in eqn.invars]
-            with context_of(eqn):
-                held.update(zip(eqn.outvars, bind(eqn, operands), strict=True))
-        return [held[var] for var in self.writes]
+        return Program([*self.reads], {}, [*self.equations], [*self.writes]).evaluate(values)
 
     def __str__(self) -> str:
         return " + ".join(dict.fromkeys(eqn.primitive.name for eqn in self.equations))

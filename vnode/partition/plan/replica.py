@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 from vnode.analysis.forms import Form, Slice
 from vnode.analysis.meshless import remove_mesh_closed
 from vnode.analysis.passes import Accumulator, Pass, Schedule, Stage
-from vnode.analysis.program import Atom, Program, bind, context_of, inline
+from vnode.analysis.program import Atom, Program, bind, inline
 from vnode.analysis.recipe import Evaluation
 from vnode.errors import PartitionError, UnsupportedPrimitiveError
 from vnode.operators.in_program import as_array
@@ -218,7 +218,7 @@ class ReplicaEmission(ScheduleInterpreter):
             program, dims = self.in_blocks_where_read(program, self.uneven_of(together.reads), batched)
         except (PartitionError, UnsupportedPrimitiveError):  # every device computes it whole
             given, dims = [self.read(var) for var in together.reads], [None] * len(together.wanted)
-        values = evaluate_program(program, [*given, *captured])
+        values = program.evaluate([*given, *captured])
         for (var, form), dim, value in zip(together.wanted, dims, values, strict=True):
             self.take_up(var, dim, value) if not isinstance(form, Slice) else self.batched.update({var: value})
 
@@ -377,7 +377,7 @@ class ReplicaEmission(ScheduleInterpreter):
         def iteration(totals: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
             operands = [given[0][None], *given[1:], *whole]
             as_traced = program is written  # neither side by side nor in blocks
-            values = jaxpr_as_fun(made)(*operands) if as_traced else evaluate_program(program, [*operands, *captured])
+            values = jaxpr_as_fun(made)(*operands) if as_traced else program.evaluate([*operands, *captured])
             pieces = values[: len(sums)]
             if self.spread.iterations == 1:  # a single node needs no addition
                 totals = [piece.astype(s.dtype) for s, piece in zip(sums, pieces, strict=True)]
@@ -442,19 +442,6 @@ def replica_program(
     shapes = list(map(type_of, flow.program.inputs, dims))
     closed = remove_mesh_closed(trace_to_jaxpr(lambda values: run_replica(*values), shapes, axes))
     return ReplicaProgram(inline(closed.jaxpr, closed.consts), tuple(nodes))
-
-
-def evaluate_program(program: Program, values: Sequence[Any]) -> list[Any]:
-    """Evaluates a program, equation by equation."""
-    known: dict[Var, Any] = {**program.constants, **dict(zip(program.inputs, values, strict=True))}
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else known[atom]
-
-    for eqn in program.equations:
-        with context_of(eqn):
-            known.update(zip(eqn.outvars, bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
-    return [read(atom) for atom in program.outputs]
 
 
 def loop_bodies(flow: Flow, at: Path = ()) -> list[tuple[Path, Flow]]:
