@@ -111,29 +111,28 @@ class _Experts:
         cut: dict[Hashable, None] = {}
         passing: set[Hashable] = set(self.examples)
         for number, node in enumerate(self.flat.nodes):
-            d = node.description
-            if d is None or not d.has(Algebra.CONTRACTS) or len(d.operands) != 2 or len(d.results) != 1:
+            d, several = node.description, self.sides(number)
+            if d is None or not several or (dense and self.slides(number)):
                 continue
-            if dense and self.slides(number):
+            counts = [not self.examples.keys().isdisjoint(each.values()) for each in several]
+            if counts[0] == counts[1] or not counts[2]:
                 continue
-            name = lambda f, number=number: self.flat.factor(number, f)  # noqa: E731
-            several = [{f for dim in dims for f in dim} for dims in (*d.operands, d.results[0])]
-            named = [{name(f) for f in each} for each in several]
-            counts = [bool(each & self.examples.keys()) for each in named]
-            weights = [k for k in range(2) if not counts[k] and counts[1 - k]]
-            if len(weights) != 1 or not counts[2]:
-                continue
-            own, other = several[weights[0]], several[1 - weights[0]]
-            rows = {name(f) for f in own & other}
-            columns = [f for dim in d.operands[weights[0]] for f in dim if f in own - other]
-            columns.sort(
-                key=lambda f, sizes=d.sizes: sizes[f] % self.devices != 0
-            )  # the major one that all devices divide
+            own, other = several[counts.index(False)], several[counts.index(True)]
+            rows = {own[f] for f in own.keys() & other.keys()}
+            columns = [f for f in own if f not in other and d.sizes[f] > 1]
+            columns.sort(key=lambda f, of=d.sizes: of[f] % self.devices != 0)  # the major one that all devices divide
             passing |= rows - cut.keys()
-            free = [name(f) for f in columns if name(f) not in passing and d.sizes[f] > 1]
+            free = [own[f] for f in columns if own[f] not in passing]
             if not rows & cut.keys() and free and not cut.keys() & free:
                 cut[free[0]] = None
         return [*cut]
+
+    def sides(self, number: int) -> list[dict[int, Hashable]]:
+        """The named dimension of each factor of a product's operands, and of its result; empty for other equations."""
+        d = self.flat.nodes[number].description
+        if d is None or not d.has(Algebra.CONTRACTS) or len(d.operands) != 2 or len(d.results) != 1:
+            return []
+        return [{f: self.flat.factor(number, f) for dim in dims for f in dim} for dims in (*d.operands, d.results[0])]
 
     def sequence(self) -> list[Hashable]:
         """The named dimensions that count positions of a sequence.
@@ -155,20 +154,16 @@ class _Experts:
         """The named dimensions that count experts: a product has a weight matrix for each, and so has its result."""
         found: dict[Hashable, None] = {}
         for number, node in enumerate(self.flat.nodes):
-            d = node.description
-            if d is not None and self.multiplies_matrices(number):
-                several = [{f for dim in dims for f in dim} for dims in (*d.operands, d.results[0])]
-                for f in sorted(set.intersection(*several)):
-                    if d.sizes[f] > 1 and self.flat.factor(number, f) not in self.examples:
-                        found[self.flat.factor(number, f)] = None
+            if node.description is not None and self.multiplies_matrices(number):
+                first, second, result = self.sides(number)
+                for f in sorted(first.keys() & second.keys() & result.keys()):
+                    if node.description.sizes[f] > 1 and first[f] not in self.examples:
+                        found[first[f]] = None
         return [*found]
 
     def multiplies_matrices(self, number: int) -> bool:
         """Whether a product reads one of several weight matrices, or computes their gradient."""
-        d = self.flat.nodes[number].description
-        if d is None or not d.has(Algebra.CONTRACTS) or len(d.operands) != 2 or len(d.results) != 1:
-            return False
-        sides = [{self.flat.factor(number, f) for dim in dims for f in dim} for dims in (*d.operands, d.results[0])]
+        sides = [{*each.values()} for each in self.sides(number)]
         return any(len(side) > 2 and any(side <= weight for weight in self.weights) for side in sides)
 
     @functools.cached_property
