@@ -283,7 +283,7 @@ class Row:
 def compared(plan: Plan, built: Build, platform: str) -> Row:
     """Predicts what a plan takes, and looks at what was compiled."""
     from vnode.partition import Machine, Roofline, Times, accept, program_cost
-    from vnode.partition.cost import device_program
+    from vnode.partition.cost.lower_to_device import device_program
     from vnode.partition.machine.known_kinds import CLOCKS
 
     machine = Machine.tpu(TOPOLOGY)
@@ -343,8 +343,7 @@ def on_one_device(names: Sequence[str], folder: Path) -> Sheet:
 
     from vnode.analysis.program import inline
     from vnode.partition import Cache, Machine, Measured, Roofline, Times, program_cost
-    from vnode.partition.cost import DeviceProgram
-    from vnode.partition.cost.lower_to_device import simplify
+    from vnode.partition.cost.lower_to_device import DeviceProgram, simplify
     from vnode.partition.cost.timed_pieces import program_op
 
     rows = []

@@ -87,7 +87,7 @@ def compare(name: str, model: Model, topology: str | None) -> None:
 
     from vnode.analysis.program import inline
     from vnode.partition import Machine, Roofline, Times, accept, program_cost
-    from vnode.partition.cost import device_program
+    from vnode.partition.cost.lower_to_device import device_program
     from vnode.partition.machine.known_kinds import CLOCKS
     from vnode.spmd.layout import from_spec
     from vnode.spmd.sharded_program import as_spec_layout, flow_over_mesh, spec_of

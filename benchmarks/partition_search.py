@@ -37,7 +37,7 @@ from benchmarks.program_seconds import seconds_of
 from benchmarks.report import Sheet
 from vnode.analysis.program import Program, inline
 from vnode.errors import MemoryLimitError
-from vnode.partition.cost import Roofline, Times
+from vnode.partition.cost.time_sources import Roofline, Times
 from vnode.partition.machine import Machine
 from vnode.partition.searches import (
     Edge,

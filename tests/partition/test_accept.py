@@ -25,8 +25,10 @@ from vnode.analysis.program import Program, inline
 from vnode.errors import ProfileError
 from vnode.partition import Machine
 from vnode.partition.accept import Acceptance, accept
-from vnode.partition.compiler import CompiledStats
-from vnode.partition.cost import Memory, device_program, program_cost
+from vnode.partition.compiler.stats import CompiledStats
+from vnode.partition.cost.lower_to_device import device_program
+from vnode.partition.cost.program_memory import Memory
+from vnode.partition.cost.split_cost import program_cost
 from vnode.partition.hlo import Collective, find_collectives, parse
 from vnode.spmd.layout import from_spec
 from vnode.spmd.sharded_program import flow_over_mesh

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vnode.partition import Machine
-from vnode.partition.compiler import CompiledStats, CompilePool, CompileTarget
-from vnode.partition.compiler.stats import compiled_stats
-from vnode.partition.compiler.target import Topology, compile_target
-from vnode.partition.cost import Cache
+from vnode.partition.compiler.pool import CompilePool
+from vnode.partition.compiler.stats import CompiledStats, compiled_stats
+from vnode.partition.compiler.target import CompileTarget, Topology, compile_target
+from vnode.partition.cost.cache import Cache
 from vnode.partition.hlo import Instruction, device_groups, find_collectives, parse
 
 

@@ -24,29 +24,18 @@ from vnode.errors import ProfileError
 from vnode.operators import describe
 from vnode.operators.cost import Cost
 from vnode.partition import Machine, calibrate
-from vnode.partition.cost import (
-    Cache,
-    Calibration,
-    DeviceProgram,
-    Measured,
-    Roofline,
-    Time,
-    TimedOp,
-    Times,
-    Transfer,
-    copy_of,
-    device_program,
-    memory_of,
-    program_cost,
-    transfer_of,
-    transfers_of_route,
-)
-from vnode.partition.cost.calibration import entries
+from vnode.partition.cost.cache import Cache
+from vnode.partition.cost.calibration import Calibration, entries
+from vnode.partition.cost.collective_cost import Transfer, transfer_of, transfers_of_route
 from vnode.partition.cost.fusion import fuse_program
 from vnode.partition.cost.liveness import Operation, liveness, liveness_in_best_order, memory_greedy_order, peak_bytes
-from vnode.partition.cost.lower_to_device import simplify
+from vnode.partition.cost.lower_to_device import DeviceProgram, device_program, simplify
+from vnode.partition.cost.measured_times import Measured
+from vnode.partition.cost.program_memory import memory_of
 from vnode.partition.cost.simplify_loops import hoist_invariants, inline_single_iterations
-from vnode.partition.cost.timed_pieces import program_op, timed_op_of, traced_op
+from vnode.partition.cost.split_cost import program_cost
+from vnode.partition.cost.time_sources import Roofline, Time, Times
+from vnode.partition.cost.timed_pieces import TimedOp, copy_of, program_op, timed_op_of, traced_op
 from vnode.partition.machine import Kind
 from vnode.partition.machine.known_kinds import kind_named
 from vnode.spmd.layout import Layout, cut_of, from_spec

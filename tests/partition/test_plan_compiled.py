@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import vnode
 from tests.partition.test_plan_accept import V5E, example
 from vnode.partition import Plan, search
-from vnode.partition.compiler import CompiledStats, CompilePool
-from vnode.partition.compiler.pool import CompileJob
+from vnode.partition.compiler.pool import CompileJob, CompilePool
+from vnode.partition.compiler.stats import CompiledStats
 from vnode.partition.machine.known_kinds import CLOCKS
 from vnode.partition.plan import candidates
 from vnode.partition.plan.candidates import kind_of

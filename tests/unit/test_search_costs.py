@@ -15,8 +15,10 @@ from benchmarks.program_seconds import seconds_of
 from vnode.analysis.program import Program, inline
 from vnode.errors import PartitionError
 from vnode.operators import Monoid
-from vnode.partition.cost import Calibration, Roofline, Time, TimedOp, Times, program_cost
-from vnode.partition.cost.time_sources import TRANSCENDENTAL
+from vnode.partition.cost.calibration import Calibration
+from vnode.partition.cost.split_cost import program_cost
+from vnode.partition.cost.time_sources import TRANSCENDENTAL, Roofline, Time, Times
+from vnode.partition.cost.timed_pieces import TimedOp
 from vnode.partition.machine import Kind, Machine
 from vnode.partition.searches.search_costs import Estimate, fetched
 from vnode.spmd.layout import Cut, Layout, replicated

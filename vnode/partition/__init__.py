@@ -1,9 +1,15 @@
 """A step and a machine -> a plan of how the step is divided, and a prediction of its time and memory."""
 
 from vnode.partition.accept import Acceptance, accept
-from vnode.partition.cost import Cache, Measured, Memory, ProgramCost, Roofline, Times, program_cost
+from vnode.partition.cost.cache import Cache
+from vnode.partition.cost.measured_times import Measured
+from vnode.partition.cost.program_memory import Memory
+from vnode.partition.cost.split_cost import ProgramCost, program_cost
+from vnode.partition.cost.time_sources import Roofline, Times
 from vnode.partition.machine import Axis, Device, Kind, Link, Machine, MachineMesh, Switch, Torus
-from vnode.partition.plan import Figures, Plan, search
+from vnode.partition.plan.plan import Plan
+from vnode.partition.plan.predict import Figures
+from vnode.partition.plan.search import search
 from vnode.partition.uneven_shares.uneven_leaves import uneven
 
 __all__ = [

@@ -212,7 +212,7 @@ def accept(compiled: Any, cost: ProgramCost, *, tolerance: float = TOLERANCE) ->
       >>> from jax.sharding import Mesh, PartitionSpec as P
       >>> from vnode.analysis.program import inline
       >>> from vnode.partition import Machine
-      >>> from vnode.partition.cost import program_cost
+      >>> from vnode.partition.cost.split_cost import program_cost
       >>> from vnode.spmd.sharding_flow import follow
       >>> from vnode.spmd.layout import from_spec
       >>> from vnode.spmd.sharded_program import flow_over_mesh

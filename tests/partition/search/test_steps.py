@@ -23,7 +23,7 @@ from benchmarks.program_seconds import seconds_of
 from vnode.analysis.program import inline
 from vnode.errors import SearchError
 from vnode.operators import Algebra
-from vnode.partition.cost import device_program
+from vnode.partition.cost.lower_to_device import device_program
 from vnode.partition.searches import exact
 from vnode.partition.searches.experts import experts
 from vnode.partition.searches.ilp_formulation import Search, as_problem

@@ -1,7 +1,1 @@
 """Plans: found for a step and a machine, printed, saved, and turned into a step."""
-
-from vnode.partition.plan.plan import Plan
-from vnode.partition.plan.predict import Figures
-from vnode.partition.plan.search import search
-
-__all__ = ["Figures", "Plan", "search"]

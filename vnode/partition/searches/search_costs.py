@@ -16,7 +16,9 @@ from jax.extend.core import JaxprEqn, Var
 
 from vnode.operators import Prefix, kind
 from vnode.operators.cost import Cost, described_cost
-from vnode.partition.cost import Roofline, Times, Transfer, copy_of, transfers_of_route
+from vnode.partition.cost.collective_cost import Transfer, transfers_of_route
+from vnode.partition.cost.time_sources import Roofline, Times
+from vnode.partition.cost.timed_pieces import copy_of
 from vnode.partition.machine import Machine, MachineMesh
 from vnode.partition.searches.flattened_program import has_own_strategy
 from vnode.spmd.layout import Axes, Cut, Layout, count
