@@ -10,7 +10,7 @@ from vnode.partition.machine import Axis, Device, Kind, Link, Machine, MachineMe
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import Figures
 from vnode.partition.plan.search import search
-from vnode.partition.uneven_shares.uneven_leaves import uneven
+from vnode.partition.uneven_shares.state_blocks import uneven
 
 __all__ = [
     "Acceptance",

@@ -102,7 +102,7 @@ def compile_answer(make: Callable[[], Any], over_nodes: int | None) -> dict[str,
       message}``.
     """
     try:
-        return {"stats": compiled_stats(make(), over_nodes).to_json()}
+        return {"stats": dataclasses.asdict(compiled_stats(make(), over_nodes))}
     except jax.errors.JaxRuntimeError as error:
         refused, needed = memory_refusal(error)
         return {"refused": True, "needed": needed} if refused else {"failed": str(error).splitlines()[0][:500]}

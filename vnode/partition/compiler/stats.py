@@ -48,16 +48,12 @@ class CompiledStats:
         """Peak bytes of one device, without gaps between arrays: a compiler closes these where it must."""
         return self.arguments + self.outputs - self.aliased + self.temporary
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return dataclasses.asdict(self)
-
     @staticmethod
     def from_json(content: Any) -> CompiledStats:
-        """The inverse of `to_json`.
+        """The figures from their fields as plain data, as `dataclasses.asdict` gives them.
 
         Raises:
-          ValueError, KeyError or TypeError: it is not what that gives.
+          ValueError, KeyError or TypeError: the data are not such.
         """
         numbers = {name: int(n) for name, n in content.items() if name != "collectives"}
         if any(n < 0 for n in numbers.values()):

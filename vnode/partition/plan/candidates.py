@@ -29,7 +29,7 @@ from vnode.partition.plan.replica_reduction import ReplicaReduction
 from vnode.partition.plan.replica_shares import of_one_kind, replica_shares
 from vnode.partition.plan.search_subject import Subject
 from vnode.partition.plan.state_offload import StateOffload
-from vnode.partition.plan.step_layouts import records_of, shard_over_replicas, specs_of
+from vnode.partition.plan.step_layouts import record_of, shard_over_replicas, specs_of
 from vnode.partition.searches.experts import CONTEXT, EXPERT, SEQUENCE, experts
 from vnode.partition.searches.ilp_formulation import Search, as_problem
 from vnode.partition.searches.integer_program import least_memory
@@ -122,14 +122,14 @@ class Candidate:
     @functools.cached_property
     def flows(self) -> list[NodeFlow]:
         """The layouts through each pass's node; empty where replicas are single devices."""
-        return self.replica.flows(self.flow) if dividing_axes(self.mesh) else []
+        return self.replica.flows(self.flow) if self.on.axes else []
 
     @functools.cached_property
     def records(self) -> dict[str, RecordedFlow]:
         """The divisions of the passes, by digest; empty for unequal shares."""
         if any(isinstance(spec, UnevenSpec) for spec in self.specs.values()):
             return {}
-        return records_of(self.flows, dividing_axes(self.mesh))
+        return {record.digest: record for record in (record_of(each, self.on.axes) for each in self.flows)}
 
     @functools.cached_property
     def divisions(self) -> tuple[DividedOperation, ...]:

@@ -6,7 +6,7 @@ Knows replicas, flows and records. Must not know machines, costs, nor how flows 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Literal, Var
@@ -26,19 +26,13 @@ from vnode.spmd.sharding_flow import Flow
 from vnode.spmd.uneven_blocks import Share
 
 
-def records_of(flows: Iterable[NodeFlow], axes: Axes) -> dict[str, RecordedFlow]:
-    """The sharding of every pass, by the digest of its node program.
+def record_of(flow: NodeFlow, axes: Axes) -> RecordedFlow:
+    """A node's part of a loop body's flow, as a flow through the node's own program.
 
     Args:
-      flows: layouts through a node's program, for each pass.
+      flow: layouts through a node's program.
       axes: sizes of the mesh axes other than the nodes', those longer than one.
     """
-    records = [record_of(each, axes) for each in flows]
-    return {record.digest: record for record in records}
-
-
-def record_of(flow: NodeFlow, axes: Axes) -> RecordedFlow:
-    """A node's part of a loop body's flow, as a flow through the node's own program."""
     node, program, body, steps = flow.node, flow.node.program, flow.body, flow.steps
     lies: dict[Any, Layout] = dict(zip(body.program.inputs, body.inputs, strict=True))
     for step in body.steps[: flow.start]:

@@ -31,13 +31,6 @@ seconds; the gap to the lower bound at which a search may end, as a share; and a
 worse than. Raises MemoryLimitError if no assignment fits, SearchError if no assignment has a finite cost."""
 
 
-def by_integer_program(
-    search: Search, problem: Problem, budget: float, gap: float, candidates: Sequence[Array]
-) -> Solution:
-    """Elimination, then an integer program: the best assignment with a lower bound."""
-    return exact(problem, gap=gap, budget=budget, candidates=candidates)
-
-
 def by_walk(search: Search, problem: Problem, budget: float, gap: float, candidates: Sequence[Array]) -> Solution:
     """FlexFlow's Markov chain over assignments, each costed by its simulated timeline."""
     whole = np.zeros(problem.operators, np.int64)  # each operator's first strategy divides nothing
@@ -52,18 +45,14 @@ def by_walk(search: Search, problem: Problem, budget: float, gap: float, candida
     )
 
 
-def by_bisection(search: Search, problem: Problem, budget: float, gap: float, candidates: Sequence[Array]) -> Solution:
-    """Tofu's recursive partitioning: one mesh axis after another. The experts' assignments are not considered."""
-    return bisection(problem, search.steps(), budget=budget)
-
-
-def by_exhaustion(search: Search, problem: Problem, budget: float, gap: float, candidates: Sequence[Array]) -> Solution:
-    """Every assignment; an error for problems with too many."""
-    return exhaustive(problem, candidates=candidates)
-
-
 METHODS: Mapping[str, Method] = MappingProxyType(
-    {"exact": by_integer_program, "walk": by_walk, "bisection": by_bisection, "exhaustive": by_exhaustion}
+    {
+        "exact": lambda _, problem, budget, gap, known: exact(problem, gap=gap, budget=budget, candidates=known),
+        "walk": by_walk,
+        # Tofu's search does not consider the experts' assignments.
+        "bisection": lambda search, problem, budget, *_: bisection(problem, search.steps(), budget=budget),
+        "exhaustive": lambda _, problem, budget, gap, known: exhaustive(problem, candidates=known),
+    }
 )
 """Search methods by the name that `vnode.partition.search` takes."""
 
