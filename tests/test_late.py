@@ -25,7 +25,7 @@ from tests.budget import examples
 from tests.rounding import assert_same
 from vnode.analysis.program import Program, bind, inline
 from vnode.partition import Machine, Plan, search
-from vnode.partition.plan.memory_plan import IntegerProgram, LateValue, MemoryPlanner
+from vnode.partition.plan.memory_plan import LateValue, MemoryPlanner, solve_integer_program
 from vnode.partition.plan.search_subject import Subject, subject_of, with_recomputation
 from vnode.remat.recompute import TurningPoint, recompute_late
 from vnode.step.virtual import VirtualStep
@@ -189,7 +189,7 @@ def best(values: Mapping[int, LateValue], share: float) -> float | None:
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.sampled_from([1.0, 0.8, 0.6, 0.4, 0.2]))
 def test_the_programme_finds_the_best_of_all_choices(values: Any, share: float) -> None:
-    found = IntegerProgram(values, []).solve_share(share, 10.0)
+    found = solve_integer_program(values, [], share, 10.0)
     expected = best(values, share)
     assert (found is None) == (expected is None)
     if found is not None and expected is not None:

@@ -31,7 +31,13 @@ from vnode.operators.host_transfer import aside_p
 from vnode.operators.memory_spaces import is_on_host
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.candidates import MeshSearch
-from vnode.partition.plan.memory_plan import IntegerProgram, MemoryPlanner, StackedValue, StackLocation, stacked_of
+from vnode.partition.plan.memory_plan import (
+    MemoryPlanner,
+    StackedValue,
+    StackLocation,
+    solve_integer_program,
+    stacked_of,
+)
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.search_subject import on_nodes, subject_of, with_recomputation
 from vnode.remat.apply_memory_plan import apply_memory_plan
@@ -208,7 +214,7 @@ def cost_of(several: Sequence[StackedValue], places: Sequence[StackLocation], sh
 @settings(max_examples=80, deadline=None)
 @given(several_stacked(), st.sampled_from([1.0, 0.8, 0.6, 0.4, 0.2]))
 def test_the_programme_finds_the_best_of_all_choices(several: list[StackedValue], share: float) -> None:
-    found = IntegerProgram({}, several).solve_share(share, 10.0)
+    found = solve_integer_program({}, several, share, 10.0)
     costs = [cost_of(several, places, share) for places in itertools.product(StackLocation, repeat=len(several))]
     possible = [cost for cost in costs if cost is not None]
     assert (found is None) == (not possible)

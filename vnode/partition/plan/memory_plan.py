@@ -158,8 +158,7 @@ class MemoryPlanner:
     def solve_share(self, share: float, seconds: float, host: bool) -> MemoryPlan | None:
         """The memory plan whose live bytes never exceed a share of those with all residuals; None if none was found."""
         several = [each if host else dataclasses.replace(each, transfer_seconds=None) for each in self.stacked.values()]
-        program = IntegerProgram(self.values, several)
-        chosen = program.solve_share(share, seconds)
+        chosen = solve_integer_program(self.values, several, share, seconds)
         if chosen is None:
             return None
         again, places = chosen
@@ -334,94 +333,86 @@ class _LateValues:
         return found
 
 
-class IntegerProgram:
-    """The integer program.
+def solve_integer_program(
+    values: Mapping[Var, LateValue], stacked: Sequence[StackedValue], share: float, seconds: float
+) -> tuple[set[Var], list[StackLocation]] | None:
+    """The recomputed values, and the location of each stacked value; None if no solution was found in time.
 
-    Its variables are between 0 and 1: for each value and each time (0 is the turning point), whether it is live; for
+    The variables are between 0 and 1: for each value and each time (0 is the turning point), whether it is live; for
     each value and each later time, whether it is computed; for each stacked value and each location, whether it is
     there.
 
     Args:
       values: the values that may be live.
       stacked: the values that loops may keep.
+      share: the limit of live bytes, as a share of those at the turning point if all is kept.
+      seconds: the time after which the best solution so far is taken.
     """
-
-    def __init__(self, values: Mapping[Var, LateValue], stacked: Sequence[StackedValue]) -> None:
-        self.values, self.stacked = values, stacked
-        self.end = ends_of(values)
-        count = itertools.count()
-        self.there = {(var, t): next(count) for var, end in self.end.items() for t in range(end + 1)}
-        self.computed = {(var, t): next(count) for var, t in self.there if t and values[var].equations}
-        self.places = [{place: next(count) for place in StackLocation} for _ in stacked]
-        self.size = next(count)
-
-    def solve_share(self, share: float, seconds: float) -> tuple[set[Var], list[StackLocation]] | None:
-        """The recomputed values, and the location of each stacked value; None if no solution was found in time.
-
-        The limit of live bytes is a share of those at the turning point if all is kept.
-        """
-        rows: list[tuple[dict[int, float], float, float]] = []  # coefficients, least and most
-        times: dict[int, dict[int, float]] = {}
-        whole = sum(value.bytes for value in self.values.values() if value.reads)
-        whole += sum(each.bytes for each in self.stacked if not each.optional)
-        cost, lower, upper = np.zeros(self.size), np.zeros(self.size), np.ones(self.size)
-        if not whole:
-            return None
-        for (var, t), place in self.there.items():
-            value = self.values[var]
-            times.setdefault(t, {})[place] = value.bytes / whole
-            cost[place] += 1e-6 * value.bytes / whole  # of equal solutions, the one that holds less
-            if value.reads and value.reads[0] <= t <= value.reads[-1]:
-                lower[place] = 1
-            if t == 0:
-                continue
-            before = self.there[var, t - 1]
-            if not value.equations:
-                rows.append(({place: 1, before: -1}, -np.inf, 0))
-                continue
-            rows.append(({self.computed[var, t]: 1, place: -1, before: 1}, 0, np.inf))
-            for operand in value.operands:
-                rows.append(({self.there[operand, t]: 1, place: -1, before: 1}, 0, np.inf))
-        total = sum(value.seconds for value in self.values.values()) + sum(each.seconds or 0.0 for each in self.stacked)
-        for (var, _), place in self.computed.items():
-            cost[place] += self.values[var].seconds / (total or 1)
-        for var, end in self.end.items():
-            again = [self.computed[var, t] for t in range(1, end + 1) if (var, t) in self.computed]
-            rows.append(({self.there[var, 0]: 1, **dict.fromkeys(again, 1.0)}, -np.inf, 1))
-        for places, each in zip(self.places, self.stacked, strict=True):
-            rows.append((dict.fromkeys(places.values(), 1.0), 1, 1))
-            upper[places[NOWHERE]] = each.seconds is not None
-            upper[places[HOST]] = each.transfer_seconds is not None
-            cost[places[NOWHERE]] = (each.seconds or 0.0) / (total or 1)
-            cost[places[HOST]] = (each.transfer_seconds or 0.0) / (total or 1)
-            for row in times.values() or [times.setdefault(0, {})]:
-                row[places[DEVICE]], row[places[HOST]] = each.bytes / whole, each.part / whole
-            for begin in each.begins:  # a value and its operand may not both be nowhere
-                nowhere = {places[NOWHERE]: 1.0, self.places[begin][NOWHERE]: 1.0}
-                rows.append((nowhere, -np.inf, 1))
-        rows += [(row, -np.inf, share) for row in times.values()]
-        matrix = scipy.sparse.csr_array(
-            (
-                [v for row, _, _ in rows for v in row.values()],
-                ([i for i, (row, _, _) in enumerate(rows) for _ in row], [j for row, _, _ in rows for j in row]),
-            ),
-            shape=(len(rows), self.size),
-        )
-        lows, highs = np.array([row[1:] for row in rows]).T
-        limits = scipy.optimize.LinearConstraint(matrix, lows, highs)  # pyright: ignore[reportArgumentType]
-        discrete = np.zeros(self.size)
-        discrete[[*self.there.values(), *(place for places in self.places for place in places.values())]] = 1
-        bounds = scipy.optimize.Bounds(lower, upper)  # pyright: ignore[reportArgumentType]
-        result = milp(cost, discrete, bounds, [limits], {"mip_rel_gap": GAP, "time_limit": seconds}, lambda: None)
-        if result.x is None:
-            return None
-        gone = {var for var, _ in self.computed if result.x[self.there[var, 0]] < 0.5}
-        needed = {var for var, t in self.there if var in gone and result.x[self.there[var, t]] > 0.5}
-        found = [max(places, key=lambda place, of=places: result.x[of[place]]) for places in self.places]
-        wanted = {i for each, place in zip(self.stacked, found, strict=True) for i in each.begins if place is NOWHERE}
-        return needed, [
-            place if i in wanted or not self.stacked[i].optional else NOWHERE for i, place in enumerate(found)
-        ]
+    ends, count = ends_of(values), itertools.count()
+    there = {(var, t): next(count) for var, end in ends.items() for t in range(end + 1)}
+    computed = {(var, t): next(count) for var, t in there if t and values[var].equations}
+    all_places = [{place: next(count) for place in StackLocation} for _ in stacked]
+    size = next(count)
+    rows: list[tuple[dict[int, float], float, float]] = []  # coefficients, least and most
+    times: dict[int, dict[int, float]] = {}
+    whole = sum(value.bytes for value in values.values() if value.reads)
+    whole += sum(each.bytes for each in stacked if not each.optional)
+    cost, lower, upper = np.zeros(size), np.zeros(size), np.ones(size)
+    if not whole:
+        return None
+    for (var, t), place in there.items():
+        value = values[var]
+        times.setdefault(t, {})[place] = value.bytes / whole
+        cost[place] += 1e-6 * value.bytes / whole  # of equal solutions, the one that holds less
+        if value.reads and value.reads[0] <= t <= value.reads[-1]:
+            lower[place] = 1
+        if t == 0:
+            continue
+        before = there[var, t - 1]
+        if not value.equations:
+            rows.append(({place: 1, before: -1}, -np.inf, 0))
+            continue
+        rows.append(({computed[var, t]: 1, place: -1, before: 1}, 0, np.inf))
+        for operand in value.operands:
+            rows.append(({there[operand, t]: 1, place: -1, before: 1}, 0, np.inf))
+    total = sum(value.seconds for value in values.values()) + sum(each.seconds or 0.0 for each in stacked)
+    for (var, _), place in computed.items():
+        cost[place] += values[var].seconds / (total or 1)
+    for var, end in ends.items():
+        again = [computed[var, t] for t in range(1, end + 1) if (var, t) in computed]
+        rows.append(({there[var, 0]: 1, **dict.fromkeys(again, 1.0)}, -np.inf, 1))
+    for places, each in zip(all_places, stacked, strict=True):
+        rows.append((dict.fromkeys(places.values(), 1.0), 1, 1))
+        upper[places[NOWHERE]] = each.seconds is not None
+        upper[places[HOST]] = each.transfer_seconds is not None
+        cost[places[NOWHERE]] = (each.seconds or 0.0) / (total or 1)
+        cost[places[HOST]] = (each.transfer_seconds or 0.0) / (total or 1)
+        for row in times.values() or [times.setdefault(0, {})]:
+            row[places[DEVICE]], row[places[HOST]] = each.bytes / whole, each.part / whole
+        for begin in each.begins:  # a value and its operand may not both be nowhere
+            nowhere = {places[NOWHERE]: 1.0, all_places[begin][NOWHERE]: 1.0}
+            rows.append((nowhere, -np.inf, 1))
+    rows += [(row, -np.inf, share) for row in times.values()]
+    matrix = scipy.sparse.csr_array(
+        (
+            [v for row, _, _ in rows for v in row.values()],
+            ([i for i, (row, _, _) in enumerate(rows) for _ in row], [j for row, _, _ in rows for j in row]),
+        ),
+        shape=(len(rows), size),
+    )
+    lows, highs = np.array([row[1:] for row in rows]).T
+    limits = scipy.optimize.LinearConstraint(matrix, lows, highs)  # pyright: ignore[reportArgumentType]
+    discrete = np.zeros(size)
+    discrete[[*there.values(), *(place for places in all_places for place in places.values())]] = 1
+    bounds = scipy.optimize.Bounds(lower, upper)  # pyright: ignore[reportArgumentType]
+    result = milp(cost, discrete, bounds, [limits], {"mip_rel_gap": GAP, "time_limit": seconds}, lambda: None)
+    if result.x is None:
+        return None
+    gone = {var for var, _ in computed if result.x[there[var, 0]] < 0.5}
+    needed = {var for var, t in there if var in gone and result.x[there[var, t]] > 0.5}
+    found = [max(places, key=lambda place, of=places: result.x[of[place]]) for places in all_places]
+    wanted = {i for each, place in zip(stacked, found, strict=True) for i in each.begins if place is NOWHERE}
+    return needed, [place if i in wanted or not stacked[i].optional else NOWHERE for i, place in enumerate(found)]
 
 
 def ends_of(values: Mapping[Var, LateValue]) -> dict[Var, int]:
