@@ -10,7 +10,19 @@ from typing import Any, NoReturn, Self
 
 
 class VnodeError(Exception):
-    """Base class of every error that vnode itself raises."""
+    """Base class of every error that vnode itself raises.
+
+    Args:
+      message: one sentence that says what happened.
+      where: the user's source line, ``file:line (function)``.
+      facts: shapes and other particulars, a line each.
+      remedies: things that the user can try, a line each.
+    """
+
+    def __init__(
+        self, message: str = "", *, where: str = "", facts: Sequence[str] = (), remedies: Sequence[str] = ()
+    ) -> None:
+        super().__init__(layout_message(message, where=where, facts=facts, remedies=remedies))
 
 
 class VnodeWarning(UserWarning):
@@ -114,7 +126,7 @@ class MachineError(VnodeError):
 
     def __init__(self, problem: str = "", *, place: str = "", remedies: Sequence[str] = ()) -> None:
         self.problem, self.place, self.remedies = problem, place, tuple(remedies)
-        super().__init__(layout_message(f"{place}: {problem}" if place else problem, remedies=remedies))
+        super().__init__(f"{place}: {problem}" if place else problem, remedies=remedies)
 
 
 class PartitionError(VnodeError):
@@ -140,11 +152,9 @@ class Bound:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise VnodeError(
-            layout_message(
-                f"a {type(self).__name__} cannot be pickled.",
-                facts=["it holds functions, programs or devices that exist only in this process"],
-                remedies=[self.pickle_remedy()],
-            )
+            f"a {type(self).__name__} cannot be pickled.",
+            facts=["it holds functions, programs or devices that exist only in this process"],
+            remedies=[self.pickle_remedy()],
         )
 
     def pickle_remedy(self) -> str:

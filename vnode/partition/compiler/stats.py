@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from vnode.errors import ProfileError, layout_message
+from vnode.errors import ProfileError
 from vnode.partition.hlo import Collective, estimated_cycles, find_collectives, find_fetches, merge, parse
 from vnode.placement.temporary import temporary_of
 
@@ -84,11 +84,9 @@ def compiled_stats(compiled: Any, over_nodes: int | None = None) -> CompiledStat
     said, text = compiled.memory_analysis(), compiled.as_text()
     if said is None or not text:
         raise ProfileError(
-            layout_message(
-                "the compiler reports no memory, or no text, for the program.",
-                facts=[f"memory analysis: {said}", f"text: {len(text or '')} characters"],
-                remedies=["compile for a platform that reports both: CPU, GPU or TPU"],
-            )
+            "the compiler reports no memory, or no text, for the program.",
+            facts=[f"memory analysis: {said}", f"text: {len(text or '')} characters"],
+            remedies=["compile for a platform that reports both: CPU, GPU or TPU"],
         )
     module, temporary = parse(text), temporary_of(compiled)
     return CompiledStats(

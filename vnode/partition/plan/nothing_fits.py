@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from vnode.errors import MemoryLimitError, VnodeError, layout_message
+from vnode.errors import MemoryLimitError, VnodeError
 from vnode.partition.machine import Device, Link, Machine
 from vnode.partition.machine.machine_builders import hosts_of
 from vnode.partition.plan.candidates import Candidate, MeshSearch, pace_of
@@ -59,18 +59,16 @@ def nothing_fits_error(search: MeshesSearch, subject: Subject, least: Candidate)
     failed = ", ".join(f"{', '.join(kinds.values())} ({size(n)})" for n, kinds in remedies.failed.values())
     only_batch = " ".join(search.undivided.split("What to do")[0].split())
     return MemoryLimitError(
-        layout_message(
-            f"no plan fits in {size(limit)} a device.",
-            facts=[
-                f"the smallest found takes {size(kept.memory)}, {size(kept.memory - limit)} too much: " + least.title,
-                f"of these {size(kept.state)} are state, {size(kept.pending)} pending sums",
-                *[f"{size(away.memory)} with {away.on_host}"][: bool(away.on_host)],
-                *[f"not enough, as predicted: {failed}"][: bool(failed)],
-                *[f"only the batch was divided: {only_batch}"][: bool(only_batch)],
-                f"machine: {search.machine.name}, {several(remedies.devices, 'device')}",
-            ],
-            remedies=help_ or ["devices with more memory"],
-        )
+        f"no plan fits in {size(limit)} a device.",
+        facts=[
+            f"the smallest found takes {size(kept.memory)}, {size(kept.memory - limit)} too much: " + least.title,
+            f"of these {size(kept.state)} are state, {size(kept.pending)} pending sums",
+            *[f"{size(away.memory)} with {away.on_host}"][: bool(away.on_host)],
+            *[f"not enough, as predicted: {failed}"][: bool(failed)],
+            *[f"only the batch was divided: {only_batch}"][: bool(only_batch)],
+            f"machine: {search.machine.name}, {several(remedies.devices, 'device')}",
+        ],
+        remedies=help_ or ["devices with more memory"],
     )
 
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from vnode.analysis.passes import Schedule
 from vnode.analysis.program import ResultIndex
-from vnode.errors import Bound, MemoryLimitError, PartitionError, PlacementError, layout_message
+from vnode.errors import Bound, MemoryLimitError, PartitionError, PlacementError
 from vnode.partition.accept import TOLERANCE, Acceptance
 from vnode.partition.compiler.stats import compiled_stats
 from vnode.partition.cost.calibration import Calibration
@@ -137,11 +137,9 @@ class Plan(Drawn, Bound):
         found = self.prediction.timeline
         if found is None:
             raise PartitionError(
-                layout_message(
-                    "a plan from a file has no timeline: the file holds only the totals.",
-                    facts=[f"predicted: {seconds(self.figures.seconds)} a step"],
-                    remedies=["search again to get the timeline: vnode.partition.search(...)"],
-                )
+                "a plan from a file has no timeline: the file holds only the totals.",
+                facts=[f"predicted: {seconds(self.figures.seconds)} a step"],
+                remedies=["search again to get the timeline: vnode.partition.search(...)"],
             )
         return found
 
@@ -175,30 +173,26 @@ class Plan(Drawn, Bound):
         wanted = len(self.machine.devices)
         if len(found) != wanted:
             raise PlacementError(
-                layout_message(
-                    f"the plan is for {several(wanted, 'device')}, and there are {len(found)}.",
-                    facts=[f"machine: {self.machine.name}"],
-                    remedies=[
-                        f"to try it on a CPU: jax.config.update('jax_num_cpu_devices', {wanted}) before jax is used"
-                        if len(found) < wanted
-                        else f"give as many devices: jax.devices()[:{wanted}]",
-                        "or search a plan for the present devices: vnode.partition.Machine.here()",
-                    ],
-                )
+                f"the plan is for {several(wanted, 'device')}, and there are {len(found)}.",
+                facts=[f"machine: {self.machine.name}"],
+                remedies=[
+                    f"to try it on a CPU: jax.config.update('jax_num_cpu_devices', {wanted}) before jax is used"
+                    if len(found) < wanted
+                    else f"give as many devices: jax.devices()[:{wanted}]",
+                    "or search a plan for the present devices: vnode.partition.Machine.here()",
+                ],
             )
         if len(set(found)) < wanted:
             raise PlacementError(f"a device may be named only once: {', '.join(map(str, found))}")
         kinds = dict.fromkeys(f"{each.platform} {getattr(each, 'device_kind', '')}" for each in found)
         if len(kinds) > 1:  # compilers depend on both
             raise PlacementError(
-                layout_message(
-                    "a plan is one program, and devices of different kinds cannot share one.",
-                    facts=[f"there are {', '.join(kinds)}"],
-                    remedies=[
-                        "give devices of one kind; they may differ in speed",
-                        "or divide nodes among kinds: vnode.balance, and vnode.Placement(..., groups=...)",
-                    ],
-                )
+                "a plan is one program, and devices of different kinds cannot share one.",
+                facts=[f"there are {', '.join(kinds)}"],
+                remedies=[
+                    "give devices of one kind; they may differ in speed",
+                    "or divide nodes among kinds: vnode.balance, and vnode.Placement(..., groups=...)",
+                ],
             )
         order = self.machine.mesh(self.mesh).devices
         mesh = Mesh(np.array(found, dtype=object)[order], tuple(self.mesh))
@@ -249,7 +243,7 @@ class Plan(Drawn, Bound):
             refused, needed = memory_refusal(error)
             if not refused:
                 raise
-            raise MemoryLimitError(self._refused(needed)) from error
+            raise self._refused(needed) from error
         wanted, given = prediction.platform, step.placement.devices[0].platform
         predicted = Memory(figures.arguments, figures.results, 0, figures.temporary, host=figures.aside + figures.far)
         return Acceptance(
@@ -266,15 +260,16 @@ class Plan(Drawn, Bound):
         """The remedy for an attempt to pickle it."""
         return "save it, plan.save(path), and read it where it is needed: vnode.partition.Plan.load(path, step, args)"
 
-    def _refused(self, needed: int | None) -> str:
-        """The message for a program that the compiler refuses."""
+    def _refused(self, needed: int | None) -> MemoryLimitError:
+        """The error for a program that the compiler refuses."""
         facts = [f"{self.memory}, of {size(self.limit)} that the plan may take"]
         remedies = ["search again with less memory: vnode.partition.search(..., memory=...)"]
         if needed is not None:
             facts.append(f"the compiler: {size(needed)}")
             share = self.figures.memory / needed
             remedies = [f"search again with less memory: vnode.partition.search(..., memory={int(self.limit * share)})"]
-        return layout_message("the compiler refuses the planned step: it does not fit.", facts=facts, remedies=remedies)
+        what = "the compiler refuses the planned step: it does not fit."
+        return MemoryLimitError(what, facts=facts, remedies=remedies)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to a file, as JSON; `Plan.load` reads it.

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from vnode import files
 from vnode.analysis.fingerprint import Fingerprint
-from vnode.errors import MachineError, PartitionError, layout_message, limit_lines
+from vnode.errors import MachineError, PartitionError, limit_lines
 from vnode.partition.hlo import Collective
 from vnode.partition.machine import Machine
 from vnode.partition.machine.machine_file import machine_from_json as read_machine
@@ -185,11 +185,9 @@ def read_plan(
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MachineError) as error:
         said = f"no entry {error}" if isinstance(error, KeyError) else str(error)
         raise PartitionError(
-            layout_message(
-                f"the plan in {os.fspath(path)} cannot be read.",
-                facts=[said or type(error).__name__],
-                remedies=[WRITTEN],
-            )
+            f"the plan in {os.fspath(path)} cannot be read.",
+            facts=[said or type(error).__name__],
+            remedies=[WRITTEN],
         ) from error
     virtualized = isinstance(step, VirtualStep)
     if options.get("lanes") in (None, "auto") and not virtualized:
@@ -219,11 +217,9 @@ def read_plan(
             had = ", ".join(f"{name}={value!r}" for name, value in others.items())
             remedies = [f"give the options it was made with: {where.format(had)}", "or search a plan for this step"]
         raise PartitionError(
-            layout_message(
-                f"the plan in {os.fspath(path)} is for another step.",
-                facts=limit_lines(facts, SHOWN),
-                remedies=remedies,
-            )
+            f"the plan in {os.fspath(path)} is for another step.",
+            facts=limit_lines(facts, SHOWN),
+            remedies=remedies,
         )
     if again or away:
         subject = subject_of(with_recomputation(step, again, away), args)
@@ -231,13 +227,11 @@ def read_plan(
     unknown = plan.unknown()
     if unknown:
         raise PartitionError(
-            layout_message(
-                f"the plan in {os.fspath(path)} is for another step.",
-                facts=[f"the nodes' computation differs in {several(unknown, 'pass', 'passes')} of the step"],
-                remedies=[
-                    "pass the plan's options of vnode.virtualize: in_axes, recompute_budget, coupling",
-                    "or search a plan for this step",
-                ],
-            )
+            f"the plan in {os.fspath(path)} is for another step.",
+            facts=[f"the nodes' computation differs in {several(unknown, 'pass', 'passes')} of the step"],
+            remedies=[
+                "pass the plan's options of vnode.virtualize: in_axes, recompute_budget, coupling",
+                "or search a plan for this step",
+            ],
         )
     return plan

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
-from vnode.errors import MemoryLimitError, PartitionError, PlacementError, layout_message
+from vnode.errors import MemoryLimitError, PartitionError, PlacementError
 from vnode.partition.compiler.pool import CompilePool
 from vnode.partition.compiler.target import compile_target
 from vnode.partition.cost.time_sources import Times
@@ -139,14 +139,12 @@ def search(
     machine = Machine.tpu(machine) if isinstance(machine, str) else machine
     if not isinstance(machine, Machine):
         raise PartitionError(
-            layout_message(
-                f"a plan is searched for a vnode.partition.Machine, not for {machine!r:.80}.",
-                remedies=[
-                    "Machine.here(devices) for devices that are there, all by default",
-                    "Machine.tpu('v5e:2x4'), or that name alone",
-                    "Machine.gpus(...), Machine.load('machine.json')",
-                ],
-            )
+            f"a plan is searched for a vnode.partition.Machine, not for {machine!r:.80}.",
+            remedies=[
+                "Machine.here(devices) for devices that are there, all by default",
+                "Machine.tpu('v5e:2x4'), or that name alone",
+                "Machine.gpus(...), Machine.load('machine.json')",
+            ],
         )
     if isinstance(budget, str | bool) or not isinstance(budget, SupportsFloat) or not budget > 0:
         raise PartitionError(f"budget: expected seconds, not {budget!r}")
@@ -194,7 +192,7 @@ def search(
                 return found.plan((*late, *ranking.said))
             less = min(ranking.memory_allowed(), math.ceil(LESS * allowed))
             if ranking.is_finished or less < 1 or found.chosen is None:
-                raise MemoryLimitError(nothing_compiled_fits(limit, ranking, found))
+                raise nothing_compiled_fits(limit, ranking, found)
             allowed = less
 
 
@@ -207,20 +205,18 @@ def check_devices(machine: Machine, compiled_for: Sequence[Any] | None) -> None:
     wanted, given = len(machine.devices), 0 if compiled_for is None else len(compiled_for)
     if given and len(device_list(compiled_for)) != wanted:
         raise PlacementError(
-            layout_message(
-                f"compiled_for: the plan is for {several(wanted, 'device')}, and there are {given}.",
-                facts=[f"machine: {machine.name}"],
-                remedies=[
-                    f"give as many devices as the machine has: {wanted}, in its order",
-                    "or leave it out; compiled_for=() compiles nothing",
-                ],
-            )
+            f"compiled_for: the plan is for {several(wanted, 'device')}, and there are {given}.",
+            facts=[f"machine: {machine.name}"],
+            remedies=[
+                f"give as many devices as the machine has: {wanted}, in its order",
+                "or leave it out; compiled_for=() compiles nothing",
+            ],
         )
 
 
-def nothing_compiled_fits(limit: int, ranking: CompiledRanking, found: _Search) -> str:
-    """The error message if no compiled plan fits."""
-    return layout_message(
+def nothing_compiled_fits(limit: int, ranking: CompiledRanking, found: _Search) -> MemoryLimitError:
+    """The error if no compiled plan fits."""
+    return MemoryLimitError(
         f"no plan fits in {size(limit)} a device as it is compiled, of {several(len(ranking.tried), 'plan')}.",
         facts=ranking.said,
         remedies=[

@@ -18,7 +18,7 @@ from vnode.analysis.fingerprint import Fingerprint, Writer
 from vnode.analysis.forms import Slice
 from vnode.analysis.passes import Schedule
 from vnode.analysis.program import ResultIndex, origins
-from vnode.errors import PartitionError, layout_message
+from vnode.errors import PartitionError
 from vnode.placement.leaves import is_number, shape_of, shapes_of
 from vnode.placement.patterns import full_name, name_of
 from vnode.placement.placement import node_count
@@ -138,13 +138,11 @@ def on_nodes(fun: Any, virtual_nodes: int | str, options: Mapping[str, Any]) -> 
         raise PartitionError(f"a plan is for a function, or a step that vnode.virtualize made of one, not {fun!r}")
     if isinstance(fun, Step) and not isinstance(fun, VirtualStep):
         raise PartitionError(
-            layout_message(
-                f"a plan is for a step with a fixed number of nodes, of pytrees, not for {fun!r}.",
-                remedies=[
-                    "give the function itself: the search tries numbers of nodes, virtual_nodes='auto'",
-                    "for a step that changes objects, give a function of their state (nnx.split, nnx.merge)",
-                ],
-            )
+            f"a plan is for a step with a fixed number of nodes, of pytrees, not for {fun!r}.",
+            remedies=[
+                "give the function itself: the search tries numbers of nodes, virtual_nodes='auto'",
+                "for a step that changes objects, give a function of their state (nnx.split, nnx.merge)",
+            ],
         )
     if isinstance(fun, VirtualStep):
         if options:

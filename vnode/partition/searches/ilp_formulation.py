@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from vnode.analysis.program import Program
-from vnode.errors import SearchError, layout_message
+from vnode.errors import SearchError
 from vnode.operators import Monoid
 from vnode.partition.searches.coarsen import clusters
 from vnode.partition.searches.flattened_program import FlatProgram, Link, flatten, readers
@@ -135,7 +135,7 @@ class Search:
                 (e.start, e.end) for e in problem.edges if math.isinf(e.seconds[strategies[e.start], strategies[e.end]])
             )
             apart = [f"operators {start} and {end}" for start, end in pairs]
-            raise SearchError(layout_message("these strategies cannot be chosen together.", facts=apart[:12]))
+            raise SearchError("these strategies cannot be chosen together.", facts=apart[:12])
         chosen, layouts = self.spread(strategies)
         asked = {}
         for cluster, s in zip(self.clusters, chosen.tolist(), strict=True):

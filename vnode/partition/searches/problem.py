@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vnode.errors import MemoryLimitError, SearchError, layout_message
+from vnode.errors import MemoryLimitError, SearchError
 
 Array = np.ndarray
 SLACK = 1e-9
@@ -215,14 +215,12 @@ class Problem:
         over = smallest - self.limit
         which = "The smallest footprint that can be reached" if proven else "The smallest footprint that was found"
         return MemoryLimitError(
-            layout_message(
-                "No choice of strategies fits in memory.",
-                facts=[
-                    f"limit: {self.limit:.6g} bytes on each device",
-                    f"{which}: {smallest:.6g} bytes, {over:.6g} too many",
-                ],
-                remedies=["use more devices, or devices with more memory", "use more virtual nodes, or keep less"],
-            )
+            "No choice of strategies fits in memory.",
+            facts=[
+                f"limit: {self.limit:.6g} bytes on each device",
+                f"{which}: {smallest:.6g} bytes, {over:.6g} too many",
+            ],
+            remedies=["use more devices, or devices with more memory", "use more virtual nodes, or keep less"],
         )
 
 

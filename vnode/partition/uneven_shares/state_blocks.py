@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from vnode.errors import PartitionError, layout_message
+from vnode.errors import PartitionError
 from vnode.partition.plan.search_subject import Subject, on_nodes, subject_of
 from vnode.partition.searches.flattened_program import size_of
 from vnode.placement.uneven_dimension import UnevenSpec
@@ -173,10 +173,8 @@ def matching_names(pattern: str, names: Sequence[str]) -> list[int]:
         raise PartitionError(f"{pattern!r} is not a regular expression: {error}") from None
     if not numbers:
         raise PartitionError(
-            layout_message(
-                f"{pattern!r} matches no leaf of the state.",
-                facts=["the names are", *names],
-                remedies=["name one of them"],
-            )
+            f"{pattern!r} matches no leaf of the state.",
+            facts=["the names are", *names],
+            remedies=["name one of them"],
         )
     return numbers
