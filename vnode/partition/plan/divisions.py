@@ -72,14 +72,10 @@ def _collect(flow: Flow, times: int, found: dict[Alike, list[float]], at: Mappin
         description = None if step.region is not None else flow.program.describe(step.eqn)
         if description is None or not description.has(Algebra.CONTRACTS):
             continue
-        axes = tuple(sorted({**at, **parts_of(step)}.items()))
+        choice = step.choice
+        parts = {} if choice is None else {axis: part_of(choice, way) for way in choice.ways for axis in way.axes}
+        axes = tuple(sorted({**at, **parts}.items()))
         found[source_line(step.eqn), step.eqn.primitive.name, in_words(step), axes].append(times * description.flops)
-
-
-def parts_of(step: Step) -> dict[str, str]:
-    """The part of an equation that each axis divides."""
-    choice = step.choice
-    return {} if choice is None else {axis: part_of(choice, way) for way in choice.ways for axis in way.axes}
 
 
 def part_of(choice: OpSharding, way: FactorSharding) -> str:

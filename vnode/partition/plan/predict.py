@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
-from typing import Any
 
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
@@ -34,13 +32,13 @@ from vnode.partition.plan.other_replicas import GATHER_FROM_REPLICAS, SUM_OVER_R
 from vnode.partition.plan.replica import loop_bodies
 from vnode.partition.plan.replica_reduction import ReplicaReduction, reduce_over_replicas
 from vnode.partition.plan.search_subject import Subject
-from vnode.partition.searches.search_costs import Estimate
+from vnode.partition.searches.search_costs import Estimate, local_bytes
 from vnode.partition.simulator import Timeline
 from vnode.runtime.node_loops import ROOM_EARLY
 from vnode.runtime.offloaded_accumulators import PIECE, can_offload
 from vnode.show.units import size
-from vnode.spmd.layout import Axes, Layout
-from vnode.spmd.op_sharding import OpSharding, itemsize
+from vnode.spmd.layout import Axes
+from vnode.spmd.op_sharding import OpSharding
 from vnode.spmd.sharding_flow import Flow
 
 EXCHANGES = {SUM_OVER_REPLICAS: "all-reduce", GATHER_FROM_REPLICAS: "all-gather"}
@@ -158,7 +156,7 @@ class ReplicaCost(Estimate):
             return super().compute_time(eqn, choice)
         if NODES not in self.axes:
             return 0.0
-        held = nbytes(choice.results[0], eqn.outvars[0], self.axes)
+        held = local_bytes(choice.results[0], eqn.outvars[0].aval, self.axes)
         return self.seconds(Transfer(kind, (NODES,), held, self.axes[NODES]))
 
 
@@ -198,7 +196,7 @@ def predict(
     )
     device = device_program(whole, axes, platform=platform, donated=subject.donated, single_turns=across.invariant)
     cost = program_cost(device, machine, mesh, times=times, platform=platform)
-    given = [nbytes(layout, var, axes) for layout, var in zip(whole.inputs, flow.program.inputs, strict=True)]
+    given = [local_bytes(layout, var.aval, axes) for layout, var in zip(whole.inputs, flow.program.inputs, strict=True)]
     memory = cost.memory
     once, kind = far_sums(flow, inner), machine.kinds[0]
     far = across.sums_on_host * once
@@ -230,17 +228,11 @@ def predict(
     )
 
 
-def nbytes(layout: Layout, var: Any, axes: Axes) -> int:
-    """Bytes of one device's array."""
-    shape = tuple(getattr(var.aval, "shape", ()))
-    return math.prod(layout.local_shape(shape, axes)) * itemsize(var.aval.dtype)
-
-
 def local_sums(flow: Flow, axes: Axes) -> int:
     """Bytes of one device's part of the accumulators."""
     flows = [flow, *(body for _, body in loop_bodies(flow))]
     sums = (step for each in flows for step in each.steps if step.eqn.primitive is SUM_OVER_REPLICAS)
-    return sum(nbytes(step.made[0], step.eqn.outvars[0], axes) for step in sums)
+    return sum(local_bytes(step.made[0], step.eqn.outvars[0].aval, axes) for step in sums)
 
 
 def far_sums(flow: Flow, axes: Axes) -> int:
@@ -250,7 +242,7 @@ def far_sums(flow: Flow, axes: Axes) -> int:
         if step.eqn.primitive is SUM_OVER_REPLICAS:
             var, (layout,) = step.eqn.outvars[0], step.made
             if can_offload(layout.local_shape(var.aval.shape, axes), var.aval.dtype):
-                found += nbytes(layout, var, axes)
+                found += local_bytes(layout, var.aval, axes)
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core import Primitive
 
 from vnode.partition.cost.op_kinds import LOOP_BUFFERS
 from vnode.partition.plan.meshes import NODES
@@ -135,21 +135,6 @@ class GatherBatched(Primitive):
 PUT_TOGETHER = GatherBatched("put_together")
 
 
-def gather_equation(eqn: JaxprEqn, across: ReplicaReduction) -> JaxprEqn:
-    """Lowers a gather from replicas to an equation that every device evaluates."""
-    return eqn.replace(primitive=PUT_TOGETHER, params={**eqn.params, "across": across})
-
-
-def count_nodes(eqn: JaxprEqn, across: ReplicaReduction) -> JaxprEqn:
-    """Lowers the numbers of the nodes to an iota."""
-    (made,) = jax.make_jaxpr(lambda: jax.lax.iota(jnp.int32, eqn.params["turns"]))().eqns
-    return eqn.replace(primitive=made.primitive, params=made.params)
-
-
-CARRIED_OUT = {GATHER_FROM_REPLICAS: gather_equation, NODE_NUMBERS: count_nodes}
-"""The lowering of each equation that only a replica's program has."""
-
-
 def reduce_over_replicas(flow: Flow, across: ReplicaReduction) -> Flow:
     """Lowers the equations of a flow that need other replicas: totals, gathers and numbers of nodes.
 
@@ -175,9 +160,14 @@ def reduce_over_replicas(flow: Flow, across: ReplicaReduction) -> Flow:
 def lower_step(step: Step, across: ReplicaReduction) -> Step:
     """Lowers a step that is no total, and the steps in its bodies."""
     eqn = step.eqn
-    if eqn.primitive in CARRIED_OUT:
-        return dataclasses.replace(step, eqn=CARRIED_OUT[eqn.primitive](eqn, across), choice=None, materializable=False)
-    return dataclasses.replace(step, bodies=tuple(reduce_over_replicas(body, across) for body in step.bodies))
+    if eqn.primitive is GATHER_FROM_REPLICAS:
+        eqn = eqn.replace(primitive=PUT_TOGETHER, params={**eqn.params, "across": across})
+    elif eqn.primitive is NODE_NUMBERS:
+        (made,) = jax.make_jaxpr(lambda: jax.lax.iota(jnp.int32, eqn.params["turns"]))().eqns
+        eqn = eqn.replace(primitive=made.primitive, params=made.params)
+    else:
+        return dataclasses.replace(step, bodies=tuple(reduce_over_replicas(body, across) for body in step.bodies))
+    return dataclasses.replace(step, eqn=eqn, choice=None, materializable=False)
 
 
 def combined_totals(steps: Sequence[Step], across: ReplicaReduction) -> Step:

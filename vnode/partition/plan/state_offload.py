@@ -20,8 +20,9 @@ from jax.extend.core import Var
 
 from vnode.partition.machine import Machine
 from vnode.partition.plan.other_replicas import SUM_OVER_REPLICAS
-from vnode.partition.plan.predict import Figures, local_sums, nbytes
+from vnode.partition.plan.predict import Figures, local_sums
 from vnode.partition.plan.search_subject import Subject
+from vnode.partition.searches.search_costs import local_bytes
 from vnode.runtime.host_prefetch import Task, offloaded_needs, order_by_output
 from vnode.spmd.layout import Axes
 from vnode.spmd.sharding_flow import Flow
@@ -69,7 +70,7 @@ class StateOffload:
         held: dict[str, dict[int, int]] = {}
         for i, name in enumerate(names):
             if name is not None:
-                bytes_ = nbytes(flow.inputs[i], inputs[i], axes) // sharded.get(i, 1)
+                bytes_ = local_bytes(flow.inputs[i], inputs[i].aval, axes) // sharded.get(i, 1)
                 held.setdefault(name, {})[i] = bytes_
         late = {i for i in state if inputs[i] in read and math.prod(inputs[i].aval.shape) > 1}
         found = {name: several for name, several in held.items() if several.keys() <= late}

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from vnode.partition.searches.flattened_program import FlatProgram, UnionFind, has_own_strategy, size_of, variables
+from vnode.operators.cost import all_bytes
+from vnode.partition.searches.flattened_program import FlatProgram, UnionFind, has_own_strategy, variables
 
 SMALL = 0.5
 """A value is small if it has less than this share of the largest value on either side."""
@@ -24,11 +25,11 @@ def clusters(program: FlatProgram) -> list[list[int]]:
     makers = {var: number for number, node in enumerate(nodes) for var in node.eqn.outvars}
     names = UnionFind()
     largest: dict[Hashable, float] = {
-        number: max(map(size_of, (*node.eqn.outvars, *(a for _, a in variables(node.eqn.invars)))), default=0)
+        number: max((all_bytes(a.aval) for _, a in variables((*node.eqn.outvars, *node.eqn.invars))), default=0)
         for number, node in enumerate(nodes)
     }
     pairs = [
-        (size_of(var), makers[var], number)
+        (all_bytes(var.aval), makers[var], number)
         for number, node in enumerate(nodes)
         if not alone[number]
         for _, var in variables(node.eqn.invars)

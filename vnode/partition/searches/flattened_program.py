@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -20,7 +19,6 @@ from vnode.operators import Algebra, LookedUp, Monoid, OperatorDescription, Pref
 from vnode.operators.control_flow import Region, region_of
 from vnode.spmd.branch_groups import Branches, branch_locations
 from vnode.spmd.layout import Axes, replicated
-from vnode.spmd.op_sharding import itemsize
 from vnode.spmd.sharding_flow import Flow, Path, Step, follow, monoid_of_one
 
 
@@ -336,11 +334,6 @@ def has_own_strategy(description: OperatorDescription | None) -> bool:
         return True
     own = any(isinstance(x.split, LookedUp | Windowed | Prefix) for x in description.factors)
     return own or description.has(Algebra.CONTRACTS)
-
-
-def size_of(atom: Atom) -> int:
-    """The bytes of a whole value."""
-    return math.prod(getattr(atom.aval, "shape", ())) * itemsize(atom.aval.dtype)
 
 
 def variables(atoms: Sequence[Atom]) -> Iterator[tuple[int, Var]]:

@@ -25,7 +25,7 @@ from vnode.partition.searches.coarsen import clusters
 from vnode.partition.searches.flattened_program import FlatProgram, Link, flatten, readers
 from vnode.partition.searches.problem import Array, Edge, Problem
 from vnode.partition.searches.problem_memory import DecidedBy, points_of, spans_of
-from vnode.partition.searches.search_costs import Estimate
+from vnode.partition.searches.search_costs import Estimate, local_bytes
 from vnode.partition.searches.strategies import Cluster, Strategies, asked_by_path, axis_picks
 from vnode.spmd.layout import Axes, Layout, cut_of, replicated
 from vnode.spmd.resharding import is_even
@@ -396,12 +396,12 @@ class _Builder:
         points = points_of(spans, max(len(self.flat.nodes), 1))
         held = [np.zeros((len(points), len(c.strategies))) for c in self.clusters]
         held += [np.zeros((len(points), len(value.layouts))) for value in self.values]
-        memo: dict[Hashable, float] = {}
+        memo: dict[Hashable, int] = {}
 
-        def bytes_in(layout: Layout, var: Var) -> float:
+        def bytes_in(layout: Layout, var: Var) -> int:
             key = (layout, tuple(var.aval.shape), var.aval.dtype)
             if key not in memo:
-                memo[key] = self.model.bytes(*key)
+                memo[key] = local_bytes(layout, var.aval, self.axes)
             return memo[key]
 
         def bytes_of(var: Var) -> Array:

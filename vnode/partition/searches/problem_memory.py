@@ -17,7 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from jax.extend.core import Var
 
-from vnode.partition.searches.flattened_program import FlatProgram, LoopOrBranches, readers, size_of
+from vnode.operators.cost import all_bytes
+from vnode.partition.searches.flattened_program import FlatProgram, LoopOrBranches, readers
 from vnode.partition.searches.problem import Array
 
 POINTS = 16
@@ -101,7 +102,7 @@ def points_of(spans: Sequence[Span], count: int) -> Array:
     """The nodes at which memory is counted: where most bytes live if nothing is divided, and evenly spaced ones."""
     change = np.zeros(count + 2)
     for span in spans:
-        size = span.turns * size_of(span.var)
+        size = span.turns * all_bytes(span.var.aval)
         change[max(span.first, 0)] += size
         change[max(span.last, span.first, 0) + 1] -= size
     total = np.cumsum(change)[:count]

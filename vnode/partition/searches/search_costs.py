@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
@@ -95,7 +96,12 @@ class Estimate:
 
     def bytes(self, layout: Layout, shape: Sequence[int], dtype: Any) -> float:
         """The elements of a device's array, times their size."""
-        return float(math.prod(layout.local_shape(shape, self.axes)) * itemsize(dtype))
+        return float(local_bytes(layout, jax.ShapeDtypeStruct(shape, dtype), self.axes))
+
+
+def local_bytes(layout: Layout, aval: Any, axes: Axes) -> int:
+    """Bytes of a device's array, in a layout of a whole value of some type."""
+    return math.prod(layout.local_shape(tuple(getattr(aval, "shape", ())), axes)) * itemsize(aval.dtype)
 
 
 def copy_cost(eqn: JaxprEqn, choice: OpSharding) -> Cost:

@@ -19,8 +19,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from jax.extend.core import Literal, Var
 
 from vnode.operators import Free, Monoid, Shifted, kind
+from vnode.operators.cost import all_bytes
 from vnode.operators.splits import Lead, Split
-from vnode.partition.searches.flattened_program import FlatProgram, Node, size_of, variables
+from vnode.partition.searches.flattened_program import FlatProgram, Node, variables
 from vnode.partition.searches.search_costs import Estimate
 from vnode.spmd.layout import Axes, Cut, Layout, cut_along, replicated
 from vnode.spmd.op_sharding import FactorSharding, OperandSharding, OpSharding, apply_shardings, reached_layouts
@@ -210,7 +211,7 @@ class Strategies:
                 for d, length in enumerate(getattr(var.aval, "shape", ())):
                     if length >= least:
                         name = self.program.named(var, d)
-                        weight[name] = weight.get(name, 0.0) + size_of(var)
+                        weight[name] = weight.get(name, 0.0) + all_bytes(var.aval)
         return sorted(weight, key=lambda name: -weight[name])[: self.most_picks()]
 
     def prepared(

@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from vnode.errors import PartitionError
+from vnode.operators.cost import all_bytes
 from vnode.partition.plan.search_subject import Subject, on_nodes, subject_of
-from vnode.partition.searches.flattened_program import size_of
 from vnode.placement.uneven_dimension import UnevenSpec
 from vnode.runtime.mesh_function import UnevenValues
 from vnode.spmd.dimension_propagation import propagate_dimension
@@ -51,7 +51,7 @@ def tied_inputs(subject: Subject, seeds: Mapping[int, int], blocks: int) -> dict
       computing block by block is left out.
     """
     program, found = subject.schedule.flow.program, dict[int, int]()
-    for i in sorted(seeds, key=lambda i: (-size_of(program.inputs[i]), i)):
+    for i in sorted(seeds, key=lambda i: (-all_bytes(program.inputs[i].aval), i)):
         if i in found or program.inputs[i].aval.shape[seeds[i]] % blocks:
             continue
         begun = {program.inputs[k]: dim for k, dim in {**found, i: seeds[i]}.items()}
