@@ -126,11 +126,7 @@ class MeshFunction:
             several = (trace_with_captures(other, shapes, axes) for other in others)
             known = (made for made in several if digest_of(made[0]) in records)
             program, self.captured = next(known, (program, self.captured))
-        self.dims: tuple[int | None, ...] = (None,) * len(program.outputs)
-        if rooms is not None:
-            seeds = {i: dim for i, dim in enumerate(rooms.inputs) if dim is not None}
-            split = in_blocks(program, rooms.share, seeds, others=False, whole=whole)
-            program, self.dims = split.program, split.outputs
+        program, self.dims = in_given_blocks(program, rooms, whole)
         given = [*layouts, *(replicated(value.ndim) for value in self.captured)]
         ends = [end if dim is None else None for end, dim in zip(ends, self.dims, strict=True)] if ends else ends
         flow = (
@@ -160,6 +156,17 @@ class MeshFunction:
     def combine_pieces(self, value: Any, i: int) -> Any:
         """One device's array of a result, after its partial values are combined."""
         return convert(value, self.results[i], self.results[i].without_partial, self.shapes[i], self.axes)
+
+
+def in_given_blocks(
+    program: Program, rooms: UnevenValues | None, whole: Collection[int] = ()
+) -> tuple[Program, Sequence[int | None]]:
+    """A program over blocks, if its inputs are in blocks; and the dimension in blocks of each output, or None."""
+    if rooms is None:
+        return program, [None] * len(program.outputs)
+    seeds = {i: dim for i, dim in enumerate(rooms.inputs) if dim is not None}
+    split = in_blocks(program, rooms.share, seeds, others=False, whole=whole)
+    return split.program, split.outputs
 
 
 def trace_with_captures(

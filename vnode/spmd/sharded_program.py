@@ -42,7 +42,23 @@ def flow_over_mesh(flow: Flow, mesh: Mesh) -> Any:
       flow: layouts through the program.
       mesh: the devices, with the axes that the flow names.
     """
-    axes, platform = long_axes(mesh), mesh.devices.flat[0].platform
+    program, given, made = program_of_device(flow, long_axes(mesh), mesh.devices.flat[0].platform)
+    return program_over_mesh(program, mesh, tuple(map(spec_of, given)), list(map(spec_of, made)))
+
+
+def program_of_device(
+    flow: Flow, axes: Axes, platform: str
+) -> tuple[Callable[..., list[Any]], list[Layout], list[Layout]]:
+    """The function that each device runs: from its parts of a program's inputs to its parts of the outputs.
+
+    Args:
+      flow: layouts through the program.
+      axes: sizes of the mesh axes longer than one.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+
+    Returns:
+      The function, and the layouts of the inputs and of the outputs, which specs can express.
+    """
     given = [as_spec_layout(layout, axes) for layout in flow.inputs]
     made = [as_spec_layout(layout, axes) for layout in flow.outputs]
 
@@ -59,7 +75,7 @@ def flow_over_mesh(flow: Flow, mesh: Mesh) -> Any:
         outputs = run(flow, inputs, axes, platform)
         return convert_values(outputs, flow.outputs, made, flow.program.outputs)
 
-    return program_over_mesh(on_each_device, mesh, tuple(map(spec_of, given)), list(map(spec_of, made)))
+    return on_each_device, given, made
 
 
 def program_over_mesh(program: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:

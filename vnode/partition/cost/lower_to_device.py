@@ -24,10 +24,8 @@ from vnode.analysis.program import Program, inline, origins
 from vnode.operators import kind_to_keep
 from vnode.operators.control_flow import region_of
 from vnode.partition.cost.simplify_loops import hoist_invariants, inline_single_iterations
-from vnode.spmd.device_program import run
 from vnode.spmd.layout import Axes
-from vnode.spmd.resharding_collectives import convert
-from vnode.spmd.sharded_program import as_spec_layout
+from vnode.spmd.sharded_program import program_of_device
 from vnode.spmd.sharding_flow import Flow
 
 
@@ -69,22 +67,13 @@ def device_program(
       >>> [(eqn.primitive.name, eqn.invars[0].aval.shape) for eqn in device_program(flow, axes).program.equations]
       [('reduce_sum', (2, 4)), ('psum', ())]
     """
-    given = [as_spec_layout(layout, axes) for layout in flow.inputs]
-    made = [as_spec_layout(layout, axes) for layout in flow.outputs]
-    shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in flow.program.inputs]
-    results = [tuple(getattr(atom.aval, "shape", ())) for atom in flow.program.outputs]
-
-    def on_one(*values: Any) -> list[Any]:
-        inputs = [convert(*each, axes) for each in zip(values, given, flow.inputs, shapes, strict=True)]
-        outputs = run(flow, inputs, axes, platform)
-        return [convert(*each, axes) for each in zip(outputs, flow.outputs, made, results, strict=True)]
-
+    on_each_device, given, _ = program_of_device(flow, axes, platform)
     local = [
-        jax.ShapeDtypeStruct(layout.local_shape(shape, axes), var.aval.dtype)
-        for var, layout, shape in zip(flow.program.inputs, given, shapes, strict=True)
+        jax.ShapeDtypeStruct(layout.local_shape(var.aval.shape, axes), var.aval.dtype)
+        for var, layout in zip(flow.program.inputs, given, strict=True)
     ]
     with jax.sharding.use_abstract_mesh(NO_MESH):  # whatever mesh the user has set
-        traced = jax.make_jaxpr(on_one, axis_env=list(axes.items()))(*local)
+        traced = jax.make_jaxpr(on_each_device, axis_env=list(axes.items()))(*local)
     program = inline(traced.jaxpr, traced.consts)
     program = simplify(program if single_turns else inline_single_iterations(program))
     return DeviceProgram(simplify(hoist_invariants(program)), dict(axes), frozenset(donated))

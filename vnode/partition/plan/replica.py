@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -32,14 +32,14 @@ from vnode.partition.plan.other_replicas import GATHER_FROM_REPLICAS, NODE_NUMBE
 from vnode.placement.placement import Placement
 from vnode.runtime import node_loops
 from vnode.runtime.evaluate_recipe import evaluate_once
-from vnode.runtime.mesh_function import UnevenValues, trace_to_jaxpr, trace_with_captures
+from vnode.runtime.mesh_function import UnevenValues, in_given_blocks, trace_to_jaxpr, trace_with_captures
 from vnode.runtime.mode import Mode
 from vnode.runtime.node import restore_batch_order
 from vnode.runtime.one_pass import sums_of
 from vnode.runtime.replicated_region import ReplicatedRegion
 from vnode.runtime.schedule_interpreter import RegionEntry, ScheduleInterpreter, split_runs
 from vnode.spmd.branch_groups import Group, group_equations
-from vnode.spmd.factor_blocks import gather_blocks, in_blocks
+from vnode.spmd.factor_blocks import gather_blocks
 from vnode.spmd.layout import Axes
 from vnode.spmd.sharding_flow import Flow, Path, Step
 from vnode.spmd.uneven_blocks import store
@@ -215,22 +215,12 @@ class ReplicaEmission(ScheduleInterpreter):
         batched = [i for i, (_, form) in enumerate(together.wanted) if isinstance(form, Slice)]
         program, captured = trace_with_captures(together, shapes, self.axes)
         try:
-            program, dims = self.in_blocks_where_read(program, self.uneven_of(together.reads), batched)
+            program, dims = in_given_blocks(program, self.uneven_of(together.reads), batched)
         except (PartitionError, UnsupportedPrimitiveError):  # every device computes it whole
             given, dims = [self.read(var) for var in together.reads], [None] * len(together.wanted)
         values = program.evaluate([*given, *captured])
         for (var, form), dim, value in zip(together.wanted, dims, values, strict=True):
             self.take_up(var, dim, value) if not isinstance(form, Slice) else self.batched.update({var: value})
-
-    def in_blocks_where_read(
-        self, program: Program, rooms: UnevenValues | None, whole: Collection[int] = ()
-    ) -> tuple[Program, Sequence[int | None]]:
-        """A program over blocks, if its inputs are in blocks; and the dimension in blocks of each output, or None."""
-        if rooms is None:
-            return program, [None] * len(program.outputs)
-        seeds = {i: dim for i, dim in enumerate(rooms.inputs) if dim is not None}
-        split = in_blocks(program, rooms.share, seeds, others=False, whole=whole)
-        return split.program, split.outputs
 
     def gather_batched(self, var: Var) -> Any:
         """A batched value, whole on each device: gathered from all replicas, unless it was computed whole."""
@@ -362,7 +352,7 @@ class ReplicaEmission(ScheduleInterpreter):
         groups = tuple(self.groups[len(self.nodes)]) if len(self.nodes) < len(self.groups) else ()
         program = group_equations(written, groups) if groups else written
         rooms = self.uneven_of(nodes.whole_inputs, [var for var, _ in nodes.sliced_inputs], before=1)
-        program, dims = self.in_blocks_where_read(program, rooms)
+        program, dims = in_given_blocks(program, rooms)
         self.note_dims(nodes, dims)
         sums = [
             dataclasses.replace(s, shape=self.shape(a.var))
