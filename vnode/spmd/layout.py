@@ -104,6 +104,11 @@ def replicated(ndim: int) -> Layout:
     return Layout((None,) * ndim)
 
 
+def replicated_atom(atom: Any) -> Layout:
+    """The layout in which every device has the whole of a program's value."""
+    return replicated(len(getattr(atom.aval, "shape", ())))
+
+
 def cut_of(names: tuple[str, ...], outer: int, size: int, n: int, axes: Axes) -> Cut:
     """The canonical cut of a dimension of size `n`: by the smallest `size` that gives the same blocks.
 

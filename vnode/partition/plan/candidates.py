@@ -42,7 +42,7 @@ from vnode.partition.uneven_shares.uneven_plans import UnevenCandidate, UnevenSe
 from vnode.placement.uneven_dimension import UnevenSpec
 from vnode.spmd.branch_groups import Group
 from vnode.spmd.flow_record import RecordedFlow
-from vnode.spmd.layout import replicated
+from vnode.spmd.layout import replicated_atom
 from vnode.spmd.sharded_program import as_spec_layout, spec_of
 from vnode.spmd.sharding_flow import Flow, follow
 from vnode.step.collector import collector_paused
@@ -270,8 +270,7 @@ class MeshSearch:
     @property
     def undivided(self) -> Flow:
         """The flow that divides nothing."""
-        inputs = [replicated(len(getattr(var.aval, "shape", ()))) for var in self.replica.program.inputs]
-        return follow(self.replica.program, inputs, self.axes)
+        return follow(self.replica.program, list(map(replicated_atom, self.replica.program.inputs)), self.axes)
 
     @functools.cached_property
     @collector_paused()
@@ -279,7 +278,7 @@ class MeshSearch:
         """The search problem of the replica's program, without a memory limit."""
         inputs = self.replica.program.inputs
         fixed = {
-            i: replicated(len(getattr(var.aval, "shape", ())))
+            i: replicated_atom(var)
             for i, var in enumerate(inputs)
             if i in self.subject.batch or i >= len(self.subject.names) or self.subject.names[i] is None
         }

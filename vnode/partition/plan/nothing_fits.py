@@ -14,8 +14,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-
 from vnode.errors import MemoryLimitError, VnodeError
 from vnode.partition.machine import Device, Link, Machine
 from vnode.partition.machine.machine_builders import hosts_of
@@ -26,7 +24,6 @@ from vnode.partition.plan.meshes import INNER, NODES
 from vnode.partition.plan.predict import Figures
 from vnode.partition.plan.search_subject import Subject, subject_of, with_recomputation
 from vnode.show.units import several, size
-from vnode.step.call import wrap
 from vnode.step.virtual import VirtualStep
 
 DOUBLINGS = 4
@@ -143,11 +140,7 @@ class Remedies:
 
     def with_donation(self) -> Iterator[Change]:
         """Donates the state, if it is not donated: the new state then takes the old one's buffers."""
-        step = self.subject.step
-        given, _ = step.spec.with_static(self.subject.args, {})
-        placed = tuple(wrap(arg, 0, i) for i, arg in enumerate(given))
-        argument = [path[0].idx for path, _ in jax.tree.leaves_with_path(placed)]
-        several = {argument[i] for i in self.subject.state} - {*step.spec.donate_argnums}
+        several = {self.subject.arguments[i] for i in self.subject.state} - {*self.subject.step.spec.donate_argnums}
         if several:
             yield Change(self.nodes, donated=tuple(sorted(several)))
 

@@ -42,6 +42,7 @@ class Subject:
       schedule: its schedule of passes.
       fingerprint: the fingerprint of the user's function.
       names: the names of its program's inputs in patterns; None for inputs that no pattern can name.
+      arguments: the argument of the step to which each input belongs, by number.
       batch: the inputs that are divided among nodes, by number.
       donated: the donated inputs, by number.
       carried: for outputs, by number, the input that they become in the next step.
@@ -54,6 +55,7 @@ class Subject:
     schedule: Schedule
     fingerprint: Fingerprint
     names: tuple[str | None, ...]
+    arguments: tuple[int, ...]
     batch: frozenset[int]
     donated: frozenset[int]
     carried: Mapping[int, int]
@@ -208,6 +210,7 @@ def subject_of(step: Any, args: Sequence[Any]) -> Subject:
         made.schedule,
         Writer().write(program),
         (*named, *[None] * more),
+        tuple(arg for arg, _ in leaves),
         frozenset(i for i, axis in enumerate(call.axes) if axis is not None and call.size > 1),
         frozenset(i for i, (arg, _) in enumerate(leaves) if arg in spec.donate_argnums),
         {j: i for j, i in enumerate(before) if i is not None and not isinstance(forms[j], Slice)},

@@ -20,7 +20,7 @@ from vnode.placement.patterns import Exactly, Patterns
 from vnode.placement.uneven_dimension import UnevenSpec
 from vnode.runtime.mesh_function import result_layout
 from vnode.spmd.flow_record import RecordedFlow, digest_of, record_step
-from vnode.spmd.layout import Axes, Layout, replicated
+from vnode.spmd.layout import Axes, Layout, replicated_atom
 from vnode.spmd.sharded_program import as_spec_layout, spec_of
 from vnode.spmd.sharding_flow import Flow
 from vnode.spmd.uneven_blocks import Share
@@ -46,7 +46,7 @@ def record_of(flow: NodeFlow, axes: Axes) -> RecordedFlow:
         there.update(zip(eqn.outvars, step.results, strict=True))
     inputs = []
     for i, var in enumerate(program.inputs):
-        none = replicated(len(getattr(var.aval, "shape", ())))
+        none = replicated_atom(var)
         apart = i == 0 or i - 1 in node.given  # its number, and what each device is given whole
         inputs.append(none if apart else as_spec_layout(there.get(var, none), axes))
     there.update(zip(program.inputs, inputs, strict=True))

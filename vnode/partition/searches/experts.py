@@ -64,9 +64,6 @@ class _Experts:
         self.examples = dict.fromkeys(several)  # a set's order would differ from process to process
         self.given = set(inputs)
         self.devices = math.prod(search.axes.values())
-        self.first: dict[int, int] = {}  # for each operator, the first cluster or value in it
-        for place, operator in enumerate(search.groups):
-            self.first.setdefault(operator, place)
         self.counts_experts = self.experts()
 
     def all(self) -> dict[str, Array]:
@@ -202,8 +199,7 @@ class _Experts:
         search, problem = self.search, self.search.problem
         chosen = np.array([int(np.argmin(s)) for s in problem.seconds], np.int64)
         open_ = set[int]()
-        for operator in range(problem.operators):
-            place = self.first[operator]
+        for operator, place in enumerate(search.first):
             if place >= len(search.clusters):
                 k = self.layout(place - len(search.clusters), kept, wishes)
                 if k is None:

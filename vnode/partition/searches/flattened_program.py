@@ -18,7 +18,7 @@ from vnode.analysis.program import Atom, Program
 from vnode.operators import Algebra, LookedUp, Monoid, OperatorDescription, Prefix, Windowed
 from vnode.operators.control_flow import Region, region_of
 from vnode.spmd.branch_groups import Branches, branch_locations
-from vnode.spmd.layout import Axes, replicated
+from vnode.spmd.layout import Axes, replicated_atom
 from vnode.spmd.sharding_flow import Flow, Path, Step, follow, monoid_of_one
 
 
@@ -168,7 +168,7 @@ def flatten(program: Program, axes: Axes) -> FlatProgram:
       program: the program, with calls inlined.
       axes: the mesh's axes that are longer than one.
     """
-    flow = follow(program, [replicated(len(getattr(var.aval, "shape", ()))) for var in program.inputs], axes)
+    flow = follow(program, list(map(replicated_atom, program.inputs)), axes)
     flat = FlatProgram(program)
     _Walk(flat).all(flow, (), 1.0)
     for number, node in enumerate(flat.nodes):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from vnode.partition.searches.problem import Array, Edge, Problem
 from vnode.partition.searches.problem_memory import DecidedBy, points_of, spans_of
 from vnode.partition.searches.search_costs import Estimate, local_bytes
 from vnode.partition.searches.strategies import Cluster, Strategies, asked_by_path, axis_picks
-from vnode.spmd.layout import Axes, Layout, cut_of, replicated
+from vnode.spmd.layout import Axes, Layout, cut_of, replicated, replicated_atom
 from vnode.spmd.resharding import is_even
 from vnode.spmd.sharding_flow import Flow, follow, monoid_of_one, present_at_one
 
@@ -103,14 +104,15 @@ class Search:
         each = np.asarray(strategies)[list(self.groups)]
         return each[: len(self.clusters)], each[len(self.clusters) :]
 
+    @functools.cached_property
+    def first(self) -> list[int]:
+        """The first cluster or value of each operator."""
+        return np.unique(self.groups, return_index=True)[1].tolist()
+
     def steps(self) -> list[Array]:
         """The division of each strategy by each axis, per operator, int ``[strategies, axes]``; 0 for none."""
         found: list[Array] = []
-        places: dict[int, int] = {}
-        for place, operator in enumerate(self.groups):
-            places.setdefault(operator, place)
-        for operator in range(self.problem.operators):
-            place = places[operator]
+        for place in self.first:
             if place < len(self.clusters):
                 several = [s.picks for s in self.clusters[place].strategies]
                 rows = [[0 if pick is None else pick + 1 for pick in picks] for picks in several]
@@ -141,7 +143,7 @@ class Search:
         for cluster, s in zip(self.clusters, chosen.tolist(), strict=True):
             asked.update(asked_by_path(self.flat, cluster, s))
         lies = {value.var: value.layouts[k] for value, k in zip(self.values, layouts.tolist(), strict=True)}
-        inputs = [lies.get(var, replicated(len(getattr(var.aval, "shape", ())))) for var in self.program.inputs]
+        inputs = [lies.get(var, replicated_atom(var)) for var in self.program.inputs]
         outputs = [inputs[self.carried[j]] if j in self.carried else None for j in range(len(self.program.outputs))]
         return follow(self.program, inputs, self.axes, outputs=outputs, asked=asked, wishes=lies)
 
@@ -309,7 +311,7 @@ class _Builder:
     def result_layouts(self, cluster: int, position: int, result: int) -> list[Layout]:
         """The layout of a result, for each strategy."""
         node = self.flat.nodes[self.clusters[cluster].nodes[position]]
-        none = replicated(len(getattr(node.eqn.outvars[result].aval, "shape", ())))
+        none = replicated_atom(node.eqn.outvars[result])
         return [s.made.get((position, result), none) for s in self.clusters[cluster].strategies]
 
     def operand_layouts(self, cluster: int, several: Sequence[tuple[int, int]]) -> list[tuple[Layout, ...]]:

@@ -23,7 +23,7 @@ from vnode.operators.cost import all_bytes
 from vnode.operators.splits import Lead, Split
 from vnode.partition.searches.flattened_program import FlatProgram, Node, variables
 from vnode.partition.searches.search_costs import Estimate
-from vnode.spmd.layout import Axes, Cut, Layout, cut_along, replicated
+from vnode.spmd.layout import Axes, Cut, Layout, cut_along, replicated_atom
 from vnode.spmd.op_sharding import FactorSharding, OperandSharding, OpSharding, apply_shardings, reached_layouts
 from vnode.spmd.sharding_flow import Path, RequestedSharding
 
@@ -289,9 +289,8 @@ class Strategies:
 
     def undivided(self, node: Node) -> EqnChoice:
         """The cost of an equation that every device evaluates whole: none, as it is the same for all strategies."""
-        operands = [replicated(len(getattr(atom.aval, "shape", ()))) for atom in node.eqn.invars]
-        results = [replicated(len(getattr(var.aval, "shape", ()))) for var in node.eqn.outvars]
-        return EqnChoice(tuple(operands), tuple(results), 0.0, None)
+        operands, results = (tuple(map(replicated_atom, atoms)) for atoms in (node.eqn.invars, node.eqn.outvars))
+        return EqnChoice(operands, results, 0.0, None)
 
     def choice(
         self,
@@ -308,8 +307,7 @@ class Strategies:
             assert d is not None
             for i, (atom, place) in enumerate(zip(node.eqn.invars, prepared.operands, strict=True)):
                 if place in (LITERAL, ZERO):
-                    ndim = len(getattr(atom.aval, "shape", ()))
-                    given.append(OperandSharding(replicated(ndim), materializable=True, zero=place == ZERO))
+                    given.append(OperandSharding(replicated_atom(atom), materializable=True, zero=place == ZERO))
                 elif place >= 0:
                     given.append(OperandSharding(states[place]))
                 else:

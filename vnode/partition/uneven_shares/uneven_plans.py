@@ -32,7 +32,7 @@ from vnode.partition.plan.search_subject import Subject
 from vnode.partition.uneven_shares.state_blocks import rooms_of_state, specs_in_blocks
 from vnode.placement.placement import even_counts
 from vnode.runtime.mesh_function import follow_layouts
-from vnode.spmd.layout import replicated
+from vnode.spmd.layout import replicated_atom
 from vnode.spmd.sharding_flow import Flow, with_cut
 from vnode.spmd.uneven_blocks import Share
 
@@ -130,7 +130,7 @@ class UnevenSearch:
                 self.across.invariant,
                 rooms=rooms_of_state(subject, dims, share),
             )
-            given = [replicated(len(getattr(var.aval, "shape", ()))) for var in replica.program.inputs]
+            given = list(map(replicated_atom, replica.program.inputs))
             for i, dim in dims.items():
                 room = replica.program.inputs[i].aval.shape[dim]
                 given[i] = with_cut(dim, share.cut(room, self.axes), given[i])
