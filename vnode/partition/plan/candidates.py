@@ -20,6 +20,7 @@ from vnode.errors import MemoryLimitError
 from vnode.partition.cost.time_sources import Roofline, Times
 from vnode.partition.cost.timed_pieces import timed_op_of
 from vnode.partition.machine import Device, Machine
+from vnode.partition.plan.branch_plans import branch_stages, groups_along
 from vnode.partition.plan.carry_sharding import shard_carries
 from vnode.partition.plan.divisions import DividedOperation, divisions_of
 from vnode.partition.plan.meshes import NODES, mesh_text
@@ -36,7 +37,6 @@ from vnode.partition.searches.integer_program import least_memory
 from vnode.partition.searches.methods import METHODS, Method
 from vnode.partition.searches.problem import Array
 from vnode.partition.searches.solution import Solution
-from vnode.partition.side_by_side.branch_plans import branch_stages, groups_along
 from vnode.partition.uneven_shares.state_blocks import block_numbers, divided_state, specs_in_blocks, tied_inputs
 from vnode.partition.uneven_shares.uneven_plans import UnevenCandidate, UnevenSearch
 from vnode.placement.uneven_dimension import UnevenSpec

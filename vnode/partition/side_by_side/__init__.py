@@ -1,1 +1,0 @@
-"""Independent branches of a step that groups of devices compute side by side."""
