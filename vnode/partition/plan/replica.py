@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.forms import Form, Slice
 from vnode.analysis.meshless import remove_mesh_closed
@@ -346,9 +346,8 @@ class ReplicaEmission(ScheduleInterpreter):
         kept = [var in self.collected for var, _ in nodes.sliced_inputs]
         shards = [self.shard(var) for var, _ in nodes.sliced_inputs]
         whole = [self.as_stored(var) for var in nodes.whole_inputs]
-        made = trace_to_jaxpr(functools.partial(self.node_function, nodes), self.node_input_shapes(nodes), self.axes)
-        plain = remove_mesh_closed(made)
-        written = inline(plain.jaxpr, plain.consts)
+        node = functools.partial(self.node_function, nodes)
+        written, captured = trace_with_captures(node, self.node_input_shapes(nodes), self.axes)
         groups = tuple(self.groups[len(self.nodes)]) if len(self.nodes) < len(self.groups) else ()
         program = group_equations(written, groups) if groups else written
         rooms = self.uneven_of(nodes.whole_inputs, [var for var, _ in nodes.sliced_inputs], before=1)
@@ -358,16 +357,13 @@ class ReplicaEmission(ScheduleInterpreter):
             dataclasses.replace(s, shape=self.shape(a.var))
             for s, a in zip(sums_of(nodes), nodes.accumulators, strict=True)
         ]
-        captured = [value for value in made.consts if isinstance(value, jax.core.Tracer)]
         given = frozenset(i for i, there in enumerate(kept) if not there)
         examples = tuple(form.dim for _, form in nodes.sliced_inputs)
         own = tuple(dims[: len(sums)])
         self.nodes.append(NodeProgram(program, examples, given, written, groups, tuple(nodes.accumulators), own))
 
         def iteration(totals: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
-            operands = [given[0][None], *given[1:], *whole]
-            as_traced = program is written  # neither side by side nor in blocks
-            values = jaxpr_as_fun(made)(*operands) if as_traced else program.evaluate([*operands, *captured])
+            values = program.evaluate([given[0][None], *given[1:], *whole, *captured])
             pieces = values[: len(sums)]
             if self.spread.iterations == 1:  # a single node needs no addition
                 totals = [piece.astype(s.dtype) for s, piece in zip(sums, pieces, strict=True)]
