@@ -23,7 +23,7 @@ from vnode.analysis.discharge_references import discharge_references
 from vnode.analysis.meshless import PmapFound, UnsupportedShardMap, remove_mesh
 from vnode.analysis.program import Program, inline, message_about, source_line_of_error
 from vnode.analysis.wide_types import has_wide_values, own_type, wide_context
-from vnode.errors import UnsupportedPrimitiveError, VnodeError, layout_message
+from vnode.errors import UnsupportedPrimitiveError, VnodeError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,15 +138,13 @@ def trace_meshless(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Ja
         if "unbound axis name" not in str(error):
             raise
         raise VnodeError(
-            layout_message(
-                "the step names an axis that does not exist: it still has collectives of jax.pmap.",
-                where=source_line_of_error(error),
-                facts=[str(error).partition(". ")[0]],
-                remedies=[
-                    "remove them: a step for vnode is written for the whole batch (docs/migrating-from-pmap.md)",
-                    "or keep its meaning per replica: virtualize jax.vmap(step, axis_name=...), as that page says",
-                ],
-            )
+            "the step names an axis that does not exist: it still has collectives of jax.pmap.",
+            where=source_line_of_error(error),
+            facts=[str(error).partition(". ")[0]],
+            remedies=[
+                "remove them: a step for vnode is written for the whole batch (docs/migrating-from-pmap.md)",
+                "or keep its meaning per replica: virtualize jax.vmap(step, axis_name=...), as that page says",
+            ],
         ) from error
     except PmapFound as found:
         raise VnodeError(

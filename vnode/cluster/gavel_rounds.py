@@ -25,7 +25,7 @@ from vnode.cluster.jobs import Job
 from vnode.cluster.kind_jobs import MixedJobs, mixed_table
 from vnode.cluster.policies.gavel import Allocation, isolated_speed
 from vnode.cluster.simulator import natural
-from vnode.errors import ClusterError, layout_message
+from vnode.errors import ClusterError
 
 SEED = 5
 """The order in which Gavel's simulator looks at kinds."""
@@ -77,11 +77,9 @@ def simulate_rounds(
     count, kinds = table.speed.shape
     for job, kind in np.argwhere((table.speed > 0) & (table.speed * seconds < 1)).tolist():
         raise ClusterError(
-            layout_message(
-                f"job {table.id[job]!r} makes no step in a round of {seconds:g} s on {table.kinds[kind]}.",
-                facts=[f"a step takes {1 / table.speed[job, kind]:g} s there"],
-                remedies=["make rounds longer: --rounds SECONDS", "or count its work in smaller steps"],
-            )
+            f"job {table.id[job]!r} makes no step in a round of {seconds:g} s on {table.kinds[kind]}.",
+            facts=[f"a step takes {1 / table.speed[job, kind]:g} s there"],
+            remedies=["make rounds longer: --rounds SECONDS", "or count its work in smaller steps"],
         )
     left = table.remaining.copy()
     arrival = np.array([job.arrival for job in ordered])

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from vnode.cluster.jobs import Job
-from vnode.errors import ClusterError, layout_message
+from vnode.errors import ClusterError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,11 +77,9 @@ def mixed_table(jobs: Sequence[Job], devices: Mapping[str, int]) -> MixedJobs:
                 speed[i, k] = known.per_second[job.demand]
         if not speed[i].any():
             raise ClusterError(
-                layout_message(
-                    f"job {job.id!r} can run nowhere: it takes {job.demand} devices of one kind.",
-                    facts=[f"{kind}: {devices[kind]} devices, no speed on {job.demand} of them" for kind in kinds],
-                    remedies=["give its speed on a kind with that many devices", "or leave it out"],
-                )
+                f"job {job.id!r} can run nowhere: it takes {job.demand} devices of one kind.",
+                facts=[f"{kind}: {devices[kind]} devices, no speed on {job.demand} of them" for kind in kinds],
+                remedies=["give its speed on a kind with that many devices", "or leave it out"],
             )
     count = len(jobs)
     return MixedJobs(

@@ -13,7 +13,7 @@ from vnode.cluster.jobs import Job
 from vnode.cluster.policies import POLICIES, gavel, named
 from vnode.cluster.resize_costs import FREE, Costs
 from vnode.cluster.simulator import Policy, Simulator
-from vnode.errors import ClusterError, layout_message
+from vnode.errors import ClusterError
 
 
 def simulate(
@@ -61,10 +61,8 @@ def simulate(
         knows, kinds = ("one kind", ", ".join(there)) if several else ("several kinds", "one")
         others = ["heterogeneous", *gavel.NAMES] if several else [*POLICIES, "guarantee"]
         raise ClusterError(
-            layout_message(
-                f"policy {policy!r} is for {knows} of device, not for {kinds}.",
-                remedies=[f"use one of {', '.join(others)}"],
-            )
+            f"policy {policy!r} is for {knows} of device, not for {kinds}.",
+            remedies=[f"use one of {', '.join(others)}"],
         )
     decide = named(policy, costs=costs, factor=factor, inner=inner) if isinstance(policy, str) else policy
     simulator = Simulator(jobs, devices, decide, costs)

@@ -89,10 +89,8 @@ class Simulator:
             if time == math.inf:
                 names = [self.jobs[i].id for i in self.active[:3]]
                 raise ClusterError(
-                    layout_message(
-                        f"the policy leaves {len(self.active)} jobs without devices for ever: {', '.join(names)}.",
-                        facts=[f"{self.free} of {self.devices} devices are free at {self.now:g} s"],
-                    )
+                    f"the policy leaves {len(self.active)} jobs without devices for ever: {', '.join(names)}.",
+                    facts=[f"{self.free} of {self.devices} devices are free at {self.now:g} s"],
                 )
             self.now = time
             self.take_arrivals()

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from vnode.errors import BatchError, layout_message
+from vnode.errors import BatchError
 
 LASTS = ("wrap", "drop", "keep")
 
@@ -81,17 +81,13 @@ class Order:
             object.__setattr__(self, name, bool(value) if name == "shuffle" else int(value))
         if self.examples < self.batch_size:
             raise BatchError(
-                layout_message(
-                    f"{self.examples} examples are too few for a batch of {self.batch_size}.",
-                    remedies=[f"batch_size={self.examples}, or less"] if self.examples else ["check the path"],
-                )
+                f"{self.examples} examples are too few for a batch of {self.batch_size}.",
+                remedies=[f"batch_size={self.examples}, or less"] if self.examples else ["check the path"],
             )
         if self.shuffle and self.examples > LARGEST_SHUFFLE:
             raise BatchError(
-                layout_message(
-                    f"an order of {self.examples} examples does not fit into memory.",
-                    remedies=["shuffle=False, and a data set that shuffles itself"],
-                )
+                f"an order of {self.examples} examples does not fit into memory.",
+                remedies=["shuffle=False, and a data set that shuffles itself"],
             )
 
     @property

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from vnode.data.source import check_dtype
-from vnode.errors import BatchError, layout_message
+from vnode.errors import BatchError
 
 
 class Examples(Protocol):
@@ -45,11 +45,9 @@ class Arrays:
         }
         if len(set(sizes.values())) != 1 or () in sizes.values():
             raise BatchError(
-                layout_message(
-                    "the arrays of a data set must be equally long: their first dimension counts the examples.",
-                    facts=list(sizes) or ["there is no array"],
-                    remedies=["leave out arrays that do not count examples", "check the order of dimensions"],
-                )
+                "the arrays of a data set must be equally long: their first dimension counts the examples.",
+                facts=list(sizes) or ["there is no array"],
+                remedies=["leave out arrays that do not count examples", "check the order of dimensions"],
             )
         for path, leaf in jax.tree.leaves_with_path(tree):
             check_dtype(path, leaf, "the data set")
@@ -86,12 +84,9 @@ def stack_examples(examples: Sequence[Any]) -> Any:
         shapes = sorted({np.shape(leaf) for leaf in leaves})
         if len(shapes) > 1:
             raise BatchError(
-                layout_message(
-                    f"examples of different shapes do not make up a batch: "
-                    f"{jax.tree_util.keystr(path) or 'the example'}.",
-                    facts=[f"shapes {', '.join(map(str, shapes[:4]))}"],
-                    remedies=["pad to one length, with a mask of the real entries"],
-                )
+                f"examples of different shapes do not make up a batch: {jax.tree_util.keystr(path) or 'the example'}.",
+                facts=[f"shapes {', '.join(map(str, shapes[:4]))}"],
+                remedies=["pad to one length, with a mask of the real entries"],
             )
         array = np.stack(leaves)
         check_dtype(path, array, "an example")
@@ -100,9 +95,7 @@ def stack_examples(examples: Sequence[Any]) -> Any:
     structures = {jax.tree.structure(example) for example in examples}
     if len(structures) > 1:
         raise BatchError(
-            layout_message(
-                "examples of different structures do not make up a batch.", facts=sorted(map(str, structures))[:4]
-            )
+            "examples of different structures do not make up a batch.", facts=sorted(map(str, structures))[:4]
         )
     return jax.tree_util.tree_map_with_path(stack, *examples)
 
@@ -124,11 +117,9 @@ def examples_of(data: Any) -> Examples:
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return Records(data)
     raise BatchError(
-        layout_message(
-            f"{type(data).__name__} is not a data set: it must give examples by number.",
-            remedies=[
-                "give a pytree of arrays, a sequence of examples, or an object with __len__ and take(rows)",
-                "read a stream into memory, or wrap it in a sequence, first",
-            ],
-        )
+        f"{type(data).__name__} is not a data set: it must give examples by number.",
+        remedies=[
+            "give a pytree of arrays, a sequence of examples, or an object with __len__ and take(rows)",
+            "read a stream into memory, or wrap it in a sequence, first",
+        ],
     )

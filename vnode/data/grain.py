@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vnode.data.examples import stack_examples
-from vnode.errors import BatchError, layout_message
+from vnode.errors import BatchError
 
 try:
     import grain
@@ -49,11 +49,9 @@ class Dataset:
         missing = [str(number) for number, example in zip(numbers, examples, strict=True) if example is None]
         if missing:
             raise BatchError(
-                layout_message(
-                    "a data set that leaves out examples cannot give batches by step number.",
-                    facts=[f"there is no example {', '.join(missing[:10])}"],
-                    remedies=["filter before training: keep a list of the numbers of the remaining examples"],
-                )
+                "a data set that leaves out examples cannot give batches by step number.",
+                facts=[f"there is no example {', '.join(missing[:10])}"],
+                remedies=["filter before training: keep a list of the numbers of the remaining examples"],
             )
         return stack_examples(examples)
 
@@ -91,9 +89,7 @@ def dataset(source: Any, *, threads: int = 16) -> Dataset:
     """
     if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
         raise BatchError(
-            layout_message(
-                f"{type(source).__name__} cannot find examples by number.",
-                remedies=["give the MapDataset or data source before to_iter_dataset() and before any DataLoader"],
-            )
+            f"{type(source).__name__} cannot find examples by number.",
+            remedies=["give the MapDataset or data source before to_iter_dataset() and before any DataLoader"],
         )
     return Dataset(source, threads)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from vnode.errors import BatchError, VnodeError, layout_message
+from vnode.errors import BatchError, VnodeError
 from vnode.placement.placement import Placement
 
 SAMPLE = 16
@@ -39,33 +39,27 @@ def loader(data: Any, steps: int) -> Callable[[int, Placement], Any]:
     if isinstance(data, Mapping | tuple | np.ndarray | jax.Array):
         kind = "jax.Array" if isinstance(data, jax.Array) else type(data).__name__
         raise VnodeError(
-            layout_message(
-                f"the data of a run must give batches by step number; this is one {kind}.",
-                facts=[f"it has the arrays {', '.join(sizes(data)[:8])}"],
-                remedies=[
-                    "vnode.data.Batches(data, batch_size=...)",
-                    "a list, or a function of the step number",
-                    "if it is the state, the order is run(step, state, data)",
-                ],
-            )
+            f"the data of a run must give batches by step number; this is one {kind}.",
+            facts=[f"it has the arrays {', '.join(sizes(data)[:8])}"],
+            remedies=[
+                "vnode.data.Batches(data, batch_size=...)",
+                "a list, or a function of the step number",
+                "if it is the state, the order is run(step, state, data)",
+            ],
         )
     if hasattr(data, "__getitem__"):  # before `batch`, which means something else in a `grain.MapDataset`
         if isinstance(data, Sequence) and len(data) < steps:
             raise VnodeError(
-                layout_message(
-                    f"the data are too short: they have batches for {len(data)} of {steps} steps.",
-                    remedies=[f"steps={len(data)}", "lambda step: data[step % len(data)] to use them again"],
-                )
+                f"the data are too short: they have batches for {len(data)} of {steps} steps.",
+                remedies=[f"steps={len(data)}", "lambda step: data[step % len(data)] to use them again"],
             )
         return lambda step, placement: own_copy(data[step], f"the batch of step {step}")
     if hasattr(data, "batch"):
         return lambda step, placement: own_copy(data.batch(step), f"the batch of step {step}")
     raise VnodeError(
-        layout_message(
-            f"{type(data).__name__} has no batches by step number.",
-            facts=["after a failure, or in another run, the same steps are needed again"],
-            remedies=["vnode.data.Batches(...) for a data set", "or a function of the step number"],
-        )
+        f"{type(data).__name__} has no batches by step number.",
+        facts=["after a failure, or in another run, the same steps are needed again"],
+        remedies=["vnode.data.Batches(...) for a data set", "or a function of the step number"],
     )
 
 
@@ -113,7 +107,7 @@ def check_rows(tree: Any, count: int, itself: str, problem: str, remedy: str) ->
         if np.shape(leaf)[:1] != (count,)
     ]
     if wrong or not leaves:
-        raise BatchError(layout_message(problem, facts=wrong or ["there is no array"], remedies=[remedy]))
+        raise BatchError(problem, facts=wrong or ["there is no array"], remedies=[remedy])
 
 
 def own_copy(batch: Any, what: str) -> Any:
@@ -154,14 +148,11 @@ def check_dtype(path: Any, leaf: Any, what: str) -> None:
         return
     ragged = leaf.dtype.kind == "O"
     raise BatchError(
-        layout_message(
-            f"{jax.tree_util.keystr(path) or 'an array'} of {what} has dtype {leaf.dtype}, which is not for devices.",
-            facts=[f"shape {leaf.shape}"]
-            + (["arrays of unequal lengths become an array of objects"] if ragged else []),
-            remedies=["pad to one length, with a mask of the real entries"]
-            if ragged
-            else ["leave it out of the batch, or turn it into numbers first"],
-        )
+        f"{jax.tree_util.keystr(path) or 'an array'} of {what} has dtype {leaf.dtype}, which is not for devices.",
+        facts=[f"shape {leaf.shape}"] + (["arrays of unequal lengths become an array of objects"] if ragged else []),
+        remedies=["pad to one length, with a mask of the real entries"]
+        if ragged
+        else ["leave it out of the batch, or turn it into numbers first"],
     )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vnode.elastic.run import run
-from vnode.errors import VnodeError, layout_message
+from vnode.errors import VnodeError
 
 MAIN = "__mp_main__"
 """The name of a script that is imported for one of its functions, as `multiprocessing` calls it: not ``__main__``."""
@@ -54,10 +54,8 @@ def main(arguments: list[str]) -> None:
     made = imported(home, name)()
     if not isinstance(made, tuple) or len(made) not in (3, 4) or (len(made) == 4 and not isinstance(made[3], dict)):
         raise VnodeError(
-            layout_message(
-                f"{name} must return step, state, data and a dict of options, not {type(made).__name__}.",
-                remedies=["return step, state, data, {'steps': 100}"],
-            )
+            f"{name} must return step, state, data and a dict of options, not {type(made).__name__}.",
+            remedies=["return step, state, data, {'steps': 100}"],
         )
     step, state, data, *options = made
     run(step, state, data, **(options[0] if options else {}))

@@ -34,7 +34,7 @@ from vnode.elastic.run_identity import compare, identity, shape_of
 from vnode.elastic.run_result import History, Resize, Result
 from vnode.elastic.signals import SecondInterrupt, Stop
 from vnode.elastic.throughput import Speed
-from vnode.errors import CheckpointError, DeviceLost, ProcessError, VnodeError, layout_message
+from vnode.errors import CheckpointError, DeviceLost, ProcessError, VnodeError
 from vnode.placement.agreement import check_same
 from vnode.placement.failure_board import Notice
 from vnode.placement.host_copy import abstract, to_numpy
@@ -565,11 +565,9 @@ class Driver:
         value = named.get(name)
         if not isinstance(value, bool | int | float):
             raise VnodeError(
-                layout_message(
-                    f"best_metric={metric!r} is not a number among the metrics of an evaluation.",
-                    facts=[f"there are {', '.join(each.removeprefix('evaluate/') for each in named) or 'none'}"],
-                    remedies=["name one of them that is a number"],
-                )
+                f"best_metric={metric!r} is not a number among the metrics of an evaluation.",
+                facts=[f"there are {', '.join(each.removeprefix('evaluate/') for each in named) or 'none'}"],
+                remedies=["name one of them that is a number"],
             )
         assert self.checkpoints is not None
         better = self.best is None or (

@@ -101,11 +101,9 @@ def batches_in(data: Any) -> int:
     if order is not None:
         if order.last == "wrap" and order.examples % order.batch_size:
             raise BatchError(
-                layout_message(
-                    "the last batch of an epoch holds examples of the next one, which would count twice.",
-                    facts=[f"{order.examples} examples in batches of {order.batch_size}"],
-                    remedies=['vnode.data.Batches(..., last="keep"): its last batch is smaller', "batches=..."],
-                )
+                "the last batch of an epoch holds examples of the next one, which would count twice.",
+                facts=[f"{order.examples} examples in batches of {order.batch_size}"],
+                remedies=['vnode.data.Batches(..., last="keep"): its last batch is smaller', "batches=..."],
             )
         return math.ceil(order.steps_per_epoch)
     if isinstance(data, Sequence):
@@ -138,10 +136,8 @@ def check_evaluation(evaluate: Any) -> None:
         return
     if isinstance(evaluate, Step):
         raise VnodeError(
-            layout_message(
-                f"evaluate={name_of(evaluate)} is a virtualized step, which has no batches to evaluate the state on.",
-                remedies=["evaluate=vnode.elastic.Evaluation(step, held_out_data)"],
-            )
+            f"evaluate={name_of(evaluate)} is a virtualized step, which has no batches to evaluate the state on.",
+            remedies=["evaluate=vnode.elastic.Evaluation(step, held_out_data)"],
         )
     try:
         inspect.signature(evaluate).bind(None)
@@ -168,12 +164,8 @@ def check_evaluating_step(step: Any) -> None:
     check_step(step)
     if hasattr(step, "functional"):
         raise VnodeError(
-            layout_message(
-                f"an Evaluation takes a step on arrays, and {name_of(step)} takes objects of flax.nnx.",
-                remedies=[
-                    "a step on the state of the run: vnode.virtualize(step, virtual_nodes=8), with (state, batch)"
-                ],
-            )
+            f"an Evaluation takes a step on arrays, and {name_of(step)} takes objects of flax.nnx.",
+            remedies=["a step on the state of the run: vnode.virtualize(step, virtual_nodes=8), with (state, batch)"],
         )
 
 
@@ -189,10 +181,8 @@ def check_metrics(results: Any, state: Any) -> None:
     """
     if isinstance(results, tuple) and results and jax.tree.leaves(state) and form(results[0]) == form(state):
         raise VnodeError(
-            layout_message(
-                "the step of an Evaluation must return only metrics; this one returns a state first, as in training.",
-                remedies=[
-                    "a step that returns metrics: vnode.virtualize(lambda state, batch: {'loss': ...}, virtual_nodes=8)"
-                ],
-            )
+            "the step of an Evaluation must return only metrics; this one returns a state first, as in training.",
+            remedies=[
+                "a step that returns metrics: vnode.virtualize(lambda state, batch: {'loss': ...}, virtual_nodes=8)"
+            ],
         )

@@ -182,12 +182,10 @@ def check_present(placement: Placement) -> None:
     left_out = sorted({device.process_index for device in world().devices} - there)
     if left_out:
         raise PlacementError(
-            layout_message(
-                "a run needs a device in each process.",
-                facts=[f"{placement} has none in process {', '.join(map(str, left_out))}"],
-                remedies=[
-                    "leave at least one device of each process",
-                    "or end the run, and start it with fewer processes: it resumes from its checkpoint",
-                ],
-            )
+            "a run needs a device in each process.",
+            facts=[f"{placement} has none in process {', '.join(map(str, left_out))}"],
+            remedies=[
+                "leave at least one device of each process",
+                "or end the run, and start it with fewer processes: it resumes from its checkpoint",
+            ],
         )

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from vnode.elastic.run_devices import Request, none_left, remaining_placement
-from vnode.errors import DeviceLost, VnodeError, layout_message
+from vnode.errors import DeviceLost, VnodeError
 from vnode.placement.donated import donated_leaves
 from vnode.placement.host_copy import HostCopy
 from vnode.placement.placement import Placement
@@ -122,10 +122,8 @@ class Recovery:
         self.lost |= set(gone)
         if self.good is None and gone:
             raise VnodeError(
-                layout_message(
-                    f"lost {', '.join(map(str, gone))} at step {number}, and there is no copy of the state.",
-                    remedies=["keep_every=100 to keep one in the host's memory", "checkpoint=... and checkpoint_every"],
-                )
+                f"lost {', '.join(map(str, gone))} at step {number}, and there is no copy of the state.",
+                remedies=["keep_every=100 to keep one in the host's memory", "checkpoint=... and checkpoint_every"],
             ) from error
         if not gone:
             if self.good is None or self.blamed == self.good:

@@ -113,26 +113,22 @@ def check_like(like: Any) -> None:
     if objects:
         name = "objects" if isinstance(like, tuple | list) else "model"
         raise VnodeError(
-            layout_message(
-                f"like holds objects of flax.nnx ({type(objects[0]).__name__}), and a checkpoint holds arrays.",
-                remedies=[
-                    "to go on training, call vnode.elastic.run again with the same folder: it fills the objects",
-                    "to get them filled here: "
-                    f"arrays = vnode.elastic.restore(folder, like=nnx.to_pure_dict(nnx.state({tuple_of(name)}))); "
-                    f"state = nnx.state({tuple_of(name)}); nnx.replace_by_pure_dict(state, arrays); "
-                    f"nnx.update({tuple_of(name)}, state)",
-                ],
-            )
+            f"like holds objects of flax.nnx ({type(objects[0]).__name__}), and a checkpoint holds arrays.",
+            remedies=[
+                "to go on training, call vnode.elastic.run again with the same folder: it fills the objects",
+                "to get them filled here: "
+                f"arrays = vnode.elastic.restore(folder, like=nnx.to_pure_dict(nnx.state({tuple_of(name)}))); "
+                f"state = nnx.state({tuple_of(name)}); nnx.replace_by_pure_dict(state, arrays); "
+                f"nnx.update({tuple_of(name)}, state)",
+            ],
         )
     if like is not None and not any(array_leaves(like)):
         raise VnodeError(
-            layout_message(
-                f"like={like!r:.80} holds no arrays: its type is {type(like).__name__}.",
-                remedies=[
-                    "give a state with the structure of the run's: like={'params': params, 'opt_state': opt_state}",
-                    "of a flax.linen module that is model.init(key, x); shapes will do: jax.eval_shape(init, ...)",
-                ],
-            )
+            f"like={like!r:.80} holds no arrays: its type is {type(like).__name__}.",
+            remedies=[
+                "give a state with the structure of the run's: like={'params': params, 'opt_state': opt_state}",
+                "of a flax.linen module that is model.init(key, x); shapes will do: jax.eval_shape(init, ...)",
+            ],
         )
 
 

@@ -27,7 +27,7 @@ from vnode.elastic.run_devices import responds
 from vnode.elastic.run_identity import differing_lines, facts_of_run
 from vnode.elastic.run_result import Result
 from vnode.elastic.signals import SecondInterrupt, Stop
-from vnode.errors import CheckpointError, VnodeError, layout_message
+from vnode.errors import CheckpointError, VnodeError
 from vnode.placement.agreement import check_same
 from vnode.placement.donated import check_not_donated
 from vnode.placement.world import world
@@ -293,17 +293,13 @@ def check_for_worker(step: Any, options: RunOptions) -> None:
     """
     if isinstance(step, AutoStep):
         raise VnodeError(
-            layout_message(
-                "virtual_nodes='auto' is not for workers: the number must stay the same when workers come and go.",
-                remedies=["give a number: virtual_nodes=8", "run the script alone to see which one 'auto' chooses"],
-            )
+            "virtual_nodes='auto' is not for workers: the number must stay the same when workers come and go.",
+            remedies=["give a number: virtual_nodes=8", "run the script alone to see which one 'auto' chooses"],
         )
     if options.devices is not None:
         raise VnodeError(
-            layout_message(
-                f"devices={options.devices!r} has no meaning for a worker: its supervisor decides where the step runs.",
-                remedies=["leave devices= out", "or run the script without vnode run"],
-            )
+            f"devices={options.devices!r} has no meaning for a worker: its supervisor decides where the step runs.",
+            remedies=["leave devices= out", "or run the script without vnode run"],
         )
 
 

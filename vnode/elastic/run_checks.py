@@ -36,14 +36,12 @@ def check_step(step: Any) -> None:
     if isinstance(step, Step):
         return
     raise VnodeError(
-        layout_message(
-            f"{name_of(step)} is not virtualized.",
-            facts=[f"it is a {type(step).__name__}"],
-            remedies=[
-                "step = vnode.virtualize(step, virtual_nodes=8), without jax.jit around it",
-                "step = vnode.nnx.virtualize(step, virtual_nodes=8, in_axes=(None, None, 0)) for nnx objects",
-            ],
-        )
+        f"{name_of(step)} is not virtualized.",
+        facts=[f"it is a {type(step).__name__}"],
+        remedies=[
+            "step = vnode.virtualize(step, virtual_nodes=8), without jax.jit around it",
+            "step = vnode.nnx.virtualize(step, virtual_nodes=8, in_axes=(None, None, 0)) for nnx objects",
+        ],
     )
 
 
@@ -82,14 +80,12 @@ def check_takes(step: Any, objects: int = 1) -> None:
     except TypeError as error:
         wanted = "(state, batch)" if objects == 1 else f"({objects} objects, and the batch)"
         raise VnodeError(
-            layout_message(
-                f"vnode.elastic.run calls a step with {wanted}, and {name_of(step)} takes {signature}: {error}.",
-                remedies=[
-                    "put what changes from step to step into the state: random keys, schedules, counters",
-                    "put what comes with the data into the batch, as a dictionary",
-                    "bind the rest first: functools.partial(step, config=config), then vnode.virtualize",
-                ],
-            )
+            f"vnode.elastic.run calls a step with {wanted}, and {name_of(step)} takes {signature}: {error}.",
+            remedies=[
+                "put what changes from step to step into the state: random keys, schedules, counters",
+                "put what comes with the data into the batch, as a dictionary",
+                "bind the rest first: functools.partial(step, config=config), then vnode.virtualize",
+            ],
         ) from None
 
 
@@ -132,14 +128,12 @@ def check_storable(state: Any) -> None:
                 tensorstore.dtype(dtype.name)
             except ValueError:
                 raise VnodeError(
-                    layout_message(
-                        f"checkpoints cannot hold arrays of {dtype}.",
-                        facts=[f"state{jax.tree_util.keystr(path)}: {dtype}{list(np.shape(leaf))}"],
-                        remedies=[
-                            "keep it in another dtype of the same range, as uint8 for uint4, and cast it in the step",
-                            "or run without checkpoint=...",
-                        ],
-                    )
+                    f"checkpoints cannot hold arrays of {dtype}.",
+                    facts=[f"state{jax.tree_util.keystr(path)}: {dtype}{list(np.shape(leaf))}"],
+                    remedies=[
+                        "keep it in another dtype of the same range, as uint8 for uint4, and cast it in the step",
+                        "or run without checkpoint=...",
+                    ],
                 ) from None
 
 
@@ -155,33 +149,27 @@ def check_results(results: Any, state: Any) -> None:
     """
     if not (isinstance(results, tuple) and len(results) == 2):
         raise VnodeError(
-            layout_message(
-                "a step must return its state and its metrics.",
-                facts=[f"it returned {type(results).__name__}"],
-                remedies=["return state, {'loss': loss}", "return state, {} if there are no metrics"],
-            )
+            "a step must return its state and its metrics.",
+            facts=[f"it returned {type(results).__name__}"],
+            remedies=["return state, {'loss': loss}", "return state, {} if there are no metrics"],
         )
     changed = list(changes(state, results[0]))
     if not changed:
         return
     if not any(changes(state, results[1])):
         raise VnodeError(
-            layout_message(
-                "a step must return its state first, then its metrics.",
-                facts=["the second result has the structure of the state, the first has not"],
-                remedies=["return state, metrics"],
-            )
+            "a step must return its state first, then its metrics.",
+            facts=["the second result has the structure of the state, the first has not"],
+            remedies=["return state, metrics"],
         )
     raise VnodeError(
-        layout_message(
-            "a step must return a state of the types that it was given: as in jax.lax.scan, the next step takes it.",
-            facts=limit_lines(changed, SHOWN),
-            remedies=[
-                "begin with the types that the step returns: jax.eval_shape(step, state, batch) says them",
-                "or cast in the step: new.astype(old.dtype)",
-                "return growing values among the metrics",
-            ],
-        )
+        "a step must return a state of the types that it was given: as in jax.lax.scan, the next step takes it.",
+        facts=limit_lines(changed, SHOWN),
+        remedies=[
+            "begin with the types that the step returns: jax.eval_shape(step, state, batch) says them",
+            "or cast in the step: new.astype(old.dtype)",
+            "return growing values among the metrics",
+        ],
     )
 
 
@@ -244,11 +232,9 @@ def check_kept(state: Any) -> None:
     gone = donated_leaves(state, "state")
     if gone:
         raise VnodeError(
-            layout_message(
-                "the evaluation donated the state: its arrays are deleted.",
-                facts=[f"donated: {', '.join(gone[:8])}"],
-                remedies=["no donate_argnums for the step that evaluates"],
-            )
+            "the evaluation donated the state: its arrays are deleted.",
+            facts=[f"donated: {', '.join(gone[:8])}"],
+            remedies=["no donate_argnums for the step that evaluates"],
         )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
-from vnode.errors import PlacementError, layout_message
+from vnode.errors import PlacementError
 from vnode.placement.placement import Placement, device_list
 from vnode.placement.world import is_local, is_shared, world
 
@@ -88,11 +88,9 @@ def requests(devices: Any, step: Any) -> Callable[[int], Request | None]:
     if isinstance(devices, Devices):
         if is_shared():
             raise PlacementError(
-                layout_message(
-                    "vnode.elastic.Devices changes the devices in one process, and there are others.",
-                    facts=[f"there are {world().count} processes"],
-                    remedies=["a function of the step number, the same in all processes: devices=lambda number: ..."],
-                )
+                "vnode.elastic.Devices changes the devices in one process, and there are others.",
+                facts=[f"there are {world().count} processes"],
+                remedies=["a function of the step number, the same in all processes: devices=lambda number: ..."],
             )
         return lambda number: devices.request
     if callable(devices):
@@ -123,9 +121,7 @@ def remaining_placement(placement: Placement, lost: set[Any]) -> Mesh:
 def none_left(lost: set[Any]) -> PlacementError:
     """The error of a run that has lost all of its devices."""
     return PlacementError(
-        layout_message(
-            "no device is left to go on with.",
-            facts=[f"lost: {', '.join(sorted(map(str, lost)))}"],
-            remedies=["start again on other devices with the same checkpoint=...: the run resumes"],
-        )
+        "no device is left to go on with.",
+        facts=[f"lost: {', '.join(sorted(map(str, lost)))}"],
+        remedies=["start again on other devices with the same checkpoint=...: the run resumes"],
     )

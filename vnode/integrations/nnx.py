@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
-from vnode.errors import VnodeError, layout_message
+from vnode.errors import VnodeError
 from vnode.placement.placement import Placement
 from vnode.step.compile_ahead import Preparation, warm_up_tasks
 from vnode.step.executor import Executor
@@ -132,10 +132,8 @@ class ObjectStep(Step[P, R]):
             after, arrays = nnx.split(own)
             if after != structure:
                 raise VnodeError(
-                    layout_message(
-                        "the step changed the structure of its objects, not only their values.",
-                        remedies=["create all of their variables before the run: one call of the step does that"],
-                    )
+                    "the step changed the structure of its objects, not only their values.",
+                    remedies=["create all of their variables before the run: one call of the step does that"],
                 )
             return nnx.to_pure_dict(arrays), metrics
 
@@ -168,11 +166,9 @@ def named_batch(axes: Mapping[str, Any]) -> str:
     """
     if len(axes) != 1:
         raise VnodeError(
-            layout_message(
-                "a loop passes the step one batch, but in_axes names several.",
-                facts=[f"in_axes = {dict(axes)!r}"],
-                remedies=["take one argument that is a dictionary of batches: in_axes={'batch': 0}"],
-            )
+            "a loop passes the step one batch, but in_axes names several.",
+            facts=[f"in_axes = {dict(axes)!r}"],
+            remedies=["take one argument that is a dictionary of batches: in_axes={'batch': 0}"],
         )
     (name,) = axes
     return name

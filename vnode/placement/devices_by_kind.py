@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vnode.errors import PlacementError, layout_message
+from vnode.errors import PlacementError
 from vnode.placement.placement import device_list
 from vnode.placement.world import world
 from vnode.show.units import several
@@ -46,11 +46,9 @@ def by_kind(devices: Mapping[str, Sequence[Any]] | Sequence[Any] | None = None) 
             raise PlacementError(f"{device!r} is not a device; jax.devices() lists this machine's")
     if not named or not all(groups.values()):
         raise PlacementError(
-            layout_message(
-                "every kind needs at least one device.",
-                facts=[f"{kind}: {several(len(group), 'device')}" for kind, group in groups.items()],
-                remedies=["leave kinds without devices out"],
-            )
+            "every kind needs at least one device.",
+            facts=[f"{kind}: {several(len(group), 'device')}" for kind, group in groups.items()],
+            remedies=["leave kinds without devices out"],
         )
     if len(set(named)) != len(named):
         raise PlacementError("a device may be named only once, and be of one kind only")

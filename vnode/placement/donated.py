@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from vnode.errors import VnodeError, layout_message, limit_lines
+from vnode.errors import VnodeError, limit_lines
 
 IS_DELETED = operator.methodcaller("is_deleted")
 
@@ -85,12 +85,10 @@ def check_not_donated(
     names = [name for found in gone.values() for name in found]
     own = [how for name, how in (donated or {}).items() if name in gone]
     raise VnodeError(
-        layout_message(
-            "some of the given arrays are deleted: they were donated to an earlier call, or deleted by hand.",
-            facts=[*limit_lines(names), *own],
-            remedies=[
-                f"use that call's results: {returned}",
-                "or virtualize without donate_argnums" if own else "or do not donate arrays that are needed again",
-            ],
-        )
+        "some of the given arrays are deleted: they were donated to an earlier call, or deleted by hand.",
+        facts=[*limit_lines(names), *own],
+        remedies=[
+            f"use that call's results: {returned}",
+            "or virtualize without donate_argnums" if own else "or do not donate arrays that are needed again",
+        ],
     )

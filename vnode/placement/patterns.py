@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from vnode.errors import PlacementError, layout_message
+from vnode.errors import PlacementError
 from vnode.placement.leaf_sharding import Role, has_device_order, leaf_sharding
 from vnode.placement.placement import Placement
 from vnode.placement.transfer import rename_axes, resharding, to_placement
@@ -133,15 +133,13 @@ def check_axes(patterns: Patterns, known: Sequence[Any]) -> None:
         missing = [name for name in axes_of(spec) if name not in known]
         if missing:
             raise PlacementError(
-                layout_message(
-                    f"partition: {pattern!r} divides a dimension over {missing[0]!r}, which the mesh does not have.",
-                    facts=[f"its axes are {', '.join(map(repr, known))}"],
-                    remedies=[
-                        "name one of these axes",
-                        "or put the step on a mesh with the axis: placement=vnode.Placement(..., mesh=mesh, axis=...)",
-                        "or leave the pattern out: the leaf is whole on every device",
-                    ],
-                )
+                f"partition: {pattern!r} divides a dimension over {missing[0]!r}, which the mesh does not have.",
+                facts=[f"its axes are {', '.join(map(repr, known))}"],
+                remedies=[
+                    "name one of these axes",
+                    "or put the step on a mesh with the axis: placement=vnode.Placement(..., mesh=mesh, axis=...)",
+                    "or leave the pattern out: the leaf is whole on every device",
+                ],
             )
 
 
@@ -217,16 +215,14 @@ def check_divides(name: str, shape: Sequence[int], target: NamedSharding) -> Non
         along, beside = names[0], devices // sizes[names[0]]
         fitting = [str(n) for n in range(1, sizes[along] + 1) if length % (n * beside) == 0]
         raise PlacementError(
-            layout_message(
-                f"partition: {quoted(name)} of shape {tuple(shape)} cannot be divided as {target.spec}.",
-                facts=[f"the mesh has {dict(sizes)}, and {devices} does not divide {length}"],
-                remedies=[
-                    *([f"a mesh with {' or '.join(fitting)} along {along!r}"] if fitting else []),
-                    "divide another dimension",
-                    "give it a pattern of its own, listed earlier: PartitionSpec()",
-                    "if a plan divides it so, search a plan for this mesh",
-                ],
-            )
+            f"partition: {quoted(name)} of shape {tuple(shape)} cannot be divided as {target.spec}.",
+            facts=[f"the mesh has {dict(sizes)}, and {devices} does not divide {length}"],
+            remedies=[
+                *([f"a mesh with {' or '.join(fitting)} along {along!r}"] if fitting else []),
+                "divide another dimension",
+                "give it a pattern of its own, listed earlier: PartitionSpec()",
+                "if a plan divides it so, search a plan for this mesh",
+            ],
         )
 
 
@@ -248,40 +244,32 @@ def check_matched(trees: Sequence[Any], patterns: Patterns) -> None:
             names = [name or f"'' ({quoted(name)})" for name in dict(leaves)]
             if isinstance(pattern, Exactly):
                 raise PlacementError(
-                    layout_message(
-                        f"the plan was made for arguments with a leaf {pattern!r}; there is none.",
-                        facts=[f"leaves are: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"],
-                        remedies=["give the arguments that the plan was made for", "or search a plan for these"],
-                    )
+                    f"the plan was made for arguments with a leaf {pattern!r}; there is none.",
+                    facts=[f"leaves are: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"],
+                    remedies=["give the arguments that the plan was made for", "or search a plan for these"],
                 )
             raise PlacementError(
-                layout_message(
-                    f"partition: {pattern!r} matches the name of no leaf.",
-                    facts=[f"names are: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"],
-                    remedies=["patterns are regular expressions, searched in these names"],
-                )
+                f"partition: {pattern!r} matches the name of no leaf.",
+                facts=[f"names are: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"],
+                remedies=["patterns are regular expressions, searched in these names"],
             )
         most = max(len(shape) for _, shape in found)
         if divided(spec) and most < rank(spec):
             raise PlacementError(
-                layout_message(
-                    f"partition: {pattern!r} divides dimension {divided(spec) - 1}, which no leaf has whose name it is "
-                    "found in."
-                    if most < divided(spec)
-                    else f"partition: {pattern!r} is {spec}, for leaves of at least {rank(spec)} dimensions, and no "
-                    "leaf has as many whose name it is found in.",
-                    facts=[f"{name}: {several(len(shape), 'dimension')}" for name, shape in found[:12]],
-                    remedies=["name another dimension; the first is 0", "write no more entries than a leaf has"],
-                )
+                f"partition: {pattern!r} divides dimension {divided(spec) - 1}, which no leaf has whose name it is "
+                "found in."
+                if most < divided(spec)
+                else f"partition: {pattern!r} is {spec}, for leaves of at least {rank(spec)} dimensions, and no "
+                "leaf has as many whose name it is found in.",
+                facts=[f"{name}: {several(len(shape), 'dimension')}" for name, shape in found[:12]],
+                remedies=["name another dimension; the first is 0", "write no more entries than a leaf has"],
             )
         earlier = {name: next(p for p, _ in patterns if matches(p, name, shape)) for name, shape in found}
         if pattern not in earlier.values():
             raise PlacementError(
-                layout_message(
-                    f"partition: {pattern!r} is never used: every leaf that it matches has an earlier pattern.",
-                    facts=[f"{name}: {first!r}" for name, first in [*earlier.items()][:12]],
-                    remedies=["the first pattern that matches counts: list special patterns first"],
-                )
+                f"partition: {pattern!r} is never used: every leaf that it matches has an earlier pattern.",
+                facts=[f"{name}: {first!r}" for name, first in [*earlier.items()][:12]],
+                remedies=["the first pattern that matches counts: list special patterns first"],
             )
 
 

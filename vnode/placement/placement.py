@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from vnode.errors import Bound, PlacementError, layout_message
+from vnode.errors import Bound, PlacementError
 from vnode.placement.world import is_local, world
 from vnode.show.drawable import Drawn
 from vnode.show.grid import Grid
@@ -72,11 +72,9 @@ class Placement(Drawn, Bound):
         if mesh is not None:
             if axis not in mesh.axis_names:
                 raise PlacementError(
-                    layout_message(
-                        f"the mesh has no axis {axis!r}.",
-                        facts=[f"its axes are {', '.join(map(repr, mesh.axis_names))}"],
-                        remedies=["name the axis over which to spread nodes: Placement(..., mesh=mesh, axis='data')"],
-                    )
+                    f"the mesh has no axis {axis!r}.",
+                    facts=[f"its axes are {', '.join(map(repr, mesh.axis_names))}"],
+                    remedies=["name the axis over which to spread nodes: Placement(..., mesh=mesh, axis='data')"],
                 )
         else:
             divided = (
@@ -198,16 +196,14 @@ class Placement(Drawn, Bound):
             others = {name: length for name, length in shape.items() if name != self.axis}
             alone = f"vnode.Placement({self.virtual_nodes}, devices, axis={self.axis!r})"
             raise PlacementError(
-                layout_message(
-                    f"{several(len(devices), 'device')} cannot have the mesh's other axes, {others}: "
-                    + ("they are of several kinds." if mixed else f"{self.together} does not divide {len(devices)}."),
-                    facts=[f"the nodes are on {shape}, along {self.axis!r}"],
-                    remedies=[
-                        f"a multiple of {several(self.together, 'device')}, of one kind",
-                        "a mesh, which gives the size of each axis: step.on(mesh)",
-                        f"to drop the other axes, and sharding over them: step.on({alone})",
-                    ],
-                )
+                f"{several(len(devices), 'device')} cannot have the mesh's other axes, {others}: "
+                + ("they are of several kinds." if mixed else f"{self.together} does not divide {len(devices)}."),
+                facts=[f"the nodes are on {shape}, along {self.axis!r}"],
+                remedies=[
+                    f"a multiple of {several(self.together, 'device')}, of one kind",
+                    "a mesh, which gives the size of each axis: step.on(mesh)",
+                    f"to drop the other axes, and sharding over them: step.on({alone})",
+                ],
             )
         shape[self.axis] = len(devices) // self.together
         return Mesh(
@@ -345,14 +341,12 @@ def device_list(devices: Any) -> list[Any]:
         there = world().devices
         if not 1 <= devices <= len(there):
             raise PlacementError(
-                layout_message(
-                    f"devices={devices} was asked for, and jax.devices() has {len(there)}.",
-                    remedies=[
-                        f"name from 1 to {len(there)}",
-                        "or, to try several on a CPU, write this before jax is used: "
-                        f'jax.config.update("jax_num_cpu_devices", {max(devices, 1)})',
-                    ],
-                )
+                f"devices={devices} was asked for, and jax.devices() has {len(there)}.",
+                remedies=[
+                    f"name from 1 to {len(there)}",
+                    "or, to try several on a CPU, write this before jax is used: "
+                    f'jax.config.update("jax_num_cpu_devices", {max(devices, 1)})',
+                ],
             )
         devices = there[:devices]
     if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
@@ -363,13 +357,11 @@ def device_list(devices: Any) -> list[Any]:
     devices = list(world().devices if devices is None else devices)
     if devices and all(isinstance(each, int | np.integer) for each in devices):
         raise PlacementError(
-            layout_message(
-                f"devices={devices} are numbers; a step is put on devices.",
-                remedies=[
-                    f"by number in jax.devices(): [jax.devices()[i] for i in {devices}]",
-                    f"or one number, for the first of them: {max(int(each) for each in devices)}",
-                ],
-            )
+            f"devices={devices} are numbers; a step is put on devices.",
+            remedies=[
+                f"by number in jax.devices(): [jax.devices()[i] for i in {devices}]",
+                f"or one number, for the first of them: {max(int(each) for each in devices)}",
+            ],
         )
     for device in devices:
         if not hasattr(device, "platform"):
@@ -431,9 +423,7 @@ def node_count(virtual_nodes: Any) -> int:
         raise PlacementError(f"virtual_nodes must be a positive integer, not {virtual_nodes!r}")
     if count > MOST_NODES:
         raise PlacementError(
-            layout_message(
-                f"virtual_nodes is at most {MOST_NODES:,}, not {count:,}: each node is an iteration of a loop.",
-                remedies=["at most as many as the batch has examples: more have nothing to do", "or 'auto'"],
-            )
+            f"virtual_nodes is at most {MOST_NODES:,}, not {count:,}: each node is an iteration of a loop.",
+            remedies=["at most as many as the batch has examples: more have nothing to do", "or 'auto'"],
         )
     return count

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from vnode.errors import PlacementError, layout_message, limit_lines
+from vnode.errors import PlacementError, limit_lines
 from vnode.placement.device_cache import device_cache
 from vnode.placement.donated import check_not_donated
 from vnode.placement.leaf_sharding import has_device_order, put_sharding
@@ -134,17 +134,15 @@ def check_agreed(mine: np.ndarray, names: Sequence[str], placement: Placement, w
     same = (digests == digests[0]).all(axis=0)
     if not same[:3].all():
         raise PlacementError(
-            layout_message(
-                f"{len(digests)} processes must put the same arrays on the same devices, and each puts others.",
-                facts=[
-                    f"this one: {several(len(names), 'array')}, {', '.join(names[:8])}, on {placement}",
-                    f"numbers of arrays, by process: {', '.join(map(str, digests[:, 0].tolist()))}",
-                ],
-                remedies=[
-                    "make the same states and placements in every process",
-                    "call put and the step in every process, with the last call's results",
-                ],
-            )
+            f"{len(digests)} processes must put the same arrays on the same devices, and each puts others.",
+            facts=[
+                f"this one: {several(len(names), 'array')}, {', '.join(names[:8])}, on {placement}",
+                f"numbers of arrays, by process: {', '.join(map(str, digests[:, 0].tolist()))}",
+            ],
+            remedies=[
+                "make the same states and placements in every process",
+                "call put and the step in every process, with the last call's results",
+            ],
         )
     return bool(same[3])
 
@@ -217,20 +215,18 @@ def compare(
             differing.append(f"{name}: no process has it")
     if differing:
         raise PlacementError(
-            layout_message(
-                f"{len(votes)} processes must put the same arrays on {placement}, and have different ones.",
-                facts=limit_lines(differing),
-                remedies=[
-                    "give all processes the same batch",
-                    "or each its own rows: vnode.data.local_batch, or vnode.data.Batches",
-                ]
-                if batch
-                else [
-                    "call put and the step in every process, with the last call's results, also in processes whose "
-                    "devices the step does not use",
-                    "make the first state from the same seed, or restore it from one checkpoint",
-                ],
-            )
+            f"{len(votes)} processes must put the same arrays on {placement}, and have different ones.",
+            facts=limit_lines(differing),
+            remedies=[
+                "give all processes the same batch",
+                "or each its own rows: vnode.data.local_batch, or vnode.data.Batches",
+            ]
+            if batch
+            else [
+                "call put and the step in every process, with the last call's results, also in processes whose "
+                "devices the step does not use",
+                "make the first state from the same seed, or restore it from one checkpoint",
+            ],
         )
 
 

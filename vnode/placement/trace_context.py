@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from vnode.errors import PlacementError, layout_message
+from vnode.errors import PlacementError
 from vnode.placement.placement import Placement
 from vnode.placement.transfer import tracing
 
@@ -133,23 +133,19 @@ def check_context(placement: Placement, leaves: Sequence[Any]) -> None:
     facts = [f"it is traced for {mesh}", f"its nodes live on {placement!r}"]
     if mesh.manual_axes:
         raise PlacementError(
-            layout_message(
-                "a virtualized step is called inside jax.pmap or jax.shard_map, which calls it for each device.",
-                facts=facts,
-                remedies=[
-                    "call it outside: it divides the batch over devices itself",
-                    "a step that was written for jax.pmap: docs/migrating-from-pmap.md",
-                ],
-            )
+            "a virtualized step is called inside jax.pmap or jax.shard_map, which calls it for each device.",
+            facts=facts,
+            remedies=[
+                "call it outside: it divides the batch over devices itself",
+                "a step that was written for jax.pmap: docs/migrating-from-pmap.md",
+            ],
         )
     if not mesh.empty and mesh.size != placement.mesh.size:
         raise PlacementError(
-            layout_message(
-                "a virtualized step is part of a program for a mesh of another size.",
-                facts=facts,
-                remedies=[
-                    "call it outside of jax.jit: it is a compiled program itself, and ignores jax.set_mesh",
-                    "or put it on the devices of the mesh: step.on(list(mesh.devices.flat))",
-                ],
-            )
+            "a virtualized step is part of a program for a mesh of another size.",
+            facts=facts,
+            remedies=[
+                "call it outside of jax.jit: it is a compiled program itself, and ignores jax.set_mesh",
+                "or put it on the devices of the mesh: step.on(list(mesh.devices.flat))",
+            ],
         )

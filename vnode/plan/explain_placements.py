@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from vnode.errors import PlacementError, layout_message
+from vnode.errors import PlacementError
 from vnode.placement.node_layout import Layout
 from vnode.placement.placement import Placement
 from vnode.report.step_report import Report
@@ -245,10 +245,8 @@ def requested_placements(here: Resolved, devices: Any) -> list[Placement | Layou
             return [place for one in devices for place in requested_placements(here, one)]
         return [here.step.on(devices).placement]
     raise PlacementError(
-        layout_message(
-            f"devices must say on how many devices, or on which: not {devices!r:.80}.",
-            remedies=["devices=8", "devices=[1, 8, 64]", "devices=jax.devices()[:2]", "devices=vnode.Placement(...)"],
-        )
+        f"devices must say on how many devices, or on which: not {devices!r:.80}.",
+        remedies=["devices=8", "devices=[1, 8, 64]", "devices=jax.devices()[:2]", "devices=vnode.Placement(...)"],
     )
 
 
@@ -261,9 +259,7 @@ def hypothetical_layout(here: Resolved, devices: Any) -> Layout:
     number = 0 if isinstance(devices, bool) else operator.index(devices)
     if not 1 <= number <= MOST_DEVICES:
         raise PlacementError(
-            layout_message(
-                f"a step cannot run on {devices!r} devices.",
-                remedies=[f"a number of devices from 1 to {MOST_DEVICES:,}: devices=8"],
-            )
+            f"a step cannot run on {devices!r} devices.",
+            remedies=[f"a number of devices from 1 to {MOST_DEVICES:,}: devices=8"],
         )
     return even_layout(here, number)

@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.program import Atom, Program, ResultIndex, source_line
 from vnode.analysis.scan_rewriting import open_loop, rebuild_scan
-from vnode.errors import PartitionError, layout_message
+from vnode.errors import PartitionError
 from vnode.operators.host_transfer import has_several_rows, move, variable_in_space
 from vnode.operators.memory_spaces import HOST, can_offload, is_on_host
 from vnode.remat.residual_remat import loop_residuals
@@ -80,11 +80,9 @@ def check_offloaded(loops: Iterable[JaxprEqn]) -> None:
     for eqn in loops:
         if any(is_on_host(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
             raise PartitionError(
-                layout_message(
-                    "a plan offloads a residual of a loop that is divided into passes of its own.",
-                    facts=[source_line(eqn)],
-                    remedies=["search again: such residuals stay on the device now"],
-                )
+                "a plan offloads a residual of a loop that is divided into passes of its own.",
+                facts=[source_line(eqn)],
+                remedies=["search again: such residuals stay on the device now"],
             )
 
 

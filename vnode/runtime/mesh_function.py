@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from vnode.analysis.meshless import remove_mesh_closed
 from vnode.analysis.program import Atom, Program, inline, message_about
-from vnode.errors import PartitionError, layout_message
+from vnode.errors import PartitionError
 from vnode.operators import Monoid, Windowed
 from vnode.operators.separate_rounding import Rounding
 from vnode.placement.trace_context import NO_MESH
@@ -253,12 +253,10 @@ def follow_recorded(program: Program, records: Records, axes: Axes) -> Flow:
     record = records.get(digest_of(program))
     if record is None:
         raise PartitionError(
-            layout_message(
-                "the plan is for another step, for arguments of other shapes, or for other settings of jax: "
-                "it does not know one of this step's passes.",
-                facts=[f"the pass has {len(program.equations)} equations", f"the plan is of {len(records)} passes"],
-                remedies=["search a plan for this step, these shapes, and this number of virtual nodes"],
-            )
+            "the plan is for another step, for arguments of other shapes, or for other settings of jax: "
+            "it does not know one of this step's passes.",
+            facts=[f"the pass has {len(program.equations)} equations", f"the plan is of {len(records)} passes"],
+            remedies=["search a plan for this step, these shapes, and this number of virtual nodes"],
         )
     return record.flow(program, axes)
 

@@ -19,7 +19,7 @@ from jax.extend.core import Var
 
 from vnode.analysis.fingerprint import Writer
 from vnode.analysis.program import Program, message_about
-from vnode.errors import PartitionError, layout_message
+from vnode.errors import PartitionError
 from vnode.operators import Monoid
 from vnode.operators.control_flow import region_of
 from vnode.spmd.branch_groups import Branches, Group, branch_locations, branches_of, group_equations
@@ -98,20 +98,16 @@ class RecordedFlow:
         """
         if self.axes and dict(self.axes) != dict(axes):
             raise PartitionError(
-                layout_message(
-                    "a plan runs only on a mesh with the plan's axes; only the nodes' axis may have another size.",
-                    facts=[f"axes then: {dict(self.axes)}", f"axes now: {dict(axes)}"],
-                    remedies=["resize only the axis of the nodes", "or search a plan for the present machine"],
-                )
+                "a plan runs only on a mesh with the plan's axes; only the nodes' axis may have another size.",
+                facts=[f"axes then: {dict(self.axes)}", f"axes now: {dict(axes)}"],
+                remedies=["resize only the axis of the nodes", "or search a plan for the present machine"],
             )
         program = group_equations(program, self.groups) if self.groups else program
         if len(program.equations) != len(self.steps):
             raise PartitionError(
-                layout_message(
-                    "the recorded split belongs to another program.",
-                    facts=[f"{len(self.steps)} equations then", f"{len(program.equations)} now"],
-                    remedies=["search again"],
-                )
+                "the recorded split belongs to another program.",
+                facts=[f"{len(self.steps)} equations then", f"{len(program.equations)} now"],
+                remedies=["search again"],
             )
         at = branch_locations(program)
         steps = tuple(

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from vnode.errors import PartitionError, layout_message
+from vnode.errors import PartitionError
 from vnode.spmd.layout import Axes, Cut, count, cut_of
 
 
@@ -51,10 +51,8 @@ class Share:
     def __post_init__(self) -> None:
         if not self.axes or sum(self.counts) < 2 or min(self.counts) < 0:
             raise PartitionError(
-                layout_message(
-                    f"counts {self.counts} along {', '.join(map(repr, self.axes)) or 'no axis'} are not shares.",
-                    remedies=["give every device 0 blocks or more, 2 or more in all, along an axis of the mesh"],
-                )
+                f"counts {self.counts} along {', '.join(map(repr, self.axes)) or 'no axis'} are not shares.",
+                remedies=["give every device 0 blocks or more, 2 or more in all, along an axis of the mesh"],
             )
 
     @property
@@ -94,11 +92,9 @@ class Share:
         if missing or count(self.axes, axes) != len(self.counts):
             counts = self.counts if given is None else tuple(given)
             raise PartitionError(
-                layout_message(
-                    f"{len(counts)} counts, {counts}, do not fit the mesh along {', '.join(map(repr, self.axes))}.",
-                    facts=[f"axes longer than one: {', '.join(f'{name!r} of {n}' for name, n in axes.items())}"],
-                    remedies=["give one count for each index along the axes"],
-                )
+                f"{len(counts)} counts, {counts}, do not fit the mesh along {', '.join(map(repr, self.axes))}.",
+                facts=[f"axes longer than one: {', '.join(f'{name!r} of {n}' for name, n in axes.items())}"],
+                remedies=["give one count for each index along the axes"],
             )
 
     def from_rates(self, rates: Sequence[float], blocks: int) -> Share:
@@ -180,11 +176,9 @@ def check_divides(share: Share, shape: Sequence[int], dim: int, what: str) -> No
     if not 0 <= dim < len(shape) or shape[dim] % share.blocks:
         possible = [b for b in range(2, 65) if 0 <= dim < len(shape) and shape[dim] % b == 0]
         raise PartitionError(
-            layout_message(
-                f"{what} of shape {tuple(shape)} has no dimension {dim} of {share.blocks} equal blocks.",
-                facts=[f"counts {share.counts}, along {', '.join(map(repr, share.axes))}"],
-                remedies=[f"take as many blocks as divide it: {', '.join(map(str, possible))}"]
-                if possible
-                else ["name another dimension"],
-            )
+            f"{what} of shape {tuple(shape)} has no dimension {dim} of {share.blocks} equal blocks.",
+            facts=[f"counts {share.counts}, along {', '.join(map(repr, share.axes))}"],
+            remedies=[f"take as many blocks as divide it: {', '.join(map(str, possible))}"]
+            if possible
+            else ["name another dimension"],
         )

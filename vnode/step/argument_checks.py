@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from vnode.errors import VnodeError, layout_message, limit_lines
+from vnode.errors import VnodeError, limit_lines
 from vnode.placement.donated import arrays_among, check_not_donated, donated_leaves
 
 
@@ -129,11 +129,9 @@ def check_no_shapes(named: Mapping[str, Any], said: str, remedies: Sequence[str]
     ]
     if found:
         raise VnodeError(
-            layout_message(
-                said,
-                facts=limit_lines(found),
-                remedies=remedies,
-            )
+            said,
+            facts=limit_lines(found),
+            remedies=remedies,
         )
 
 
@@ -190,17 +188,15 @@ def check_donated_once(
     if not again:
         return
     raise VnodeError(
-        layout_message(
-            "the step donates an array that is passed in two places: the other one would be deleted.",
-            facts=[
-                *limit_lines(again),
-                f"donate_argnums={tuple(donated)}",
-            ],
-            remedies=[
-                "copy values that start equal, such as an average of the parameters: jax.tree.map(jnp.copy, params)",
-                "or virtualize without donate_argnums",
-            ],
-        )
+        "the step donates an array that is passed in two places: the other one would be deleted.",
+        facts=[
+            *limit_lines(again),
+            f"donate_argnums={tuple(donated)}",
+        ],
+        remedies=[
+            "copy values that start equal, such as an average of the parameters: jax.tree.map(jnp.copy, params)",
+            "or virtualize without donate_argnums",
+        ],
     )
 
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from vnode.analysis.tracing import with_trees
-from vnode.errors import BatchError, VnodeError, layout_message
+from vnode.errors import BatchError, VnodeError
 from vnode.placement.leaves import is_array
 from vnode.placement.sharded import is_sharded_batch
 from vnode.placement.static_scalars import are_arrays
@@ -98,27 +98,23 @@ def copy_of(value: Any, name: Callable[[], str] | None = None) -> Any:
     called = name() if name else "a value"
     if isinstance(value, np.ndarray) and not is_array(value):
         raise VnodeError(
-            layout_message(
-                f"{called} is an array of dtype {value.dtype}, which jax does not have.",
-                facts=[f"shape {value.shape}, {shortened(value)}"],
-                remedies=[
-                    "convert it to numbers: integers for text, NaN for gaps, padding for rows of unequal length",
-                    "or do not pass it to the step",
-                ],
-            )
+            f"{called} is an array of dtype {value.dtype}, which jax does not have.",
+            facts=[f"shape {value.shape}, {shortened(value)}"],
+            remedies=[
+                "convert it to numbers: integers for text, NaN for gaps, padding for rows of unequal length",
+                "or do not pass it to the step",
+            ],
         )
     if copied is None or not same_constant(copied, value):
         raise VnodeError(
-            layout_message(
-                f"{called} is a constant of the program, and neither hashes nor equals a copy of itself: "
-                "vnode cannot tell whether it changes between two calls.",
-                facts=[f"{type(value).__qualname__}: {shortened(value)}"],
-                remedies=[
-                    "make its class hash: @dataclasses.dataclass(frozen=True), with tuples in place of lists",
-                    "if it holds arrays of numbers, pass these as arguments that are not static",
-                    "or put it into the step by functools.partial",
-                ],
-            )
+            f"{called} is a constant of the program, and neither hashes nor equals a copy of itself: "
+            "vnode cannot tell whether it changes between two calls.",
+            facts=[f"{type(value).__qualname__}: {shortened(value)}"],
+            remedies=[
+                "make its class hash: @dataclasses.dataclass(frozen=True), with tuples in place of lists",
+                "if it holds arrays of numbers, pass these as arguments that are not static",
+                "or put it into the step by functools.partial",
+            ],
         )
     return copied
 
@@ -345,11 +341,9 @@ def axes_by_argument(
         missing = [name for name in in_axes if name not in kwargs and name not in positional]
         if missing:
             raise BatchError(
-                layout_message(
-                    f"in_axes names {', '.join(map(repr, missing))}, which the call does not have.",
-                    facts=[f"in_axes = {in_axes!r}", *argument_facts(args, kwargs)],
-                    remedies=["pass it, by position or by name", "name the arguments of the step that carry examples"],
-                )
+                f"in_axes names {', '.join(map(repr, missing))}, which the call does not have.",
+                facts=[f"in_axes = {in_axes!r}", *argument_facts(args, kwargs)],
+                remedies=["pass it, by position or by name", "name the arguments of the step that carry examples"],
             )
         found = [in_axes.get(name) for name in names[: len(args)]]
         found += [None] * (len(args) - len(found))
@@ -363,14 +357,12 @@ def axes_by_argument(
     if len(in_axes) > len(args) and any(i >= len(names) or names[i] not in kwargs for i in later):
         given = f"{len(args)} positional argument{'' if len(args) == 1 else 's'}"
         raise BatchError(
-            layout_message(
-                f"in_axes has {len(in_axes)} entries, the call {given}.",
-                facts=[f"in_axes = {in_axes!r}", *argument_facts((), kwargs)],
-                remedies=[
-                    "name the arguments that carry examples, in_axes={'batch': 0}: others may then be left out",
-                    "shorten in_axes",
-                ],
-            )
+            f"in_axes has {len(in_axes)} entries, the call {given}.",
+            facts=[f"in_axes = {in_axes!r}", *argument_facts((), kwargs)],
+            remedies=[
+                "name the arguments that carry examples, in_axes={'batch': 0}: others may then be left out",
+                "shorten in_axes",
+            ],
         )
     return [*in_axes[: len(args)], *[None] * (len(args) - len(in_axes))], named
 
@@ -401,14 +393,12 @@ def batch_axes(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name
             parts = jax.tree.map(spread, entry, arg, is_leaf=lambda leaf: leaf is None)
         except ValueError:
             raise BatchError(
-                layout_message(
-                    f"{called} does not fit {name}: it is not a pytree prefix of it.",
-                    facts=[
-                        f"{called} = {entry!r}",
-                        f"{name} has the leaves {', '.join(map(leaf_name, jax.tree.leaves_with_path(arg)))}",
-                    ],
-                    remedies=["give an integer, None, or a pytree prefix of the argument, as in jax.vmap"],
-                )
+                f"{called} does not fit {name}: it is not a pytree prefix of it.",
+                facts=[
+                    f"{called} = {entry!r}",
+                    f"{name} has the leaves {', '.join(map(leaf_name, jax.tree.leaves_with_path(arg)))}",
+                ],
+                remedies=["give an integer, None, or a pytree prefix of the argument, as in jax.vmap"],
             ) from None
         axes += jax.tree.leaves(parts, is_leaf=lambda leaf: leaf is None)
     return axes
@@ -479,44 +469,34 @@ def batch_sizes(
         listed = isinstance(path[-1], jax.tree_util.SequenceKey) and len(path) > 2
         if not isinstance(axis, int) or isinstance(axis, bool) or not -len(shape) <= axis < len(shape):
             raise BatchError(
-                layout_message(
-                    f"in_axes names dimension {axis!r}, counted from 0, of an argument that has "
-                    f"{several(len(shape), 'dimension')}.",
-                    facts=[f"{name}: shape {tuple(shape)}", f"in_axes = {in_axes!r}"],
-                    remedies=[
-                        *(
-                            ["make an array of it, np.asarray(...): a list is a pytree of its elements"]
-                            if listed
-                            else []
-                        ),
-                        *possible_axes(in_axes, path, leaves, axes, paths),
-                        *in_axes_hints(in_axes, paths, names),
-                        "use None for arguments that are not split, such as in_axes=(None, None, 0)",
-                    ],
-                )
+                f"in_axes names dimension {axis!r}, counted from 0, of an argument that has "
+                f"{several(len(shape), 'dimension')}.",
+                facts=[f"{name}: shape {tuple(shape)}", f"in_axes = {in_axes!r}"],
+                remedies=[
+                    *(["make an array of it, np.asarray(...): a list is a pytree of its elements"] if listed else []),
+                    *possible_axes(in_axes, path, leaves, axes, paths),
+                    *in_axes_hints(in_axes, paths, names),
+                    "use None for arguments that are not split, such as in_axes=(None, None, 0)",
+                ],
             )
         sizes[f"{name}: shape {tuple(shape)}, dimension {axis}"] = shape[axis]
         found.append(shape[axis])
     if not sizes:
         raise BatchError(
-            layout_message(
-                "no argument is batched: there is nothing to split.",
-                facts=[f"arrays in the call: {len(leaves)}"],
-                remedies=[
-                    "say with in_axes which arguments carry examples, e.g. in_axes=(None, 0)",
-                    "check that the batched arguments hold arrays: an empty dictionary has none",
-                    "an argument that is passed by keyword is split if in_axes names it: in_axes={'batch': 0}",
-                ],
-            )
+            "no argument is batched: there is nothing to split.",
+            facts=[f"arrays in the call: {len(leaves)}"],
+            remedies=[
+                "say with in_axes which arguments carry examples, e.g. in_axes=(None, 0)",
+                "check that the batched arguments hold arrays: an empty dictionary has none",
+                "an argument that is passed by keyword is split if in_axes names it: in_axes={'batch': 0}",
+            ],
         )
     empty = [name for name, size in sizes.items() if size == 0]
     if empty:
         raise BatchError(
-            layout_message(
-                "the batch is empty.",
-                facts=empty,
-                remedies=["skip empty batches before calling the step", "check which dimension in_axes names"],
-            )
+            "the batch is empty.",
+            facts=empty,
+            remedies=["skip empty batches before calling the step", "check which dimension in_axes names"],
         )
     return found
 

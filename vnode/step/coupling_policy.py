@@ -21,7 +21,7 @@ from vnode.analysis.passes import Schedule, nbytes
 from vnode.analysis.program import scope, source_line
 from vnode.analysis.schedule import FORWARD_SHARE
 from vnode.analysis.states import Coupling, Flow
-from vnode.errors import CouplingError, layout_message
+from vnode.errors import CouplingError
 from vnode.report.coupling_text import coupling_text, user_module
 from vnode.report.lines import SHOWN
 from vnode.show.units import numbered, several
@@ -72,27 +72,23 @@ def check_couplings(
         if local:
             remedies.append(f"coupling='local': {LOCAL}")
         raise CouplingError(
-            layout_message(
-                "examples influence each other, which coupling='error' forbids.",
-                facts=coupling_facts(made, refused),
-                remedies=remedies + coupling_remedies(refused),
-            )
+            "examples influence each other, which coupling='error' forbids.",
+            facts=coupling_facts(made, refused),
+            remedies=remedies + coupling_remedies(refused),
         )
     if made.recomputed_flops and made.recomputed_flops > budget * made.flops:
         share = made.recomputed_flops / made.flops
         cost = pass_costs(made)
         causes = [coupling for coupling in couplings if cost.get((coupling.flow, coupling.level))]
         raise CouplingError(
-            layout_message(
-                f"exactness would recompute {share:.0%} of the step, about {share / FORWARD_SHARE:.1f} forward passes "
-                f"({len(made.passes)} passes in all), more than recompute_budget={budget}.",
-                facts=[*coupling_facts(made, couplings), memory_fact(made, budget)],
-                remedies=[
-                    f"recompute_budget={math.ceil(100 * share) / 100} to pay for it",
-                    *local_remedies(made, couplings, option, budget, reschedule),
-                    *coupling_remedies(causes),
-                ],
-            )
+            f"exactness would recompute {share:.0%} of the step, about {share / FORWARD_SHARE:.1f} forward passes "
+            f"({len(made.passes)} passes in all), more than recompute_budget={budget}.",
+            facts=[*coupling_facts(made, couplings), memory_fact(made, budget)],
+            remedies=[
+                f"recompute_budget={math.ceil(100 * share) / 100} to pay for it",
+                *local_remedies(made, couplings, option, budget, reschedule),
+                *coupling_remedies(causes),
+            ],
         )
 
 

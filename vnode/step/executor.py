@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from vnode.analysis.fingerprint import Fingerprint, fingerprint_of
 from vnode.analysis.program import Program
-from vnode.errors import PlacementError, ProcessError, layout_message
+from vnode.errors import PlacementError, ProcessError
 from vnode.placement.agreement import check_same
 from vnode.placement.donated import donated_leaves
 from vnode.placement.leaf_sharding import Role, leaf_sharding, partition
@@ -243,11 +243,9 @@ class Executor:
         """
         if len(self.placement.groups) > 1:
             raise PlacementError(
-                layout_message(
-                    "a step on groups of devices is several programs, which use each other's results.",
-                    facts=[repr(self.placement)],
-                    remedies=["lower it on devices of one kind: step.on(jax.devices()[:1]).lower(...)"],
-                )
+                "a step on groups of devices is several programs, which use each other's results.",
+                facts=[repr(self.placement)],
+                remedies=["lower it on devices of one kind: step.on(jax.devices()[:1]).lower(...)"],
             )
         args, kwargs = self.spec.with_static(args, kwargs)
         mesh, wholes = current_mesh(), self.arguments.wholes(len(args))
@@ -477,22 +475,18 @@ class Executor:
         """Runs the step on a placement with several groups of devices, by several programs."""
         if tracing():
             raise PlacementError(
-                layout_message(
-                    "a step on groups of devices is several programs, and cannot be part of another one.",
-                    facts=[repr(self.placement)],
-                    remedies=[
-                        "call it outside of jax.jit, jax.grad, jax.vmap and lax.scan",
-                        "or put it on devices of one kind: step.on(jax.devices()[:1])",
-                    ],
-                )
+                "a step on groups of devices is several programs, and cannot be part of another one.",
+                facts=[repr(self.placement)],
+                remedies=[
+                    "call it outside of jax.jit, jax.grad, jax.vmap and lax.scan",
+                    "or put it on devices of one kind: step.on(jax.devices()[:1])",
+                ],
             )
         if not all(map(is_local, self.placement.devices)):
             raise PlacementError(
-                layout_message(
-                    "a step on groups of devices is several programs, which run in one process.",
-                    facts=[repr(self.placement)],
-                    remedies=["devices of one kind: step.on(devices)", "or this process's: jax.local_devices()"],
-                )
+                "a step on groups of devices is several programs, which run in one process.",
+                facts=[repr(self.placement)],
+                remedies=["devices of one kind: step.on(devices)", "or this process's: jax.local_devices()"],
             )
         spec = self.spec
         check_arguments(dict(enumerate(args)), kwargs, spec.donate_argnums, spec.positional)

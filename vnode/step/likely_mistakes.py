@@ -59,14 +59,12 @@ def explain_failure(error: Exception, spec: StepSpec, args: Sequence[Any], kwarg
     ):
         first, second = list(by_argument(dict(enumerate(args)), {}, spec.positional))
         raise BatchError(
-            layout_message(
-                "the step fails with these arguments, and works with the two swapped.",
-                facts=[f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"],
-                remedies=[
-                    f"call it as it is written: the first argument is {first}, the second {second}",
-                    "in_axes=(None, 0) splits the second argument, the batch",
-                ],
-            )
+            "the step fails with these arguments, and works with the two swapped.",
+            facts=[f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"],
+            remedies=[
+                f"call it as it is written: the first argument is {first}, the second {second}",
+                "in_axes=(None, 0) splits the second argument, the batch",
+            ],
         ) from error
     if isinstance(error, TypeError | ValueError | AttributeError):
         for note in notes_on_arguments(error, spec, args, kwargs):

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from vnode.errors import VnodeError, layout_message, limit_lines
+from vnode.errors import VnodeError, limit_lines
 
 BUILTIN = (dict, list, tuple)
 NODES = jax.tree_util.default_registry
@@ -50,15 +50,13 @@ class MutationCheck:
         facts = [f"{path}: {type(node).__module__}.{type(node).__qualname__}" for path, node in lost]
         of_nnx = any(base.__module__.startswith("flax.nnx") for _, node in lost for base in type(node).__mro__)
         raise VnodeError(
-            layout_message(
-                "the step changes objects among its arguments in place and does not return them: "
-                "it receives copies, so the changes would be lost.",
-                facts=limit_lines(facts),
-                remedies=[
-                    *(["vnode.nnx.virtualize(step, ...): it updates flax.nnx objects in place"] if of_nnx else []),
-                    "return the changed objects from the step, and use the returned ones",
-                ],
-            )
+            "the step changes objects among its arguments in place and does not return them: "
+            "it receives copies, so the changes would be lost.",
+            facts=limit_lines(facts),
+            remedies=[
+                *(["vnode.nnx.virtualize(step, ...): it updates flax.nnx objects in place"] if of_nnx else []),
+                "return the changed objects from the step, and use the returned ones",
+            ],
         )
 
 

@@ -249,11 +249,9 @@ def check_estimates(flat: FlatStep) -> None:
     coupling = flat.options.coupling
     if len(counts) > 1 and "local" in (coupling if isinstance(coupling, Mapping) else {0: coupling}).values():
         raise CouplingError(
-            layout_message(
-                "coupling='local' needs batches that divide into a common number of parts.",
-                facts=[f"they are divided into {' and '.join(map(str, counts))} parts"],
-                remedies=["choose sizes with a common divisor of at least virtual_nodes", "or coupling='exact'"],
-            )
+            "coupling='local' needs batches that divide into a common number of parts.",
+            facts=[f"they are divided into {' and '.join(map(str, counts))} parts"],
+            remedies=["choose sizes with a common divisor of at least virtual_nodes", "or coupling='exact'"],
         )
 
 
@@ -372,21 +370,17 @@ def with_derivative(
     def derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
         if in_rooms:
             raise VnodeError(
-                layout_message(
-                    "a virtualized step whose state is sharded unevenly cannot be differentiated from outside.",
-                    remedies=["take the gradient inside the step and virtualize the whole"],
-                )
+                "a virtualized step whose state is sharded unevenly cannot be differentiated from outside.",
+                remedies=["take the gradient inside the step and virtualize the whole"],
             )
         if made.program.reverse_only:
             raise VnodeError(
-                layout_message(
-                    "a virtualized step that uses jax.custom_vjp cannot be differentiated from outside: "
-                    "its rule would be lost.",
-                    remedies=[
-                        "take the gradient inside the step and virtualize the whole",
-                        "or give the function a jax.custom_jvp rule",
-                    ],
-                )
+                "a virtualized step that uses jax.custom_vjp cannot be differentiated from outside: "
+                "its rule would be lost.",
+                remedies=[
+                    "take the gradient inside the step and virtualize the whole",
+                    "or give the function a jax.custom_jvp rule",
+                ],
             )
         primals, tangents = whole_batches(primals), whole_batches(tangents)
         moving = [i for i, leaf in enumerate(primals) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
@@ -500,14 +494,12 @@ def check_references(program: Program, placement: Placement) -> None:
             continue
         if value.sharding.device_set != set(placement.devices):
             raise PlacementError(
-                layout_message(
-                    "the step uses a mutable array (jax.new_ref) from outside that lives on other devices.",
-                    facts=[f"{var.aval} on {value.sharding}", f"the step runs on {len(placement.devices)} devices"],
-                    remedies=[
-                        "make it where the step runs: jax.new_ref(step.put(x))",
-                        "or take x as an argument and return its new value",
-                    ],
-                )
+                "the step uses a mutable array (jax.new_ref) from outside that lives on other devices.",
+                facts=[f"{var.aval} on {value.sharding}", f"the step runs on {len(placement.devices)} devices"],
+                remedies=[
+                    "make it where the step runs: jax.new_ref(step.put(x))",
+                    "or take x as an argument and return its new value",
+                ],
             )
 
 

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
-from vnode.errors import Bound, VnodeError, layout_message
+from vnode.errors import Bound, VnodeError
 from vnode.placement.placement import Placement
 from vnode.step.resolved import Resolved
 from vnode.tracebacks import api_boundary
@@ -131,5 +131,5 @@ def step_and_arguments(step: Any, args: Sequence[Any], asks: str, remedy: str) -
     if isinstance(step, types.MethodType):
         step, args = step.__func__, (step.__self__, *args)
     if not isinstance(step, Step):
-        raise VnodeError(layout_message(f"{asks} takes a virtualized step, not {step!r:.80}.", remedies=[remedy]))
+        raise VnodeError(f"{asks} takes a virtualized step, not {step!r:.80}.", remedies=[remedy])
     return step, tuple(args)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from vnode.errors import VnodeError, layout_message
+from vnode.errors import VnodeError
 from vnode.step.argument_checks import check_signature, positional_names, takes_any
 from vnode.step.call import Call, OutputTree, with_static
 from vnode.step.pipeline import NO_PLAN, FlatStep, Options, PlanChoices
@@ -102,13 +102,9 @@ class StepSpec:
         _, named = self.bind_positional(tuple(args), kwargs)
         if named:
             raise VnodeError(
-                layout_message(
-                    f"{purpose} takes steps whose arguments are positional.",
-                    facts=[f"{self.name!r} takes {', '.join(named)} by keyword only"],
-                    remedies=[
-                        "a function around it: vnode.virtualize(lambda state, batch: step(state, batch=batch), ...)"
-                    ],
-                )
+                f"{purpose} takes steps whose arguments are positional.",
+                facts=[f"{self.name!r} takes {', '.join(named)} by keyword only"],
+                remedies=["a function around it: vnode.virtualize(lambda state, batch: step(state, batch=batch), ...)"],
             )
 
     def with_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from vnode.errors import PlacementError, layout_message
+from vnode.errors import PlacementError
 from vnode.placement.leaf_sharding import Role, leaf_sharding
 from vnode.placement.leaves import shape_of
 from vnode.placement.patterns import Pattern, Patterns, by_name, first_match, name_of, quoted
@@ -64,12 +64,10 @@ def stored_dim(path: tuple[Any, ...], leaf: Any, patterns: Patterns) -> int | No
         return spec.dim
     if shape[spec.dim] != spec.size:
         raise PlacementError(
-            layout_message(
-                f"partition: {quoted(name_of(path))} of shape {tuple(shape)} has {shape[spec.dim]} indices along "
-                f"dimension {spec.dim}, where {spec.size} are divided as {spec.counts}.",
-                facts=[f"the stored array has {spec.room}"],
-                remedies=["give counts that add up to the dimension", "or list a pattern of its own earlier"],
-            )
+            f"partition: {quoted(name_of(path))} of shape {tuple(shape)} has {shape[spec.dim]} indices along "
+            f"dimension {spec.dim}, where {spec.size} are divided as {spec.counts}.",
+            facts=[f"the stored array has {spec.room}"],
+            remedies=["give counts that add up to the dimension", "or list a pattern of its own earlier"],
         )
     return None
 
@@ -146,16 +144,14 @@ def is_known_stored(path: tuple[Any, ...], leaf: Any, spec: UnevenSpec) -> bool:
     if lies_along(spec, leaf) or spec.room == spec.size:
         return lies_along(spec, leaf)
     raise PlacementError(
-        layout_message(
-            f"partition: {quoted(name_of(path))} of shape {tuple(np.shape(leaf))} has the stored length for "
-            f"{spec.counts}, but is not known to be sharded along {spec.axis!r}.",
-            facts=[f"the dimension itself has {spec.size} indices"],
-            remedies=[
-                "give leaves in their own shapes, as `get` returns them",
-                "or correct the counts",
-                "or call the step outside of jax.jit and the like, where the sharding of arrays is known",
-            ],
-        )
+        f"partition: {quoted(name_of(path))} of shape {tuple(np.shape(leaf))} has the stored length for "
+        f"{spec.counts}, but is not known to be sharded along {spec.axis!r}.",
+        facts=[f"the dimension itself has {spec.size} indices"],
+        remedies=[
+            "give leaves in their own shapes, as `get` returns them",
+            "or correct the counts",
+            "or call the step outside of jax.jit and the like, where the sharding of arrays is known",
+        ],
     )
 
 

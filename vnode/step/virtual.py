@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from vnode.errors import BatchError, PlacementError, layout_message
+from vnode.errors import BatchError, PlacementError
 from vnode.placement.leaves import shapes_of
 from vnode.placement.patterns import Exactly, Patterns, axes_of, check_axes, check_matched
 from vnode.placement.placement import Placement, even_counts
@@ -300,22 +300,18 @@ class VirtualStep(Step[P, R]):
         devices = frozenset(self._placement.devices if self._placement and self._chosen else ())
         if devices and outer and devices != outer:
             raise PlacementError(
-                layout_message(
-                    f"the virtualized step {self.spec.name!r} is called inside another one, on other devices.",
-                    facts=[f"outside: {len(outer)} devices", f"inside: {len(devices)} devices"],
-                    remedies=[
-                        f"call the function that was virtualized: {self.spec.name}.__wrapped__(...)",
-                        "or put both on the same devices: step.on(devices)",
-                    ],
-                )
+                f"the virtualized step {self.spec.name!r} is called inside another one, on other devices.",
+                facts=[f"outside: {len(outer)} devices", f"inside: {len(devices)} devices"],
+                remedies=[
+                    f"call the function that was virtualized: {self.spec.name}.__wrapped__(...)",
+                    "or put both on the same devices: step.on(devices)",
+                ],
             )
         if self.options.coupling != "exact":
             raise PlacementError(
-                layout_message(
-                    f"the virtualized step {self.spec.name!r} is called inside another one, whose options decide about "
-                    f"couplings: its own coupling={self.options.coupling!r} would not count.",
-                    remedies=[f"call the function that was virtualized: {self.spec.name}.__wrapped__(...)"],
-                )
+                f"the virtualized step {self.spec.name!r} is called inside another one, whose options decide about "
+                f"couplings: its own coupling={self.options.coupling!r} would not count.",
+                remedies=[f"call the function that was virtualized: {self.spec.name}.__wrapped__(...)"],
             )
         return self.spec.fun(*args, **kwargs)
 
@@ -343,14 +339,12 @@ class VirtualStep(Step[P, R]):
             return self.spec.bind_positional(tuple(args), kwargs)
         if self.family.last is None:
             raise BatchError(
-                layout_message(
-                    f"the arguments of {self.spec.name!r} are not known: none were passed, and it was never called.",
-                    remedies=[
-                        "give them, arrays or jax.ShapeDtypeStructs: step.explain(state, batch), "
-                        "step.prepare(placements, state, batch)",
-                        "or call the step once first: its shapes are then used",
-                    ],
-                )
+                f"the arguments of {self.spec.name!r} are not known: none were passed, and it was never called.",
+                remedies=[
+                    "give them, arrays or jax.ShapeDtypeStructs: step.explain(state, batch), "
+                    "step.prepare(placements, state, batch)",
+                    "or call the step once first: its shapes are then used",
+                ],
             )
         return self.family.last
 
@@ -507,9 +501,7 @@ def check_lanes(placement: Placement, lane: int) -> None:
     if any(start % lane for start in placement.starts if start < placement.virtual_nodes):
         fitting = even_counts(placement.virtual_nodes, placement.size, lane)
         raise PlacementError(
-            layout_message(
-                f"the placement divides a lane: each device must hold whole lanes of {lane} nodes.",
-                facts=[f"counts = {list(placement.counts)}"],
-                remedies=[f"counts={fitting}, as step.on(devices) chooses", "more lanes, or lanes=None"],
-            )
+            f"the placement divides a lane: each device must hold whole lanes of {lane} nodes.",
+            facts=[f"counts = {list(placement.counts)}"],
+            remedies=[f"counts={fitting}, as step.on(devices) chooses", "more lanes, or lanes=None"],
         )

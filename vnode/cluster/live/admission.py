@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vnode.cluster.live.submission import Submission
-from vnode.errors import ClusterError, layout_message
+from vnode.errors import ClusterError
 
 
 def check_runs(job: Submission, devices: int, counts: Sequence[int] | None, backend: str) -> None:
@@ -26,25 +26,19 @@ def check_runs(job: Submission, devices: int, counts: Sequence[int] | None, back
     low, high = job.range
     if low > devices:
         raise ClusterError(
-            layout_message(
-                f"a job that needs {low} workers never runs here.",
-                facts=[f"the cluster has {devices} devices, one for each worker"],
-                remedies=[f"ask for fewer: --workers 1:{min(high, devices)}"],
-            )
+            f"a job that needs {low} workers never runs here.",
+            facts=[f"the cluster has {devices} devices, one for each worker"],
+            remedies=[f"ask for fewer: --workers 1:{min(high, devices)}"],
         )
     if counts and not job.rigid and not any(low <= count <= high for count in counts):
         raise ClusterError(
-            layout_message(
-                f"a job with {low}:{high} workers never runs here.",
-                facts=[f"jobs have {', '.join(map(str, counts))} workers"],
-                remedies=["ask for a range that holds one of these"],
-            )
+            f"a job with {low}:{high} workers never runs here.",
+            facts=[f"jobs have {', '.join(map(str, counts))} workers"],
+            remedies=["ask for a range that holds one of these"],
         )
     if job.rigid and backend != "processes":
         raise ClusterError(
-            layout_message(
-                "a rigid job never runs here.",
-                facts=[f"{backend} places the workers, and knows only vnode programs"],
-                remedies=["hand it to a scheduler with --backend processes"],
-            )
+            "a rigid job never runs here.",
+            facts=[f"{backend} places the workers, and knows only vnode programs"],
+            remedies=["hand it to a scheduler with --backend processes"],
         )

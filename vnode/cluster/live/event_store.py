@@ -20,7 +20,7 @@ from typing import Any
 
 from vnode import files
 from vnode.cluster.live.event_log import Record
-from vnode.errors import ClusterError, layout_message
+from vnode.errors import ClusterError
 
 try:
     import fcntl
@@ -116,11 +116,9 @@ class State:
                 raise
             holder = said_in(lock_of(self.path).read_bytes()).get("pid", "?")
             raise ClusterError(
-                layout_message(
-                    f"another scheduler uses {self.path}.",
-                    facts=[f"process {holder}"],
-                    remedies=["submit to that one: vnode submit", "or give --state another file"],
-                )
+                f"another scheduler uses {self.path}.",
+                facts=[f"process {holder}"],
+                remedies=["submit to that one: vnode submit", "or give --state another file"],
             ) from error
         self.write_holder(pid=os.getpid())
 
@@ -152,10 +150,8 @@ class State:
             owner.write_text(mine, encoding="utf-8")
         if not owner.exists() or owner.read_text(encoding="utf-8") != mine:
             raise ClusterError(
-                layout_message(
-                    f"the folder {self.jobs} belongs to another scheduler's file than {self.path}.",
-                    remedies=["move it away, or delete it", "or give --state another file"],
-                )
+                f"the folder {self.jobs} belongs to another scheduler's file than {self.path}.",
+                remedies=["move it away, or delete it", "or give --state another file"],
             )
 
     def append(self, records: Sequence[Record], rows: Sequence[Row] = ()) -> None:
@@ -175,11 +171,9 @@ class State:
             self.know_log()
         except sqlite3.Error as error:
             raise ClusterError(
-                layout_message(
-                    f"the scheduler's file {self.path} cannot be written.",
-                    facts=[str(error)],
-                    remedies=["make room on its disk; running jobs continue meanwhile, and none is lost"],
-                )
+                f"the scheduler's file {self.path} cannot be written.",
+                facts=[str(error)],
+                remedies=["make room on its disk; running jobs continue meanwhile, and none is lost"],
             ) from error
 
     def know_log(self) -> None:
@@ -199,11 +193,9 @@ class State:
         for path, inode in inodes.items():
             if not path.exists() or os.stat(path).st_ino != inode:
                 raise ClusterError(
-                    layout_message(
-                        f"{path} was deleted, moved or replaced while the scheduler uses it: nothing can be written.",
-                        facts=["jobs that run go on"],
-                        remedies=["put it back where it was, or end this scheduler and its jobs"],
-                    )
+                    f"{path} was deleted, moved or replaced while the scheduler uses it: nothing can be written.",
+                    facts=["jobs that run go on"],
+                    remedies=["put it back where it was, or end this scheduler and its jobs"],
                 )
 
     def records(self) -> list[Record]:
@@ -261,7 +253,7 @@ def read_records(path: Path) -> list[Record]:
       ClusterError: there is no such file, or it is no scheduler's.
     """
     if not path.is_file():
-        raise ClusterError(layout_message(f"there is no file {str(path)!r}.", remedies=["name a scheduler's: --state"]))
+        raise ClusterError(f"there is no file {str(path)!r}.", remedies=["name a scheduler's: --state"])
     try:
         with contextlib.closing(sqlite3.connect(path)) as database:
             check_version(database, path)
@@ -316,11 +308,9 @@ def check_file_system(folder: Path) -> None:
     kind = file_system_of(folder)
     if kind in NETWORK:
         raise ClusterError(
-            layout_message(
-                f"the scheduler's file cannot be in {folder}.",
-                facts=[f"it is on a network file system ({kind}), where SQLite's log does not work"],
-                remedies=["give --state a file on a local disk"],
-            )
+            f"the scheduler's file cannot be in {folder}.",
+            facts=[f"it is on a network file system ({kind}), where SQLite's log does not work"],
+            remedies=["give --state a file on a local disk"],
         )
 
 
@@ -351,7 +341,5 @@ def jobs_folder(path: Path) -> Path:
 def unusable(path: Path, why: str) -> ClusterError:
     """The error of a file that cannot be a scheduler's."""
     return ClusterError(
-        layout_message(
-            f"{path} is not a scheduler's file.", facts=[why], remedies=["give --state another file, or a new one"]
-        )
+        f"{path} is not a scheduler's file.", facts=[why], remedies=["give --state another file, or a new one"]
     )

@@ -21,7 +21,7 @@ from vnode.cluster.live.job_book import Book, LiveJob
 from vnode.cluster.policies import POLICIES, named
 from vnode.cluster.resize_costs import VNODE
 from vnode.cluster.simulator import Decision, Policy, as_array, table_of
-from vnode.errors import ClusterError, layout_message
+from vnode.errors import ClusterError
 
 STATES = {"pending": PENDING, "starting": STARTING, "running": RUNNING, "resizing": RESIZING}
 
@@ -48,11 +48,9 @@ def policy_of(name: str, options: Mapping[str, Any]) -> Policy:
     inner = options.get("inner", "goodput")
     if bad := [each for each in (name, inner) if each not in POLICIES and not (each == name == "guarantee")]:
         raise ClusterError(
-            layout_message(
-                f"a scheduler has no policy {bad[0]!r}.",
-                facts=["it has devices of one kind"],
-                remedies=[f"use one of {', '.join([*POLICIES, 'guarantee'])}"],
-            )
+            f"a scheduler has no policy {bad[0]!r}.",
+            facts=["it has devices of one kind"],
+            remedies=[f"use one of {', '.join([*POLICIES, 'guarantee'])}"],
         )
     return named(name, costs=VNODE, factor=options.get("factor", 1.1), inner=inner)
 

@@ -31,7 +31,7 @@ from vnode.cluster.live.step_times import Pace
 from vnode.cluster.live.submission import Submission, check_priority
 from vnode.cluster.live.supervised_job import Report, Supervised, start
 from vnode.cluster.simulator import Policy
-from vnode.errors import ClusterError, layout_message
+from vnode.errors import ClusterError
 from vnode.files import is_no_room
 from vnode.workers.detached import OWN
 
@@ -151,11 +151,9 @@ class Scheduler:
         for job in self.book.active():
             if gone := [name for name in job.devices if name not in self.setup.devices]:
                 raise ClusterError(
-                    layout_message(
-                        f"{job.called} still uses device {gone[0]}, which this scheduler was not given.",
-                        facts=[f"devices before: {', '.join(self.book.devices)}"],
-                        remedies=["start the scheduler with its earlier devices, and cancel the job or wait for it"],
-                    )
+                    f"{job.called} still uses device {gone[0]}, which this scheduler was not given.",
+                    facts=[f"devices before: {', '.join(self.book.devices)}"],
+                    remedies=["start the scheduler with its earlier devices, and cancel the job or wait for it"],
                 )
 
     def policy(self) -> Policy:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vnode.cluster.live.event_store import holder
-from vnode.errors import ClusterError, WorkerError, layout_message
+from vnode.errors import ClusterError, WorkerError
 from vnode.workers import job_registry
 from vnode.workers.wire import Channel, WireError, connections
 
@@ -142,26 +142,20 @@ def find(state: str | None) -> dict[str, Any]:
         if (said := holder(whole)) and "socket" in said:
             return {"state": str(whole), **said}
         raise ClusterError(
-            layout_message(
-                f"no scheduler runs with the file {wanted}.",
-                facts=["jobs that run go on without one" if whole.exists() else "there is no such file"],
-                remedies=[f"start it: vnode cluster serve --state {wanted} --devices N"],
-            )
+            f"no scheduler runs with the file {wanted}.",
+            facts=["jobs that run go on without one" if whole.exists() else "there is no such file"],
+            remedies=[f"start it: vnode cluster serve --state {wanted} --devices N"],
         )
     running = schedulers()
     if not running:
         raise ClusterError(
-            layout_message(
-                "no scheduler runs.", remedies=["start one: vnode cluster serve --state cluster.db --devices N"]
-            )
+            "no scheduler runs.", remedies=["start one: vnode cluster serve --state cluster.db --devices N"]
         )
     if len(running) > 1:
         raise ClusterError(
-            layout_message(
-                f"{len(running)} schedulers run.",
-                facts=[f"{each['state']} (process {each['pid']})" for each in running],
-                remedies=[f"name one: --state {running[0]['state']}", f"or set {VARIABLE}"],
-            )
+            f"{len(running)} schedulers run.",
+            facts=[f"{each['state']} (process {each['pid']})" for each in running],
+            remedies=[f"name one: --state {running[0]['state']}", f"or set {VARIABLE}"],
         )
     return running[0]
 
@@ -190,11 +184,9 @@ def request(kind: str, state: str | None = None, **facts: Any) -> dict[str, Any]
             channel.close()
     except (OSError, WireError) as error:
         raise ClusterError(
-            layout_message(
-                "the scheduler does not answer.",
-                facts=[f"process {scheduler['pid']}, {scheduler['state']}", f"{type(error).__name__}: {error}"],
-                remedies=["try again; vnode queue shows the jobs that it knows"],
-            )
+            "the scheduler does not answer.",
+            facts=[f"process {scheduler['pid']}, {scheduler['state']}", f"{type(error).__name__}: {error}"],
+            remedies=["try again; vnode queue shows the jobs that it knows"],
         ) from error
     if answer["kind"] == "error":
         raise ClusterError(answer["text"])

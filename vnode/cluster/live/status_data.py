@@ -11,7 +11,7 @@ from typing import Any
 
 from vnode.cluster.live.job_book import Book, LiveJob
 from vnode.cluster.live.step_times import Pace
-from vnode.errors import ClusterError, layout_message
+from vnode.errors import ClusterError
 
 LONGEST = 200
 """Letters of each part of a command that are shown, and how many parts."""
@@ -123,10 +123,8 @@ def job_in(found: Mapping[str, Any], name: str) -> dict[str, Any]:
         several = "several jobs are called" if jobs else "there is no job"
         facts = [f"{job['id']}: {job['name']}, {job['state']}" for job in jobs]
         raise ClusterError(
-            layout_message(
-                f"{several} {name[:80]!r}.",
-                facts=facts or [f"there are {len(found['jobs'])} jobs"],
-                remedies=["see their ids: vnode queue"],
-            )
+            f"{several} {name[:80]!r}.",
+            facts=facts or [f"there are {len(found['jobs'])} jobs"],
+            remedies=["see their ids: vnode queue"],
         )
     return jobs[0]

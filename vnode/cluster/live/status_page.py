@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from vnode.cluster.live.token_guard import guard_application
 from vnode.cluster.svg import COLOURS
-from vnode.errors import ClusterError, layout_message
+from vnode.errors import ClusterError
 
 PERIOD = 0.4
 """Seconds between two looks at the scheduler, at least."""
@@ -278,11 +278,9 @@ def listen(port: int) -> socket.socket:
     except (OSError, OverflowError) as why:
         listening.close()
         raise ClusterError(
-            layout_message(
-                f"The status page cannot listen on port {port} of 127.0.0.1.",
-                facts=[(why.strerror if isinstance(why, OSError) else None) or str(why)],
-                remedies=["name another port", "port 0 takes a free one"],
-            )
+            f"The status page cannot listen on port {port} of 127.0.0.1.",
+            facts=[(why.strerror if isinstance(why, OSError) else None) or str(why)],
+            remedies=["name another port", "port 0 takes a free one"],
         ) from why
     return listening
 
@@ -303,11 +301,9 @@ def write_secret(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise ClusterError(
-            layout_message(
-                f"The token of the status page cannot be written to {os.fspath(path)!r}.",
-                facts=[why.strerror or str(why)],
-                remedies=["name a file in a folder that exists and is writable"],
-            )
+            f"The token of the status page cannot be written to {os.fspath(path)!r}.",
+            facts=[why.strerror or str(why)],
+            remedies=["name a file in a folder that exists and is writable"],
         ) from why
 
 
@@ -332,9 +328,7 @@ def digest(text: str) -> str:
 def missing_package(why: ImportError) -> ClusterError:
     """The error of a package that is not installed."""
     return ClusterError(
-        layout_message(
-            "The status page needs starlette and uvicorn.",
-            facts=[str(why)],
-            remedies=["pip install 'vnode[cluster]'"],
-        )
+        "The status page needs starlette and uvicorn.",
+        facts=[str(why)],
+        remedies=["pip install 'vnode[cluster]'"],
     )

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vnode.errors import ClusterError, layout_message
+from vnode.errors import ClusterError
 from vnode.workers import CHECKPOINT, DEVICE, INTERFACE, JOB, NUMBER, RUN, SUPERVISOR, TOKEN_FILE
 
 MOST = 65_536
@@ -72,7 +72,7 @@ class Submission:
     def __post_init__(self) -> None:
         def check(good: Any, problem: str, remedy: str) -> None:
             if not good:
-                raise ClusterError(layout_message(f"a job cannot be submitted: {problem}.", remedies=[remedy]))
+                raise ClusterError(f"a job cannot be submitted: {problem}.", remedies=[remedy])
 
         command = self.command
         check(
@@ -171,10 +171,8 @@ def check_priority(priority: Any) -> None:
     """
     if not (is_number(priority) and 1 / HIGHEST <= priority <= HIGHEST):
         raise ClusterError(
-            layout_message(
-                f"a job cannot be submitted: its priority is {priority!r}.",
-                remedies=[f"give a number above 0, {HIGHEST:,} at most: --priority 5"],
-            )
+            f"a job cannot be submitted: its priority is {priority!r}.",
+            remedies=[f"give a number above 0, {HIGHEST:,} at most: --priority 5"],
         )
 
 

@@ -21,7 +21,7 @@ from vnode.cluster.policies.wfs import wfs
 from vnode.cluster.policies.wfs_any import wfs_any
 from vnode.cluster.resize_costs import FREE, Costs
 from vnode.cluster.simulator import Policy
-from vnode.errors import ClusterError, layout_message
+from vnode.errors import ClusterError
 
 POLICIES: dict[str, Policy] = {
     "fifo": fifo,
@@ -58,10 +58,8 @@ def named(name: str, *, costs: Costs = FREE, factor: float = 1.1, inner: str = "
         return heterogeneous()
     if name not in POLICIES:
         raise ClusterError(
-            layout_message(
-                f"there is no policy {name!r}.",
-                remedies=[f"use one of {', '.join([*POLICIES, 'guarantee', 'heterogeneous', *gavel.NAMES])}"],
-            )
+            f"there is no policy {name!r}.",
+            remedies=[f"use one of {', '.join([*POLICIES, 'guarantee', 'heterogeneous', *gavel.NAMES])}"],
         )
     return POLICIES[name]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from vnode.errors import ClusterError, layout_message
+from vnode.errors import ClusterError
 
 
 def largest_least_level(a: np.ndarray, scale: np.ndarray, devices: np.ndarray) -> tuple[np.ndarray, float]:
@@ -64,7 +64,7 @@ def solved(index: np.ndarray, where: np.ndarray, values: np.ndarray, bounds: np.
         import highspy
     except ImportError as error:
         text = "this policy solves linear programmes, and needs highspy."
-        raise ClusterError(layout_message(text, remedies=["pip install 'vnode[cluster]'"])) from error
+        raise ClusterError(text, remedies=["pip install 'vnode[cluster]'"]) from error
     from scipy.sparse import csc_matrix
 
     matrix = csc_matrix((values, (index, where)), shape=(len(bounds), count))

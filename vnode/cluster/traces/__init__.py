@@ -14,7 +14,7 @@ from typing import Any
 
 from vnode.cluster.traces import gavel_traces, pollux, virtualflow, vnode_trace
 from vnode.cluster.traces.job_trace import Trace, text_of
-from vnode.errors import ClusterError, layout_message
+from vnode.errors import ClusterError
 
 
 def read(
@@ -50,9 +50,7 @@ def read(
         trace = pollux.read(text, path)
     elif not text.lstrip().startswith(("{", "[")) and "\t" in text:
         remedies = ["--throughputs FILE --devices v100=4,p100=4, or read(..., throughputs=..., kinds=[...])"]
-        raise ClusterError(
-            layout_message(f"{path} looks like a trace of Gavel's; it needs throughputs.", remedies=remedies)
-        )
+        raise ClusterError(f"{path} looks like a trace of Gavel's; it needs throughputs.", remedies=remedies)
     else:
         trace = of_json(parsed(text, path), path, run)
     check(trace, path)
@@ -81,9 +79,7 @@ def of_json(found: Any, path: Path, run: str | None) -> Trace:
     if isinstance(found, dict) and "jobs" in found:
         return vnode_trace.read(found, path)
     example = '{"devices": 8, "jobs": [{"id": "a", "arrival": 0, "steps": 100, "step_seconds": {"1": 4.0, "8": 0.7}}]}'
-    raise ClusterError(
-        layout_message(f"{path} is not a trace of jobs in a format that vnode knows.", remedies=[f"write {example}"])
-    )
+    raise ClusterError(f"{path} is not a trace of jobs in a format that vnode knows.", remedies=[f"write {example}"])
 
 
 def check(trace: Trace, path: Path) -> None:

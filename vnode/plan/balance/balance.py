@@ -25,7 +25,7 @@ import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vnode.errors import PlacementError, ProfileError, layout_message
+from vnode.errors import PlacementError, ProfileError
 from vnode.placement.devices_by_kind import by_kind
 from vnode.placement.placement import Placement, even_counts, node_count
 from vnode.plan.balance.profiles import Profile, Profiles
@@ -203,13 +203,11 @@ def balance(
     """
     if not isinstance(profiles, Profiles) or not profiles.kinds:
         raise ProfileError(
-            layout_message(
-                f"balance takes measured times, a vnode.Profiles, not {profiles!r:.80}.",
-                remedies=[
-                    "profiles = vnode.profile(step, (state, batch)), and vnode.balance(profiles, virtual_nodes=32)",
-                    "or load them from a file: vnode.Profiles.load('times.json')",
-                ],
-            )
+            f"balance takes measured times, a vnode.Profiles, not {profiles!r:.80}.",
+            remedies=[
+                "profiles = vnode.profile(step, (state, batch)), and vnode.balance(profiles, virtual_nodes=32)",
+                "or load them from a file: vnode.Profiles.load('times.json')",
+            ],
         )
     virtual_nodes = node_count(virtual_nodes)
     lane = profiles.lane
@@ -232,19 +230,13 @@ def balance(
     best = candidate(chosen := search.best(none, available))
     if best is None or chosen is None:
         raise PlacementError(
-            layout_message(
-                f"{virtual_nodes} virtual nodes do not fit into the memory of the devices.",
-                facts=[
-                    f"{profile.kind}: {several(profile.devices, 'device')} with room for {most * lane} nodes each"
-                    + (
-                        f" ({profile.bytes(most * lane + lane)} bytes for {(most + 1) * lane})"
-                        if profile.bytes(1)
-                        else ""
-                    )
-                    for profile, most in zip(profiles.kinds, search.max_nodes, strict=True)
-                ],
-                remedies=["more devices", "more, smaller virtual nodes, and profiles with them"],
-            )
+            f"{virtual_nodes} virtual nodes do not fit into the memory of the devices.",
+            facts=[
+                f"{profile.kind}: {several(profile.devices, 'device')} with room for {most * lane} nodes each"
+                + (f" ({profile.bytes(most * lane + lane)} bytes for {(most + 1) * lane})" if profile.bytes(1) else "")
+                for profile, most in zip(profiles.kinds, search.max_nodes, strict=True)
+            ],
+            remedies=["more devices", "more, smaller virtual nodes, and profiles with them"],
         )
     single = {}
     for i, profile in enumerate(profiles.kinds):
@@ -367,10 +359,8 @@ def capacity(profile: Profile, virtual_nodes: int, memory: int | str | Mapping[s
         raise ProfileError(f"memory of {profile.kind!r} must be a positive number of bytes, not {most!r}")
     if profile.bytes(1) is None:
         raise ProfileError(
-            layout_message(
-                f"memory is limited, but what a node needs on a {profile.kind} was not measured.",
-                remedies=["measure with vnode.profile", "give bytes to each Measurement", "memory=None"],
-            )
+            f"memory is limited, but what a node needs on a {profile.kind} was not measured.",
+            remedies=["measure with vnode.profile", "give bytes to each Measurement", "memory=None"],
         )
     sizes = range(1, virtual_nodes + 1)
     return bisect.bisect_right(sizes, most, key=lambda n: profile.bytes(n) or 0)
@@ -401,11 +391,9 @@ def place_nodes(
         there = len(devices.get(kind, ()))
         if there < len(nodes):
             raise PlacementError(
-                layout_message(
-                    f"the placement needs {several(len(nodes), 'device')} of kind {kind!r}, not {there}.",
-                    facts=[f"{name}: {several(len(group), 'device')}" for name, group in devices.items()],
-                    remedies=["balance again: profiles of these devices", "name kinds as the profiles do"],
-                )
+                f"the placement needs {several(len(nodes), 'device')} of kind {kind!r}, not {there}.",
+                facts=[f"{name}: {several(len(group), 'device')}" for name, group in devices.items()],
+                remedies=["balance again: profiles of these devices", "name kinds as the profiles do"],
             )
     chosen = [device for kind, nodes in counts.items() for device in devices[kind][: len(nodes)]]
     return Placement(virtual_nodes, chosen, counts=[n for nodes in counts.values() for n in nodes])

@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from vnode.errors import MemoryLimitError, ProfileError, layout_message
+from vnode.errors import MemoryLimitError, ProfileError
 from vnode.placement.devices_by_kind import by_kind
 from vnode.placement.placement import Placement
 from vnode.placement.process_barrier import check_own
@@ -271,11 +271,9 @@ def check_loaded(found: Profiles, shape: Signature, groups: Mapping[str, Sequenc
     missing = [kind for kind in groups if kind not in [p.kind for p in found.kinds]]
     if missing:
         raise ProfileError(
-            layout_message(
-                f"{path} has no times of {', '.join(missing)}.",
-                facts=[f"it has {', '.join(p.kind for p in found.kinds)}"],
-                remedies=["measure only these, and add them: profiles | vnode.profile(step, args, devices)"],
-            )
+            f"{path} has no times of {', '.join(missing)}.",
+            facts=[f"it has {', '.join(p.kind for p in found.kinds)}"],
+            remedies=["measure only these, and add them: profiles | vnode.profile(step, args, devices)"],
         )
     return dataclasses.replace(
         found, kinds=tuple(dataclasses.replace(found[kind], devices=len(group)) for kind, group in groups.items())

@@ -271,11 +271,9 @@ class Profiles:
             return Profiles(kinds, content["between"], content["lane"], signature)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ProfileError(
-                layout_message(
-                    f"{path} holds no profiles that this version of vnode reads.",
-                    facts=[f"expected format {FORMAT!r}, version {VERSION}", f"{type(error).__name__}: {error}"],
-                    remedies=[MEASURE],
-                )
+                f"{path} holds no profiles that this version of vnode reads.",
+                facts=[f"expected format {FORMAT!r}, version {VERSION}", f"{type(error).__name__}: {error}"],
+                remedies=[MEASURE],
             ) from None
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vnode.errors import PlacementError, layout_message
+from vnode.errors import PlacementError
 from vnode.placement.placement import Placement
 from vnode.placement.process_barrier import check_own
 from vnode.placement.sharded import whole_batches
@@ -183,14 +183,12 @@ def first_devices(there: Sequence[Any], number: Any) -> list[Any]:
     if not 1 <= count <= len(there):
         several_cpus = f"jax.config.update('jax_num_cpu_devices', {max(count, 2)})"
         raise PlacementError(
-            layout_message(
-                f"the step cannot be checked on {number!r} devices: there {'are' if len(there) > 1 else 'is'} "
-                f"{len(there)}.",
-                remedies=[
-                    f"devices={list(range(1, min(len(there), 3) + 1))}",
-                    f"CPUs count as several: {several_cpus}, before jax is used",
-                ],
-            )
+            f"the step cannot be checked on {number!r} devices: there {'are' if len(there) > 1 else 'is'} "
+            f"{len(there)}.",
+            remedies=[
+                f"devices={list(range(1, min(len(there), 3) + 1))}",
+                f"CPUs count as several: {several_cpus}, before jax is used",
+            ],
         )
     return list(there[:count])
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from vnode.errors import MemoryLimitError, PlacementError, layout_message
+from vnode.errors import MemoryLimitError, PlacementError
 from vnode.placement.leaves import shape_of
 from vnode.placement.placement import Placement
 from vnode.placement.process_arrays import gather_from_all
@@ -206,13 +206,11 @@ class AutoStep(Step[P, R]):
     def _chosen_for(self, what: str) -> Any:
         if self._choice.step is None:
             raise PlacementError(
-                layout_message(
-                    f"the step has no {what} yet: its number of virtual nodes is chosen by the first call.",
-                    remedies=[
-                        "call it first, or step.explain(...) or step.lower(...) with shapes of its arguments",
-                        "step.put(state) and step.on(devices) work already",
-                    ],
-                )
+                f"the step has no {what} yet: its number of virtual nodes is chosen by the first call.",
+                remedies=[
+                    "call it first, or step.explain(...) or step.lower(...) with shapes of its arguments",
+                    "step.put(state) and step.on(devices) work already",
+                ],
             )
         return self._choose()
 
@@ -225,16 +223,14 @@ class AutoStep(Step[P, R]):
             if choice.step is None:
                 if len(self.template.groups) > 1:
                     raise PlacementError(
-                        layout_message(
-                            "virtual_nodes='auto' does not work on groups of devices: they run several "
-                            "programs, which wait for each other's results.",
-                            facts=[repr(self.template)],
-                            remedies=[
-                                "choose it on devices of one kind first: "
-                                "step.on(jax.devices()[:1]).chosen(state, batch).on(placement.devices)",
-                                "or give a number: virtual_nodes=32",
-                            ],
-                        )
+                        "virtual_nodes='auto' does not work on groups of devices: they run several "
+                        "programs, which wait for each other's results.",
+                        facts=[repr(self.template)],
+                        remedies=[
+                            "choose it on devices of one kind first: "
+                            "step.on(jax.devices()[:1]).chosen(state, batch).on(placement.devices)",
+                            "or give a number: virtual_nodes=32",
+                        ],
                     )
                 self.pattern.family.check(self.template)
                 shapes, named = jax.tree.map(abstract_tracer, (args, kwargs or {}))
@@ -246,11 +242,9 @@ class AutoStep(Step[P, R]):
                     raise
                 if step is None:
                     raise MemoryLimitError(
-                        layout_message(
-                            f"{found.verdict}{found.floor and '; '}{found.floor}.",
-                            facts=found.lines,
-                            remedies=REMEDIES,
-                        )
+                        f"{found.verdict}{found.floor and '; '}{found.floor}.",
+                        facts=found.lines,
+                        remedies=REMEDIES,
                     )
                 choice.search, choice.step = found, step
         nodes = choice.step.placement.virtual_nodes
@@ -286,14 +280,12 @@ def common_limit(memory: int | None, devices: Sequence[Any]) -> int:
     ]
     if 0 in limits:
         raise MemoryLimitError(
-            layout_message(
-                "the memory limit of a device is not known.",
-                facts=[f"those of process {limits.index(0)} report none"],
-                remedies=[
-                    "give the limit in all processes: memory='16GiB'",
-                    "choose the number of virtual nodes yourself",
-                ],
-            )
+            "the memory limit of a device is not known.",
+            facts=[f"those of process {limits.index(0)} report none"],
+            remedies=[
+                "give the limit in all processes: memory='16GiB'",
+                "choose the number of virtual nodes yourself",
+            ],
         )
     return min(limits)
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from vnode.errors import MemoryLimitError, layout_message
+from vnode.errors import MemoryLimitError
 from vnode.placement.temporary import temporary_of
 
 UNITS = {
@@ -88,14 +88,12 @@ def device_memory(devices: Sequence[Any]) -> int:
     unknown = [device for device, limit in limits.items() if not limit]
     if unknown:
         raise MemoryLimitError(
-            layout_message(
-                "the memory limit of a device is not known.",
-                facts=[f"{unknown[0]} reports none" + (", as no CPU does" if unknown[0].platform == "cpu" else "")],
-                remedies=[
-                    "give the limit: memory='16GiB'",
-                    "choose the number of virtual nodes yourself",
-                ],
-            )
+            "the memory limit of a device is not known.",
+            facts=[f"{unknown[0]} reports none" + (", as no CPU does" if unknown[0].platform == "cpu" else "")],
+            remedies=[
+                "give the limit: memory='16GiB'",
+                "choose the number of virtual nodes yourself",
+            ],
         )
     return min(limits.values())
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from vnode.errors import PlacementError, VnodeError, layout_message
+from vnode.errors import PlacementError, VnodeError
 from vnode.placement.placement import Placement, device_list
 from vnode.plan.nodes.device_memory import byte_count, device_memory
 from vnode.plan.nodes.node_search import NodeSearch, Trial, search, try_step
@@ -189,10 +189,8 @@ def described_devices(name: str) -> list[Any]:
 
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise VnodeError(
-            layout_message(
-                f"compiling for {name} needs the TPU compiler, which is not installed.",
-                remedies=["pip install 'vnode[tpu-aot]' (x86-64 Linux only)", "give devices instead of a topology"],
-            )
+            f"compiling for {name} needs the TPU compiler, which is not installed.",
+            remedies=["pip install 'vnode[tpu-aot]' (x86-64 Linux only)", "give devices instead of a topology"],
         )
     if jax.default_backend() != "tpu":
         for variable, value in ENVIRONMENT.items():
@@ -202,9 +200,7 @@ def described_devices(name: str) -> list[Any]:
         return list(topologies.get_topology_desc(name, platform="tpu", **options).devices)
     except jax.errors.JaxRuntimeError as error:
         raise PlacementError(
-            layout_message(
-                f"there is no TPU topology {name!r}.",
-                facts=[str(error).splitlines()[0]],
-                remedies=[f"a kind and the chips along each dimension, such as {', '.join(TOPOLOGIES)}"],
-            )
+            f"there is no TPU topology {name!r}.",
+            facts=[str(error).splitlines()[0]],
+            remedies=[f"a kind and the chips along each dimension, such as {', '.join(TOPOLOGIES)}"],
         ) from None
