@@ -241,17 +241,104 @@ def test_a_stop_behind_a_first_run_stops_the_second_and_not_the_script() -> None
     assert job.over is not None and job.over.code == 143
 
 
-def test_a_run_whose_rank_0_is_lost_before_it_reports_its_last_checkpoint_fails() -> None:
-    job = Restarts(2, limits=LIMITS)
-    job.begin(0.0)
-    said = {"facts": {}, "virtual_nodes": 2, "checkpoint": "folder", "steps": 9}
+class Pair:
+    """Two workers that have trained: what they say, and what is done."""
+
+    def __init__(self, **said: Any) -> None:
+        self.job, self.now, self.done = Restarts(2, limits=LIMITS), 0.0, list[Any]()
+        self.said = {"facts": {}, "virtual_nodes": 2, "checkpoint": "folder", "steps": 9, **said}
+        self.job.begin(0.0)
+        self.begin()
+
+    def begin(self) -> None:
+        for number in (0, 1):
+            self.after(0, "connected", number, 100 + number)
+        self.says(0, "leads", address="there")
+        for number in (0, 1):
+            self.says(number, "arrived", **self.said)
+            self.says(number, "progress", step=9, doing="", nodes=1, metrics={})
+
+    def says(self, number: int, kind: str, **facts: Any) -> None:
+        self.after(0.1, "message", number, {"kind": kind, **facts})
+
+    def finish(self, *numbers: int) -> None:
+        for number in numbers:
+            self.says(number, "finished", step=9, reason="")
+
+    def after(self, seconds: float, event: str, *args: Any) -> list[Any]:
+        self.now += seconds
+        self.done = getattr(self.job, event)(*args, self.now)
+        return self.done
+
+
+def test_a_run_that_rank_0_has_not_finished_is_made_again_unless_the_job_is_to_stop() -> None:
+    """Rank 0 saves: with it the last checkpoint may be gone, though another worker has finished."""
+    pair = Pair()
+    pair.finish(1)
+    pair.after(0.1, "exited", 0, -9)
+    assert Kill(1) in pair.after(LIMITS.left, "tick")
+    assert pair.after(0.1, "exited", 1, -9).count(Spawn(0)) == 1 and pair.job.over is None
+    pair.begin()
+    pair.after(0, "stop", "SIGTERM", 143)
+    pair.finish(1)
+    pair.after(0.1, "exited", 0, -9)
+    pair.after(LIMITS.left, "tick")
+    pair.after(0.1, "exited", 1, 0)
+    assert pair.job.over is not None and pair.job.over.code == 1
+    assert "worker 0, which saves in folder, was killed by SIGKILL" in pair.job.over.why
+
+
+def test_the_rest_of_a_script_outlives_the_loss_of_another_worker() -> None:
+    """Behind the scripts JAX waits for all processes, also for those that are gone."""
+    pair = Pair()
+    pair.finish(0, 1)
+    pair.after(0.1, "exited", 1, -9)
+    assert not [each for each in pair.after(1000, "tick") if isinstance(each, Kill)], "it may work for long"
+    pair.says(0, "script_ended", code=3, error=None)
+    assert Kill(0) in pair.after(LIMITS.end + 1, "tick")
+    pair.after(0.1, "exited", 0, -9)
+    assert pair.job.over == End(3, "")
+
+
+def test_a_worker_whose_script_ends_has_the_others_work_on_and_is_ended_with_them() -> None:
+    pair = Pair()
+    pair.finish(0, 1)
+    pair.says(1, "script_ended", code=0, error=None)
+    assert not [each for each in pair.after(1000, "tick") if isinstance(each, Kill)]
+    pair.says(0, "script_ended", code=0, error=None)
+    pair.after(0.1, "exited", 1, 0)
+    pair.after(0.1, "exited", 0, 0)
+    assert pair.job.over == End(0, "")
+
+
+def test_a_worker_that_is_lost_between_two_runs_is_replaced_with_the_others() -> None:
+    pair = Pair()
+    pair.finish(0, 1)
+    pair.after(0.1, "exited", 0, -9)
+    pair.says(1, "arrived", **pair.said)
+    assert Kill(1) in pair.after(LIMITS.left + 0.1, "tick")
+    assert Spawn(0) in pair.after(0.1, "exited", 1, -9)
+
+
+def test_an_error_that_only_the_script_has_seen_is_told_and_a_full_disk_is_tried_again() -> None:
+    """As where the folder of checkpoints cannot be opened, before the run begins."""
+    pair = Pair()
+    pair.after(0.1, "exited", 1, -9)
+    pair.after(LIMITS.left, "tick")
+    assert Spawn(0) in pair.after(0.1, "exited", 0, -9)
     for number in (0, 1):
-        job.connected(number, 100 + number, 1.0)
-    job.message(0, {"kind": "leads", "address": "there"}, 1.5)
-    for number in (0, 1):
-        job.message(number, {"kind": "arrived", **said}, 2.0)
-    job.message(1, {"kind": "finished", "step": 9, "reason": ""}, 3.0)
-    job.exited(0, -9, 3.5)
-    job.exited(1, 0, 4.0)
-    assert job.over is not None and job.over.code == 1
-    assert "worker 0, which saves in folder, was killed by SIGKILL" in job.over.why
+        pair.after(0, "connected", number, 200 + number)
+        pair.says(number, "script_ended", code=1, error="CheckpointError: no space is left")
+    assert pair.after(LIMITS.left + 0.1, "tick").count(Kill(0)) == 1
+    pair.after(0.1, "exited", 0, -9)
+    assert Spawn(0) in pair.after(0.1, "exited", 1, -9)
+
+
+def test_a_script_that_was_edited_ends_the_job() -> None:
+    pair = Pair(facts={"script": "a"})
+    pair.after(0.1, "exited", 1, -9)
+    pair.after(LIMITS.left, "tick")
+    pair.after(0.1, "exited", 0, -9)
+    pair.said["facts"] = {"script": "b"}
+    pair.begin()
+    assert pair.job.over is not None and "another version of the script" in pair.job.over.why

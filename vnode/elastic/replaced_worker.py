@@ -16,7 +16,7 @@ from typing import Any
 from vnode.elastic.driver import Driver
 from vnode.elastic.membership import ORPHANED, WORD, Membership, Orphaned
 from vnode.elastic.metrics import scalar_metrics
-from vnode.elastic.run_identity import facts_of_run
+from vnode.elastic.run_identity import facts_of_run, script_checksum
 from vnode.elastic.run_result import Result
 from vnode.placement.process_barrier import meet
 from vnode.placement.world import one_line
@@ -44,7 +44,7 @@ class ReplacedDriver(Driver):
 
     def begin(self, step: Any, state: Any) -> None:
         """Tells the supervisor that this worker has come to the run, and begins as any process."""
-        facts = facts_of_run(step, state, self.data, self.options)
+        facts = {"script": script_checksum(), **facts_of_run(step, state, self.data, self.options)}
         self.member.doing = "to begin the run"
         self.member.arrive(facts, step.options.virtual_nodes, self.options.checkpoint, self.options.steps)
         super().begin(step, state)

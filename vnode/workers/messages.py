@@ -73,6 +73,7 @@ def ended_early(worker: Worker) -> str:
     """The message of a worker that failed before it came to `run`, or within the beginning of it."""
     return layout_message(
         f"Worker {worker.number} {ending(worker.code or 1)} before training began.",
+        facts=[one_line(worker.error)] if worker.error else [],
         remedies=["see what it printed: above, and in worker-*.err of the job's folder"],
     )
 
@@ -129,6 +130,14 @@ def difference(first: Worker, other: Worker) -> str:
         f"Worker {other.number} differs from {known} in {fields[0]}.",
         facts=[f"{name}: {mine[name]!r} in {known}, {its[name]!r} in it" for name in fields[:SHOWN]],
         remedies=[SAME],
+    )
+
+
+def other_script(worker: Worker) -> str:
+    """The message of a worker that runs another script than those that it replaces."""
+    return layout_message(
+        f"Worker {worker.number} runs another version of the script than the workers before it.",
+        remedies=["start the job again: it goes on from its checkpoint, with the script as it is now"],
     )
 
 

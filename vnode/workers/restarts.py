@@ -11,6 +11,9 @@ hands the run to the next by a checkpoint:
     resize(3)            ->  Send(0 1, stop, anew): they save a checkpoint after the same step, and end
     exited by all        ->  Spawn(0 1 2)
     a loss               ->  Kill what is left, then Spawn(0 1 2): they begin with the newest checkpoint
+
+Rank 0 saves. Once it has finished a run, a loss of another worker changes nothing: who is left goes on with the script.
+A worker whose script has ended waits for the others in JAX. Once no script runs any longer, it is ended.
 """
 
 from __future__ import annotations
@@ -19,7 +22,16 @@ from typing import Any
 
 from vnode.errors import WorkerError, layout_message
 from vnode.workers.actions import Action, EndService, Kill, Spawn
-from vnode.workers.messages import RUN_ENDED, ended_early, ending, last_unsaved, never_ran, not_come, one_line
+from vnode.workers.messages import (
+    RUN_ENDED,
+    ended_early,
+    ending,
+    last_unsaved,
+    never_ran,
+    not_come,
+    one_line,
+    other_script,
+)
 from vnode.workers.supervision import Decisions, exit_code
 from vnode.workers.worker_process import ENDING, FINISHED, LOST, READY, STARTING, Limits, Worker
 
@@ -49,6 +61,8 @@ class Restarts(Decisions):
       failures: errors of the workers of this set that have failed.
       lost: whether one of this set was lost for another reason.
       saver: rank 0 of this set, once it has come to the run: it saves.
+      complete: whether rank 0 of this set has finished its run, and saved it.
+      script: the checksum of the script that the workers run; None if it is not known.
     """
 
     keeps_programs = True
@@ -57,6 +71,7 @@ class Restarts(Decisions):
         super().__init__(workers, most, limits)
         self.furthest: int | None = None
         self.broken: float | None = None
+        self.script: str | None = None
         self.begin_set()
 
     def begin_set(self) -> None:
@@ -67,6 +82,7 @@ class Restarts(Decisions):
         self.asked: float | None = None
         self.codes: dict[int, int] = {}
         self.saver: Worker | None = None
+        self.complete = False
         self.failures: dict[int, str] = {}
 
     # Events
@@ -76,18 +92,18 @@ class Restarts(Decisions):
         worker = self.workers.pop(number, None)
         if worker is None or self.over:
             return self.settle(now)
-        worker.code = code
+        worker.code = code if worker.script_code is None else worker.script_code
         if worker.state in (FINISHED, ENDING):
-            self.record("exited", worker, ending(code))
+            self.record("exited", worker, ending(worker.code))
             if worker.state == FINISHED:
-                self.codes[number] = code
+                self.codes[number] = worker.code
                 if number == 0:
                     self.first_ended(now)
-        elif worker.state == STARTING and not self.trained and code >= 0 and not self.stopping:
-            self.end(code or 1, never_ran(worker) if code == 0 else ended_early(worker))
+        elif worker.state == STARTING and not self.trained and worker.code >= 0 and not self.stopping:
+            self.end(worker.code or 1, never_ran(worker) if worker.code == 0 else ended_early(worker))
         elif worker.state != LOST:
-            worker.error = worker.error or (ending(code) if code > 0 else None)
-            self.lose(worker, ending(code), now)
+            worker.error = worker.error or (ending(worker.code) if worker.code > 0 else None)
+            self.lose(worker, ending(worker.code), now)
         return self.settle(now)
 
     def service(self, generation: int, address: str, now: float) -> list[Action]:
@@ -153,7 +169,15 @@ class Restarts(Decisions):
             if worker.state == READY:
                 worker.state, worker.step = FINISHED, int(message["step"])
                 self.furthest = worker.step
+                self.complete = self.complete or worker.number == 0
                 self.record("finished", worker, str(message.get("reason") or ""))
+        elif kind == "script_ended":
+            worker.script_code = int(message["code"])
+            if worker.may_train:
+                worker.error = worker.error or message.get("error")
+                worker.kill_at = now + self.limits.left  # it only waits for others any more
+            elif worker.state == FINISHED and worker.number == 0:
+                self.first_ended(now)
         elif kind == "error" and worker.error is None:
             worker.error, worker.errored = str(message["text"]), now
             worker.kill_at = now + self.limits.end
@@ -166,8 +190,15 @@ class Restarts(Decisions):
         worker.facts, worker.checkpoint = dict(message["facts"]), message["checkpoint"]
         worker.virtual_nodes, worker.state = int(message["virtual_nodes"]), READY
         worker.steps = message.get("steps")
+        worker.script_code = None
         self.record("arrived", worker, f"process {worker.pid}")
-        self.saver = worker if worker.number == 0 else self.saver
+        if worker.number == 0:
+            self.saver, self.complete = worker, False
+        script = worker.facts.get("script")
+        if self.script is not None and script not in (None, self.script):
+            self.end(1, other_script(worker))
+            return
+        self.script = self.script or script
         if self.reference is None:
             self.reference = worker
             if not self.saves:
@@ -198,8 +229,11 @@ class Restarts(Decisions):
             if worker.kill_at is not None and now >= worker.kill_at:
                 if worker.state == ENDING:
                     self.put_down(worker)
-                    continue
-                self.lose(worker, "did not end after its error", now)
+                elif worker.script_code is not None:
+                    worker.kill_at = None
+                    self.do(Kill(worker.number))
+                else:
+                    self.lose(worker, "did not end after its error", now)
             elif silent and worker.may_train:
                 self.lose(worker, f"has given no sign of life for {limits.silence:g} s", now)
             elif worker.state == STARTING and now - worker.started > limits.start:
@@ -211,8 +245,21 @@ class Restarts(Decisions):
             self.expire_asked(now)
         if self.broken is not None and now >= self.broken + limits.left:
             for worker in list(self.workers.values()):
-                if worker.state not in (LOST, FINISHED):
+                if worker.state not in ((LOST,) if self.begins_again else (LOST, FINISHED)):
                     self.put_down(worker)
+        self.end_waiting(now)
+
+    def end_waiting(self, now: float) -> None:
+        """Ends workers that wait in JAX for one that is gone: no script runs any longer.
+
+        They have a while to end by themselves. JAX ends all others with process 0, so that no other may run a script.
+        """
+        there = [w for w in self.workers.values() if w.state != LOST]
+        if not there or any(w.script_code is None or w.state != FINISHED for w in there):
+            return
+        for worker in there:
+            if worker.kill_at is None:
+                worker.kill_at = now + self.limits.end
 
     def expire_asked(self, now: float) -> None:
         """Handles a deadline: replaces workers that leave, or loses workers that did not save and end in time."""
@@ -233,8 +280,10 @@ class Restarts(Decisions):
         """Begins the next phase, once all workers of this set have arrived, or have ended."""
         if self.over:
             return
+        if self.codes and self.broken is None and any(w.state == READY for w in self.workers.values()):
+            self.lose_between(now)
         if not self.workers:
-            if self.stopping or self.codes:
+            if self.stopping or (self.codes and not self.begins_again):
                 self.end(*self.outcome())
             elif self.broken is None or self.may_begin_again(now):
                 self.begin_set()
@@ -246,6 +295,18 @@ class Restarts(Decisions):
             self.told = True
             for worker in self.workers.values():
                 self.send(worker, kind="world", coordinator=self.coordinator, count=len(self.workers))
+
+    @property
+    def begins_again(self) -> bool:
+        """Whether a new set makes the rest of a run that rank 0 of this one has not finished."""
+        return self.broken is not None and self.saves and not self.complete and not self.stopping
+
+    def lose_between(self, now: float) -> None:
+        """Handles workers that have ended behind a run, while others have come to the script's next one."""
+        self.broken, self.lost, self.complete = now, True, False
+        for number, code in self.codes.items():
+            self.losses.setdefault(number, []).append(now)
+            self.record("lost", Worker(number, now), f"{ending(code)} before the script's next run")
 
     def outcome(self) -> tuple[int, str]:
         """The exit code of a job whose run has ended, and why if it has not ended well."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -110,6 +111,8 @@ class Spec:
                     remedies=[f"leave one of them out: --restart or --{other}"],
                 )
             )
+        if self.restart:
+            joining_command(self.command)
         if self.rigid and (self.restart or self.rejoin or self.spares or self.backend == "ray"):
             raise WorkerError(
                 layout_message(
@@ -143,9 +146,12 @@ class Spec:
         return Processes(self.command_line(), folder, self.env)
 
     def command_line(self) -> tuple[str, ...]:
-        """The command line of a worker: with `restart`, it joins its world of JAX first."""
-        python, *rest = self.command
-        return (python, "-m", "vnode.elastic.join_world", *rest) if self.restart else self.command
+        """The command line of a worker: with `restart`, it joins its world of JAX first.
+
+        Raises:
+          WorkerError: with `restart`, the command does not begin with Python.
+        """
+        return joining_command(self.command) if self.restart else self.command
 
     def decisions(self) -> Decisions:
         """The decisions about the job's workers, as the options ask for them."""
@@ -198,6 +204,41 @@ class Spec:
             if not is_no_room(error):  # else it did not begin, and may later
                 entry.close(1, str(error), None)
             raise
+
+
+PYTHON = re.compile(r"python(\d+(\.\d+)*)?t?")
+"""Names of Python's interpreter."""
+
+WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+"""Options of Python that the next word belongs to."""
+
+
+def joining_command(command: Sequence[str]) -> tuple[str, ...]:
+    """A command line of Python, whose script, module or program joins a world of JAX first.
+
+    Raises:
+      WorkerError: it does not begin with Python.
+
+    >>> joining_command(["python3", "-u", "-X", "dev", "train.py", "--lr", "1"])[:6]
+    ('python3', '-u', '-X', 'dev', '-P', '-m')
+    >>> joining_command(["python", "-m", "project.train"])[1:]
+    ('-P', '-m', 'vnode.elastic.join_world', '-m', 'project.train')
+    """
+    python, *rest = command
+    if not PYTHON.fullmatch(os.path.basename(python)) and python != sys.executable:
+        raise WorkerError(
+            f"workers that are replaced at each change are started by Python, not by {python!r}.",
+            remedies=["give the script to Python: python train.py", "or leave restart out"],
+        )
+    first = 0
+    while first < len(rest) and rest[first].startswith("-") and rest[first] not in ("-m", "-c", "-"):
+        first += 2 if rest[first] in WITH_VALUE else 1
+    if first >= len(rest) or rest[first] == "-":
+        raise WorkerError(
+            f"there is no script in the command {' '.join(command)!r}.", remedies=["give one: python train.py"]
+        )
+    # -P: the current folder is not where modules are looked for; the worker adds the script's own
+    return (python, *rest[:first], "-P", "-m", "vnode.elastic.join_world", *rest[first:])
 
 
 def script_command(script: str | os.PathLike[str], arguments: Sequence[str]) -> tuple[str, ...]:

@@ -76,6 +76,7 @@ class Worker:
     rest_until: float | None = None
     again: dict[str, Any] | None = None
     code: int | None = None
+    script_code: int | None = None
 
     @property
     def is_usable(self) -> bool:
