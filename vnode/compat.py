@@ -8,7 +8,7 @@ Knows jax's internals. Must not know what they are used for.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a process that only keeps the coordination service starts without jax
@@ -58,6 +58,16 @@ def compile_request(lowered: jax.stages.Lowered) -> CompileRequest:
     module.operation.write_bytecode(file=bytecode)
     text = module.operation.get_asm(enable_debug_info=False)
     return CompileRequest(bytecode.getvalue(), options.SerializeAsString(), text)
+
+
+def trace_settings() -> Hashable:
+    """The settings and contexts by which jax traces a function to other programs: ``jax.jit`` keeps one for each.
+
+    No public function has all of them.
+    """
+    from jax._src import config
+
+    return config.trace_context()
 
 
 DRAFT_OPTIONS: dict[str, Any] = {"optimization_level": 19}

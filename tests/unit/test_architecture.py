@@ -31,7 +31,7 @@ ROOMS = {
     "spmd": "analysis errors operators",
     "runtime": "analysis errors operators placement spmd",
     "report": "analysis operators placement runtime show",
-    "step": "analysis errors placement remat report runtime show spmd threads tracebacks",
+    "step": "analysis compat errors placement remat report runtime show spmd threads tracebacks",
     "plan": "analysis errors files placement report runtime show step tracebacks",
     "transform": "errors placement plan step tracebacks",
     "partition": (

@@ -49,7 +49,7 @@ class Rounding:
         for value in values:
             if Rounding.can_use(value):
                 first = lax.slice(value, (0,) * value.ndim, (1,) * value.ndim).reshape(())
-                start = ((first != 0).astype(jnp.int32), jnp.uint32(0))
+                start = ((first != np.zeros((), first.dtype)).astype(jnp.int32), jnp.uint32(0))
                 return Rounding(lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] - 1, s[1] * 2), start)[1])
         return None
 

@@ -103,6 +103,12 @@ def typed_mesh(leaves: Sequence[Any]) -> AbstractMesh | None:
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None) if tracing() else None
 
 
+def context_mesh() -> AbstractMesh | None:
+    """The mesh with explicit axes that the caller has set, as by ``jax.set_mesh``; None if there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if tracing() and AxisType.Explicit in mesh.axis_types else None
+
+
 def with_automatic_axes(fun: Callable[..., list[Any]], mesh: AbstractMesh) -> Callable[..., list[Any]]:
     """Calls a function of values typed by `mesh` with automatic axes instead; its results are replicated."""
     explicit = tuple(

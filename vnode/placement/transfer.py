@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.extend
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from vnode.placement.device_cache import device_cache
@@ -52,6 +53,7 @@ def transfer(leaf: Any, placement: Placement, role: Role, *, mesh_known: bool = 
         leaf = leaf.whole()
     if not isinstance(leaf, ARRAYS):
         return leaf
+    leaf = in_row_major_order(leaf, placement)
     target = leaf_sharding(leaf.shape, committed_sharding(leaf), placement, role, mesh_known=mesh_known)
     return leaf if target is None else to_placement(leaf, placement, target)
 
@@ -72,6 +74,7 @@ def tracing() -> bool:
 
 def to_placement(leaf: Any, placement: Placement, target: NamedSharding | None = None) -> Any:
     """Moves a leaf to the placement's devices, with a given sharding, or that of `put_sharding`."""
+    leaf = in_row_major_order(leaf, placement)
     sharding: Any = getattr(leaf, "sharding", None)
     target = put_sharding(leaf, placement) if target is None else target
     if sharding is not None and sharding.device_set == target.device_set:
@@ -88,6 +91,32 @@ def to_placement(leaf: Any, placement: Placement, target: NamedSharding | None =
         elif isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
             return resharding(target)(jax.device_put(replicated(leaf), placement.sharding()))
     return jax.device_put(leaf, target)
+
+
+def in_row_major_order(leaf: Any, placement: Placement) -> Any:
+    """An array with its dimensions in order in memory, if it is for several devices; a copy if they are not.
+
+    XLA's partitioner reads an argument in another order wrongly once it splits it (seen with jax 0.10, not with 0.12).
+    Users have such arrays from ``jax.jit(..., out_shardings=Format(Layout((1, 0)), ...))``.
+
+    Example:
+      >>> import jax.numpy as jnp, vnode
+      >>> array = jnp.ones((2, 3))
+      >>> in_row_major_order(array, vnode.Placement(4, jax.devices()[:1])) is array
+      True
+    """
+    if (
+        not isinstance(leaf, jax.Array)
+        or leaf.ndim < 2
+        or placement.mesh.size == 1
+        or isinstance(leaf, jax.core.Tracer)
+    ):
+        return leaf
+    layout = leaf.format.layout if hasattr(leaf, "format") else None  # keys have none
+    order = tuple(range(leaf.ndim))
+    if layout is None or layout.major_to_minor == order:
+        return leaf
+    return jax.device_put(leaf, Format(Layout(order), leaf.sharding))
 
 
 def replicated(leaf: jax.Array) -> jax.Array:

@@ -273,9 +273,10 @@ class RepeatedArguments:
           tree: the argument.
           bring: places an argument.
         """
-        leaves, structure = jax.tree.flatten(tree)
+        leaves, treedef = jax.tree.flatten(tree)
+        kind = treedef, jax.config.jax_enable_x64  # by which numbers have their types
         before, sources, placed = self._last.pop(number, (None, [], None))
-        same = before is not None and structure == before
+        same = before is not None and kind == before
         same = same and all(map(operator.is_, (source() for source in sources), leaves))
         if not same or placed is None or donated_leaves(placed, ""):
             del placed  # free its memory first
@@ -286,7 +287,7 @@ class RepeatedArguments:
             if not all(is_array_class(type(leaf)) or is_number(leaf) for leaf in leaves):  # the others may change
                 return placed
             sources = [self._source(leaf, number) for leaf in leaves]
-        self._last[number] = structure, sources, placed if same else None
+        self._last[number] = kind, sources, placed if same else None
         return placed
 
     def _source(self, leaf: Any, number: int) -> Callable[[], Any]:

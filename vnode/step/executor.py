@@ -21,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from vnode.analysis.fingerprint import Fingerprint, fingerprint_of
 from vnode.analysis.program import Program
+from vnode.compat import trace_settings
 from vnode.errors import PlacementError, ProcessError
 from vnode.placement.agreement import check_same
 from vnode.placement.donated import donated_leaves
@@ -492,7 +493,8 @@ class Executor:
         check_arguments(dict(enumerate(args)), kwargs, spec.donate_argnums, spec.positional)
         call = spec.call(args, kwargs)
         leaves = self._batches(call)
-        key = (mesh, call.treedef, tuple((shape_of(leaf), getattr(leaf, "placement", None)) for leaf in leaves))
+        kinds = tuple((shape_of(leaf), getattr(leaf, "placement", None)) for leaf in leaves)
+        key = (mesh, call.treedef, kinds, trace_settings())
         if key not in self._groups:
             output = OutputTree()
             with use_mesh(mesh), self._tracing(call):

@@ -40,7 +40,7 @@ from vnode.placement.leaves import shape_of
 from vnode.placement.patterns import Pattern, Patterns
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, whole_batches
-from vnode.placement.trace_context import NO_MESH, typed_mesh, with_automatic_axes, with_jit
+from vnode.placement.trace_context import NO_MESH, context_mesh, typed_mesh, with_automatic_axes, with_jit
 from vnode.runtime.device_groups import GroupProgram
 from vnode.runtime.emit import emit
 from vnode.runtime.evaluate_recipe import restore_weak_types
@@ -296,6 +296,7 @@ def evaluate_analysed(made: Analysis, flat: FlatStep, placement: Placement, diff
     emitted = made.schedule if differentiable else emitted_schedule(made.schedule, options, plan, placement.together)
     check_effects(made.program, placement)
     check_references(made.program, placement)
+    check_narrow_integers(made.program, placement)
     mode = Mode.DIFFERENTIABLE if differentiable else Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
     values = [*flat.leaves, *made.traced.captured]
 
@@ -321,7 +322,7 @@ def evaluate_analysed(made: Analysis, flat: FlatStep, placement: Placement, diff
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
             return emit(emitted, placement, values, mode, options.lane, division=division, far=plan.host_accumulators)
 
-    mesh = typed_mesh(values)
+    mesh = typed_mesh(values) or context_mesh()  # arguments that are not on that mesh have no mesh in their types
     if mesh is not None:
         step = with_automatic_axes(step, mesh)
     if not (differentiable or uses_references(made.program)):
@@ -480,6 +481,28 @@ def check_effects(program: Program, placement: Placement) -> None:
                     "jax orders prints on a single one.",
                     remedies=["use ordered=False", "or put all nodes on one device: step.on(jax.devices()[:1])"],
                 )
+            )
+
+
+NARROWEST = 4
+"""Bits of the narrowest integers that XLA's collectives on CPUs move rightly (jax 0.10 to 0.12)."""
+
+
+def check_narrow_integers(program: Program, placement: Placement) -> None:
+    """Checks that a step on several CPU devices has no integers of fewer than 4 bits.
+
+    Raises:
+      PlacementError: it has some.
+    """
+    if len(placement.devices) == 1 or placement.devices[0].platform != "cpu":
+        return
+    for atom in (*program.inputs, *program.outputs, *(var for eqn in program.equations for var in eqn.outvars)):
+        dtype = getattr(atom.aval, "dtype", None)
+        if dtype is not None and jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < NARROWEST:
+            raise PlacementError(
+                f"integers of {jnp.iinfo(dtype).bits} bits cannot be on {len(placement.devices)} CPU devices: "
+                "XLA's collectives move them wrongly.",
+                remedies=["int8 instead", "or put all nodes on one device: step.on(jax.devices()[:1])"],
             )
 
 

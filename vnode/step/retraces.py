@@ -12,21 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-import jax
-
 from vnode.analysis.fingerprint import Fingerprint, fingerprint_of
 from vnode.analysis.program import Program
+from vnode.compat import trace_settings
 from vnode.errors import limit_lines
 from vnode.step.likely_mistakes import warn
-
-CONTEXTS = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
-    "jax_numpy_dtype_promotion",
-)
-"""Settings of JAX by which the same function is traced to other programs."""
 
 SHOWN = 3
 """The number of differing operations that a warning shows."""
@@ -52,7 +42,7 @@ class Retraces:
           programs: those of the step, traced now.
           name: of the step.
         """
-        key = kind, *(getattr(jax.config, setting) for setting in CONTEXTS)
+        key = kind, trace_settings()
         before = self.first.setdefault(key, programs)
         if before is programs:
             return

@@ -276,9 +276,9 @@ class VirtualStep(Step[P, R]):
             if not tracing():
                 explain_failure(error, self.spec, args, kwargs)
             raise
-        if executor.traced is not None:
-            programs, split = executor.traced
-            executor.traced = None
+        traced, executor.traced = executor.traced, None  # at once: another thread may call the step, too
+        if traced is not None:
+            programs, split = traced
             if not self.family.warned:
                 self.family.warned = True
                 warn_of_waste(self.placement, self.options.lane, self.spec.call(args, kwargs).size, self.spec.name)

@@ -1,0 +1,106 @@
+"""jax's settings and contexts, changed around and between the calls of one step.
+
+Knows steps, groups of devices and settings. The reference is the step as the user wrote it, under the same settings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import vnode
+
+W = np.linspace(-1, 1, 4).astype(np.float32)
+X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "as they were": contextlib.nullcontext,
+    "threefry": lambda: jax.threefry_partitionable(False),
+    "x64": lambda: jax.enable_x64(True),
+    "as they were again": contextlib.nullcontext,
+}
+
+
+def noisy(w: Any, x: Any, rate: Any) -> Any:
+    """Draws by a key of its own; a number without an array's type; integers of the default type."""
+    noise = jax.random.normal(jax.random.PRNGKey(0), x.shape)
+    return w - rate * jnp.mean(x * noise, 0), jnp.sin(rate), jnp.arange(3)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_step_follows_settings_that_change_between_calls(groups: bool) -> None:
+    """Each setting has a program of its own, and a number that is passed again has the type of its call."""
+    some = jax.devices()
+    placement = vnode.Placement(4, groups=[some[:1], some[1:2]]) if groups else vnode.Placement(4, some[:2])
+    step, rate = vnode.virtualize(noisy, virtual_nodes=4, placement=placement), 0.1
+    for setting in SETTINGS.values():
+        with setting():
+            wanted = jax.jit(noisy)(W, X, rate)
+            for _ in range(2):
+                for mine, plain in zip(step(W, X, rate), wanted, strict=True):
+                    assert mine.dtype == plain.dtype
+                    np.testing.assert_allclose(mine, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.newest
+def test_arrays_whose_dimensions_are_in_another_order_in_memory() -> None:
+    """A batch and weights, on one device or sharded. XLA's partitioner of jax 0.10 reads such arguments wrongly."""
+    order = Layout((1, 0))
+    here = SingleDeviceSharding(jax.devices()[0])
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    sharded = jax.device_put(X, Format(order, NamedSharding(mesh, PartitionSpec("d"))))
+    weights, batch = (jax.jit(lambda a: a, out_shardings=Format(order, here))(a) for a in (X[:4], X))
+
+    def train(w: Any, x: Any) -> Any:
+        return w - jnp.mean(x, 0), x * 2
+
+    step = vnode.virtualize(train, virtual_nodes=4)
+    for count in (2, 4):
+        for x in (batch, sharded):
+            for mine, plain in zip(step.on(jax.devices()[:count])(weights, x), train(X[:4], X), strict=True):
+                np.testing.assert_allclose(mine, plain, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(step.on(jax.devices()[:count]).put(batch), X)
+
+
+def test_a_flag_is_the_first_value_under_strict_promotion() -> None:
+    def train(state: Any, x: Any) -> Any:
+        slope = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+        w = jax.lax.cond(state["go"], lambda w: w - np.float32(0.1) * slope, lambda w: w, state["w"])
+        return {"go": state["go"], "w": w}
+
+    state = {"go": np.bool_(True), "w": W}
+    with jax.numpy_dtype_promotion("strict"):
+        found = vnode.virtualize(train, virtual_nodes=4).on(jax.devices()[:2])(state, X)
+    np.testing.assert_allclose(found["w"], train(state, X)["w"], rtol=1e-5)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_gradient_within_an_explicit_mesh_that_the_arguments_are_not_on(jitted: bool) -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean((x @ w) ** 2)
+
+    wanted = jax.grad(loss)(W, X)
+    slope = jax.grad(vnode.virtualize(loss, virtual_nodes=4).on(jax.devices()[:2]))
+    with jax.set_mesh(Mesh(np.array(jax.devices()[:2]), ("d",), axis_types=(AxisType.Explicit,))):
+        found = (jax.jit(slope) if jitted else slope)(W, X)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_integers_of_two_bits_are_refused_on_several_cpu_devices() -> None:
+    """Their collectives are wrong there; on one device they are right."""
+    x = np.random.default_rng(1).integers(0, 4, (16, 4)).astype(ml_dtypes.uint2)
+    step = vnode.virtualize(lambda w, x: w + x.astype(jnp.float32).sum(), virtual_nodes=4)
+    assert float(step.on(jax.devices()[:1])(np.float32(0), x)) == x.astype(np.float32).sum()
+    with pytest.raises(vnode.PlacementError, match=r"(?s)integers of 2 bits .* 2 CPU devices.*int8"):
+        step.on(jax.devices()[:2])(np.float32(0), x)
