@@ -59,13 +59,22 @@ class WorkerError(VnodeError):
     """Workers could not be started, resized or reached, or their job failed.
 
     Args:
-      message: the message.
+      message: one sentence that says what happened.
       code: the exit code of the job, if it has ended.
+      facts: particulars, a line each.
+      remedies: things that the user can try, a line each.
     """
 
-    def __init__(self, message: str = "", *, code: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        code: int | None = None,
+        facts: Sequence[str] = (),
+        remedies: Sequence[str] = (),
+    ) -> None:
         self.code = code
-        super().__init__(message)
+        super().__init__(message, facts=facts, remedies=remedies)
 
 
 class ClusterError(VnodeError):

@@ -69,32 +69,46 @@ class Running:
     ended_since: float | None = None
 
 
+AT_ONCE = 1 << 18
+"""Bytes of a worker's output that are passed on between two looks at what else has happened."""
+
+
 class Tail:
     """Passes on the lines that are added to a file, as they come.
 
     Args:
       path: of the file.
-      take: called with each line.
+      take: called with new lines.
     """
 
-    def __init__(self, path: Path, take: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, take: Callable[[list[str]], None]) -> None:
         self.path, self.take = path, take
         self.position, self.rest = 0, b""
 
     def read_lines(self, whole: bool = False) -> None:
-        """Passes on new lines; with `whole`, also a last line without an end."""
+        """Passes on new lines, up to `AT_ONCE` bytes; with `whole` all, also a last line without an end."""
+        new = self.read()
+        while whole and len(new) == AT_ONCE:
+            self.pass_on(new)
+            new = self.read()
+        self.pass_on(new + b"\n" * (whole and bool(self.rest + new) and not new.endswith(b"\n")))
+
+    def read(self) -> bytes:
+        """The next bytes of the file; none where it is not there."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.position)
-                new = file.read()
+                new = file.read(AT_ONCE)
         except OSError:
-            new = b""
+            return b""
         self.position += len(new)
+        return new
+
+    def pass_on(self, new: bytes) -> None:
+        """Passes on the lines that end in new bytes."""
         *lines, self.rest = (self.rest + new).split(b"\n")
-        if whole and self.rest:
-            lines, self.rest = [*lines, self.rest], b""
-        for line in lines:
-            self.take(line.decode(errors="replace"))
+        if lines:
+            self.take([line.decode(errors="replace") for line in lines])
 
 
 class Supervisor:
@@ -469,8 +483,8 @@ class Supervisor:
             self.over = self.over or End(1, f"Worker {number} cannot be started: {error}")
             return
         if number not in self.tails:
-            out = Tail(self.entry.folder / f"worker-{number}.out", lambda line: self.printed(number, line))
-            err = Tail(self.entry.folder / f"worker-{number}.err", lambda line: self.log_line(line, number))
+            out = Tail(self.entry.folder / f"worker-{number}.out", lambda lines: self.printed(number, lines))
+            err = Tail(self.entry.folder / f"worker-{number}.err", lambda lines: self.log_lines(lines, number))
             self.tails[number] = [out, err]
         self.save_children()
 
@@ -496,17 +510,19 @@ class Supervisor:
         with contextlib.suppress(WorkerError):  # a full disk stops no training
             self.entry.save(children=[(pid, started(pid)) for pid in pids])
 
-    def printed(self, number: int, line: str) -> None:
-        """A worker has printed a line."""
-        if number == self.decisions.speaker() and not line.startswith(CHATTER):
-            with contextlib.suppress(OSError, ValueError):  # a stream that does not take its letters
-                print(line, file=self.out, flush=True)
+    def printed(self, number: int, lines: Sequence[str]) -> None:
+        """A worker has printed lines."""
+        if number == self.decisions.speaker():
+            write_lines(self.out, [line for line in lines if not line.startswith(CHATTER)])
 
-    def log_line(self, text: str, number: int | None = None) -> None:
-        """Passes on a line that a worker has written to its stderr, or says something itself."""
-        prefix = "" if number is None or not self.decisions.connects else f"[worker {number}] "
-        with contextlib.suppress(OSError, ValueError):
-            print(f"{prefix}{text}", file=self.err, flush=True)
+    def log_line(self, text: str) -> None:
+        """Says something itself."""
+        write_lines(self.err, [text])
+
+    def log_lines(self, lines: Sequence[str], number: int) -> None:
+        """Passes on lines that a worker has written to its stderr."""
+        prefix = f"[worker {number}] " if self.decisions.connects else ""
+        write_lines(self.err, [prefix + line for line in lines])
 
     def record(self, record: Record) -> None:
         """Writes an event down."""
@@ -587,6 +603,15 @@ class Supervisor:
                 tail.read_lines(whole=True)
         if over.why:
             self.log_line(f"vnode: {over.why}")
+
+
+def write_lines(stream: TextIO, lines: Sequence[str]) -> None:
+    """Writes lines at once, as a worker may print thousands of them. Letters that the stream lacks are replaced."""
+    text = "".join(f"{line}\n" for line in lines)
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    with contextlib.suppress(OSError, ValueError):  # it is closed, or nobody reads it
+        stream.write(text.encode(encoding, "replace").decode(encoding))
+        stream.flush()
 
 
 def listen(interface: str, port: int) -> socket.socket:
