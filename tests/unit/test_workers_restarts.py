@@ -312,12 +312,32 @@ def test_a_worker_whose_script_ends_has_the_others_work_on_and_is_ended_with_the
 
 
 def test_a_worker_that_is_lost_between_two_runs_is_replaced_with_the_others() -> None:
+    """Of the others one is in the next run, one has ended with an error for want of it, and one is aborted by JAX."""
     pair = Pair()
     pair.finish(0, 1)
+    pair.after(0.1, "exited", 1, -9)
+    pair.says(0, "arrived", **pair.said)
+    assert Kill(0) in pair.after(LIMITS.left + 0.1, "tick")
+    assert Spawn(1) in pair.after(0.1, "exited", 0, -9)
+    pair.begin()
+    pair.finish(0, 1)
+    pair.after(0.1, "exited", 1, -9)
+    pair.says(0, "script_ended", code=1, error="ProcessError: process 1 has ended")
+    assert Spawn(1) in pair.after(0.1, "exited", 0, 1)
+    pair.begin()
+    pair.finish(0, 1)
     pair.after(0.1, "exited", 0, -9)
-    pair.says(1, "arrived", **pair.said)
-    assert Kill(1) in pair.after(LIMITS.left + 0.1, "tick")
-    assert Spawn(0) in pair.after(0.1, "exited", 1, -9)
+    assert Spawn(0) in pair.after(0.1, "exited", 1, -6)
+
+
+def test_an_error_behind_the_run_ends_the_job() -> None:
+    pair = Pair()
+    pair.finish(0, 1)
+    pair.says(0, "script_ended", code=1, error="ValueError: no such picture")
+    pair.after(0.1, "exited", 0, 1)
+    pair.says(1, "script_ended", code=0, error=None)
+    pair.after(0.1, "exited", 1, 0)
+    assert pair.job.over == End(1, "")
 
 
 def test_an_error_that_only_the_script_has_seen_is_told_and_a_full_disk_is_tried_again() -> None:

@@ -93,7 +93,10 @@ class Restarts(Decisions):
         if worker is None or self.over:
             return self.settle(now)
         worker.code = code if worker.script_code is None else worker.script_code
-        if worker.state in (FINISHED, ENDING):
+        if worker.state == FINISHED and self.leaves_work(worker):
+            self.complete = False
+            self.lose(worker, ending(worker.code), now)
+        elif worker.state in (FINISHED, ENDING):
             self.record("exited", worker, ending(worker.code))
             if worker.state == FINISHED:
                 self.codes[number] = worker.code
@@ -105,6 +108,14 @@ class Restarts(Decisions):
             worker.error = worker.error or (ending(worker.code) if worker.code > 0 else None)
             self.lose(worker, ending(worker.code), now)
         return self.settle(now)
+
+    def leaves_work(self, worker: Worker) -> bool:
+        """Whether the script is to be run again though a worker has ended behind its run, or between two runs.
+
+        That is so if the process of rank 0 was killed, or if another one's end was in the way of the next run.
+        """
+        killed = worker.number == 0 and worker.script_code is None and (worker.code or 0) < 0
+        return self.saves and not self.stopping and (killed or (worker.error or "").startswith(PASSING))
 
     def service(self, generation: int, address: str, now: float) -> list[Action]:
         """Nobody has asked for one."""
@@ -173,8 +184,8 @@ class Restarts(Decisions):
                 self.record("finished", worker, str(message.get("reason") or ""))
         elif kind == "script_ended":
             worker.script_code = int(message["code"])
+            worker.error = worker.error or message.get("error")
             if worker.may_train:
-                worker.error = worker.error or message.get("error")
                 worker.kill_at = now + self.limits.left  # it only waits for others any more
             elif worker.state == FINISHED and worker.number == 0:
                 self.first_ended(now)
