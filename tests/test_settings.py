@@ -104,3 +104,12 @@ def test_integers_of_two_bits_are_refused_on_several_cpu_devices() -> None:
     assert float(step.on(jax.devices()[:1])(np.float32(0), x)) == x.astype(np.float32).sum()
     with pytest.raises(vnode.PlacementError, match=r"(?s)integers of 2 bits .* 2 CPU devices.*int8"):
         step.on(jax.devices()[:2])(np.float32(0), x)
+
+
+def test_sums_of_64_bits_need_x64_in_the_call_too() -> None:
+    """jax would make them float32 with a warning."""
+    with jax.enable_x64(True):
+        step = vnode.virtualize(lambda w, x: w - jnp.mean(x, 0), virtual_nodes=4, accumulate_dtype="float64")
+        assert step(W, X).dtype == np.float32
+    with pytest.raises(ValueError, match="accumulate_dtype='float64' needs jax_enable_x64 in each call"):
+        step.on(jax.devices()[:1])(W, X)

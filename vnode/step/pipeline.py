@@ -202,6 +202,9 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
 def analyse_traced(flat: FlatStep, traced: Traced) -> Analysis:
     """Schedules a step whose function is traced; raises as `analyse`."""
     shapes, options = flat.shapes, flat.options
+    wide = None if options.accumulate_dtype is None else np.dtype(options.accumulate_dtype)
+    if wide is not None and wide.itemsize > 4 and not jax.config.jax_enable_x64:  # it was virtualized within x64
+        raise ValueError(f"accumulate_dtype={wide.name!r} needs jax_enable_x64 in each call")
     batch = Batch(flat.size)
     states = []
     for axis, leaf, parts in itertools.zip_longest(flat.axes, shapes, flat.parts):
