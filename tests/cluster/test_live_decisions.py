@@ -247,6 +247,8 @@ def test_what_becomes_of_a_job(tmp_path: Path, facts, options, kind: str, state:
         ({"step_seconds": {1: -1.0}}, "-1.0 seconds on 1 workers"),
         ({"steps": 0}, "0 steps"),
         ({"directory": "/nowhere"}, "no folder '/nowhere'"),
+        ({"command": ["caf\ud800"]}, "its command is"),
+        ({"env": {"A": "\ud800"}}, "its variables are not all texts"),
     ],
 )
 def test_a_submission_that_cannot_be_names_its_field(options, problem: str) -> None:

@@ -51,10 +51,11 @@ def main(folder: Path) -> int:
         os.environ.clear()  # its own would change what Python this process is
         os.environ.update(facts["env"])
         supervisor = Spec(**spec).supervisor(folder=folder / OWN)
-    except (OSError, WorkerError) as error:
+    except (OSError, ValueError, WorkerError) as error:  # ValueError: a text that the system does not take
         if is_no_room(error):
             return LATER
         text = str(error) if isinstance(error, WorkerError) else f"the job cannot run in {facts['directory']}: {error}"
+        text = text.encode(errors="backslashreplace").decode()  # names of files need not be UTF-8
         files.write_text(folder / REFUSED, text, WorkerError)
         print(f"vnode: {text}", file=sys.stderr)
         return 2

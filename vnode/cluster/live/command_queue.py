@@ -20,6 +20,7 @@ from typing import Any
 
 from vnode.cluster.live.arguments import add_state
 from vnode.cluster.live.cluster_view import look_at, read_cluster
+from vnode.cluster.live.submission import printable
 from vnode.errors import ClusterError
 
 HEADS = ("ID", "NAME", "STATE", "PRIORITY", "WORKERS", "STEP", "STEPS/S", "TIME", "WHY")
@@ -130,15 +131,6 @@ def cells(job: Mapping[str, Any], now: float) -> tuple[str, ...]:
         duration(since),
         why,
     )
-
-
-def printable(text: str) -> str:
-    """A text that moves no cursor: what a user calls a job, or a job prints, may hold anything.
-
-    >>> printable("a\\x1b[2Jb\\n")
-    'a?[2Jb?'
-    """
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def steps(job: Mapping[str, Any]) -> str:

@@ -169,11 +169,15 @@ class State:
                 )
                 database.executemany("INSERT OR REPLACE INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
             self.know_log()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise ClusterError(
                 f"the scheduler's file {self.path} cannot be written.",
                 facts=[str(error)],
                 remedies=["make room on its disk; running jobs continue meanwhile, and none is lost"],
+            ) from error
+        except (ValueError, TypeError, OverflowError) as error:  # a text or number that SQLite or JSON does not take
+            raise ClusterError(
+                f"the scheduler's file {self.path} takes no such value.", facts=[f"{type(error).__name__}: {error}"]
             ) from error
 
     def know_log(self) -> None:
@@ -211,7 +215,8 @@ class State:
 
     def renew(self, rows: Sequence[Row]) -> None:
         """Makes the table of jobs anew; where there is no room, it stays as it was: it is for people."""
-        with contextlib.suppress(sqlite3.Error), transaction(self.database) as database:
+        unwritable = (sqlite3.Error, ValueError, TypeError, OverflowError)
+        with contextlib.suppress(*unwritable), transaction(self.database) as database:
             database.execute("DELETE FROM jobs")
             database.executemany("INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
 

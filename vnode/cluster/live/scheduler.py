@@ -110,7 +110,7 @@ class Scheduler:
     """
 
     def __init__(self, state: Path, setup: Setup, say: Callable[[str], None] | None = None) -> None:
-        self.setup, self.say = setup, say or (lambda line: print(line, file=sys.stderr, flush=True))
+        self.setup, self.say = setup, say or say_on_stderr
         self.policy()  # or it is not known
         self.state = State(state)
         try:
@@ -200,7 +200,9 @@ class Scheduler:
                 self.state.append([], rows(self.changed.values()))
                 self.changed = {}
         if time.monotonic() - self.looked >= LOOK:
-            self.looked, self.shown = time.monotonic(), self.snapshot(RECENT)
+            self.looked = time.monotonic()
+            with self.logging_failures("snapshot"):
+                self.shown = self.snapshot(RECENT)
 
     def may_try(self, what: str) -> bool:
         """Whether something has not failed just before."""
@@ -552,3 +554,9 @@ class Scheduler:
         free = len(self.book.free())
         found = job_data(job, self.state.jobs, self.said.get(job.id, {}), self.paces.get(job.id), free)
         return {**found, "why": "its supervisor does not answer"} if job.id in self.silent else found
+
+
+def say_on_stderr(line: str) -> None:
+    """Prints a line for people, unless their terminal is gone."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from vnode.cluster.live.job_book import Book, LiveJob
 from vnode.cluster.live.step_times import Pace
+from vnode.cluster.live.submission import printable
 from vnode.errors import ClusterError
 
 LONGEST = 200
@@ -117,13 +118,13 @@ def job_in(found: Mapping[str, Any], name: str) -> dict[str, Any]:
     """
     jobs = [job for job in found["jobs"] if job["id"] == name]
     if not jobs:
-        called = [job for job in found["jobs"] if job["name"] == name]
+        called = [job for job in found["jobs"] if job["name"] == printable(name)]
         jobs = [job for job in called if job["ended"] is None] or called[-1:]
     if len(jobs) != 1:
         several = "several jobs are called" if jobs else "there is no job"
         facts = [f"{job['id']}: {job['name']}, {job['state']}" for job in jobs]
         raise ClusterError(
-            f"{several} {name[:80]!r}.",
+            f"{several} {printable(name[:80])!r}.",
             facts=facts or [f"there are {len(found['jobs'])} jobs"],
             remedies=["see their ids: vnode queue"],
         )

@@ -76,17 +76,21 @@ class Submission:
 
         command = self.command
         check(
-            isinstance(command, list | tuple) and len(command) > 0 and all(map(is_text, command)) and command[0],
+            isinstance(command, list | tuple) and len(command) > 0 and all(map(is_argument, command)) and command[0],
             f"its command is {command!r}",
             "give a command and its arguments, as texts without zero bytes: vnode submit -- python train.py",
         )
-        for field in ("name", "directory", "checkpoint"):
+        check(is_text(self.name), f"name is {self.name!r}", "give a text")
+        for field in ("directory", "checkpoint"):
             value = getattr(self, field)
-            check(is_text(value) or (value is None and field == "checkpoint"), f"{field} is {value!r}", "give a text")
+            check(
+                is_argument(value) or (value is None and field == "checkpoint"), f"{field} is {value!r}", "give a path"
+            )
         check(len(self.name) <= LONGEST, f"its name has {len(self.name)} letters", f"give {LONGEST} at most")
         check(
             isinstance(self.env, Mapping)
-            and all(is_text(name) and name and "=" not in name and is_text(value) for name, value in self.env.items()),
+            and all(is_argument(each) for variable in self.env.items() for each in variable)
+            and all(name and "=" not in name for name in self.env),
             "its variables are not all texts without zero bytes",
             "give env a text for each name, as os.environ has",
         )
@@ -130,11 +134,15 @@ class Submission:
 
     @property
     def title(self) -> str:
-        """Its name for people."""
+        """Its name for people, in letters that a terminal and a database take.
+
+        >>> Submission(command=["runs/caf\\udce9.py"], directory="/").title
+        'caf?.py'
+        """
         if self.name:
-            return self.name
+            return printable(self.name)
         scripts = [part for part in self.command[1:] if part.endswith(".py")]
-        return os.path.basename(scripts[0] if scripts else self.command[0])
+        return printable(os.path.basename(scripts[0] if scripts else self.command[0]))
 
     def facts(self) -> dict[str, Any]:
         """As plain data."""
@@ -176,9 +184,33 @@ def check_priority(priority: Any) -> None:
         )
 
 
+def printable(text: str) -> str:
+    """A text that moves no cursor and can be encoded: a job's name or output may hold anything.
+
+    >>> printable("a\\x1b[2Jb\\n")
+    'a?[2Jb?'
+    """
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def is_text(value: Any) -> bool:
-    """Whether the system takes it for a text."""
+    """Whether it is a text without zero bytes."""
     return isinstance(value, str) and "\0" not in value
+
+
+def is_argument(value: Any) -> bool:
+    """Whether the system takes it for a path, an argument or a variable: the bytes need not be UTF-8.
+
+    >>> is_argument("caf\\udce9"), is_argument("caf\\ud800")
+    (True, False)
+    """
+    if not is_text(value):
+        return False
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_count(value: Any) -> bool:

@@ -1,0 +1,103 @@
+"""A scheduler in this process, turn by turn; its supervisors are written down, and never started.
+
+Knows `Scheduler`. Must not start processes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.test_live import home  # noqa: F401
+from vnode.cluster.live import scheduler as module
+from vnode.cluster.live.event_store import read_records
+from vnode.cluster.live.job_book import Book
+from vnode.cluster.live.scheduler import Scheduler, Setup
+from vnode.cluster.live.submission import Submission
+from vnode.workers import detached
+
+
+class Absent:
+    """A supervisor of which nothing is heard unless a test says it."""
+
+    def __init__(self, job: str, attempt: int, folder: Path, report, *_: object) -> None:
+        self.job, self.attempt, self.folder, self.report, self.serial = job, attempt, folder, report, 0
+
+    def stop(self, why: str) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Turned:
+    """A scheduler with one device, of which a test makes each turn."""
+
+    def __init__(self, state: Path, devices: int = 1) -> None:
+        self.said: list[str] = []
+        self.scheduler = Scheduler(state, Setup(devices=list(map(str, range(devices)))), self.said.append)
+
+    def submit(self, **options) -> str:
+        facts = Submission(**{"command": ["true"], "rigid": True, "env": {}, "directory": "/", **options}).facts()
+        return self.scheduler.submit({"job": json.loads(json.dumps(facts))})
+
+    def turn(self) -> None:
+        self.scheduler.queue.put(lambda: None)  # nothing is waited for
+        self.scheduler.turn()
+
+
+@pytest.fixture
+def state(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
+    monkeypatch.setattr(module, "Supervised", Absent)
+    monkeypatch.setattr(module, "start", lambda *_: None)
+    return home / "cluster.db"
+
+
+@pytest.fixture
+def turned(state: Path) -> Iterator[Turned]:
+    found = Turned(state)
+    yield found
+    found.scheduler.close()
+
+
+def test_bytes_that_are_no_utf_8_reach_the_job_and_its_name_can_be_shown(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arguments, folders and variables of Linux are bytes, and Python has surrogates for those that are no UTF-8."""
+    started: list[tuple] = []
+    monkeypatch.setattr(module, "start", lambda *given: started.append(given))
+    raw = os.fsdecode(b"caf\xe9")
+    folder = state.parent / raw
+    folder.mkdir()
+    turned = Turned(state)
+    turned.submit(name=raw, command=["sh", raw], env={"X": raw}, directory=str(folder))
+    for _ in range(2):
+        turned.turn()
+    (_, spec, directory, env, _) = started[0]
+    assert (spec["command"], directory, env) == (["sh", raw], str(folder), {"X": raw})
+    assert spec["name"] == "caf?" and "job 1 (caf?): starts on 1: job 1 (caf?) with priority 1 arrived" in turned.said
+    assert not turned.scheduler.changed, "the table of jobs is written"
+    assert turned.scheduler.status({"job": raw})["name"] == "caf?", "it is found by the name that its user gave it"
+    turned.scheduler.close()
+    again = Turned(state)
+    assert again.scheduler.book.jobs["1"].submission.command == ["sh", raw]
+    again.scheduler.close()
+    assert Book(read_records(state)).jobs["1"].state == "running"
+
+
+def test_a_folder_that_is_gone_is_named_though_its_name_is_no_utf_8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO()))
+    gone = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
+    facts = {"spec": {"command": ["true"], "devices": ["0"]}, "directory": gone, "env": {}}
+    (tmp_path / detached.SPEC).write_text(json.dumps(facts))
+    assert detached.main(tmp_path) == 2
+    assert "cannot run in" in (tmp_path / detached.REFUSED).read_text(encoding="utf-8")
