@@ -20,7 +20,9 @@ from vnode.cluster.live.event_store import read_records
 from vnode.cluster.live.job_book import Book
 from vnode.cluster.live.scheduler import Scheduler, Setup
 from vnode.cluster.live.submission import Submission
-from vnode.workers import detached
+from vnode.errors import WorkerError
+from vnode.files import is_no_room
+from vnode.workers import detached, job_registry
 
 
 class Absent:
@@ -101,3 +103,14 @@ def test_a_folder_that_is_gone_is_named_though_its_name_is_no_utf_8(
     (tmp_path / detached.SPEC).write_text(json.dumps(facts))
     assert detached.main(tmp_path) == 2
     assert "cannot run in" in (tmp_path / detached.REFUSED).read_text(encoding="utf-8")
+
+
+def test_a_folder_of_checkpoints_that_another_job_has_is_no_want_of_room(tmp_path: Path) -> None:
+    """Else the second of two jobs with one folder is begun again for ever."""
+    checkpoint = tmp_path / "checkpoint"
+    first = job_registry.Entry("first", str(checkpoint), tmp_path / "first")
+    with pytest.raises(WorkerError, match="a supervisor already runs a job in") as caught:
+        job_registry.Entry("second", str(checkpoint), tmp_path / "second")
+    assert not is_no_room(caught.value)
+    first.close(0, "", None)
+    job_registry.Entry("third", str(checkpoint), tmp_path / "third").close(0, "", None)

@@ -296,15 +296,12 @@ class Entry:
         try:
             checkpoint.mkdir(parents=True, exist_ok=True)
             self.lock = os.open(checkpoint / LINK, os.O_RDWR | os.O_CREAT, 0o644)
-            if fcntl is not None:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not take_lock(self.lock):
+                raise running_error(checkpoint)  # without a cause: EAGAIN of a lock is no want of room
             wait_for_workers(parsed(os.read(self.lock, 1 << 16)), checkpoint)
             os.ftruncate(self.lock, 0)
             said = {**self.facts, "job": str(self.folder)}
             os.pwrite(self.lock, json.dumps(said).encode(), 0)
-        except BlockingIOError as error:
-            self.release()
-            raise running_error(checkpoint) from error
         except WorkerError:
             self.release()
             raise
@@ -356,6 +353,16 @@ class Entry:
         if self.lock is not None:
             os.close(self.lock)
             self.lock = None
+
+
+def take_lock(descriptor: int) -> bool:
+    """Locks an open file until it is closed; False if another process has locked it."""
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def parsed(text: bytes) -> dict[str, Any]:
