@@ -20,7 +20,8 @@ from vnode.cluster.live.event_store import read_records
 from vnode.cluster.live.job_book import Book
 from vnode.cluster.live.scheduler import Scheduler, Setup
 from vnode.cluster.live.submission import Submission
-from vnode.errors import WorkerError
+from vnode.cluster.live.supervised_job import Report
+from vnode.errors import ClusterError, WorkerError
 from vnode.files import is_no_room
 from vnode.workers import detached, job_registry
 
@@ -50,7 +51,7 @@ class Turned:
         return self.scheduler.submit({"job": json.loads(json.dumps(facts))})
 
     def turn(self) -> None:
-        self.scheduler.queue.put(lambda: None)  # nothing is waited for
+        self.scheduler.queue.put(("nothing", lambda: None))  # nothing is waited for
         self.scheduler.turn()
 
 
@@ -91,6 +92,33 @@ def test_bytes_that_are_no_utf_8_reach_the_job_and_its_name_can_be_shown(
     assert again.scheduler.book.jobs["1"].submission.command == ["sh", raw]
     again.scheduler.close()
     assert Book(read_records(state)).jobs["1"].state == "running"
+
+
+def test_a_full_disk_as_a_job_ends_is_said_once_and_the_scheduler_can_be_ended(
+    turned: Turned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = turned.scheduler
+    turned.submit()
+    turned.turn()
+    turned.turn()
+    supervised = scheduler.supervised["1"]
+
+    def append(records, rows=()) -> None:
+        raise ClusterError("the disk is full")
+
+    with monkeypatch.context() as full:
+        full.setattr(scheduler.state, "append", append)
+        full.setattr(module, "AGAIN", 0.0)  # it is tried in each turn
+        supervised.report(Report("1", 1, "gone", facts={"pid": 1, "code": 0, "events": []}))
+        for _ in range(5):
+            supervised.report(Report("1", 1, "status", facts={}))  # in between, another report succeeds
+            turned.turn()
+        assert [line for line in turned.said if "full" in line] == ["vnode: the disk is full"]
+        scheduler.stop()
+        scheduler.run()
+    assert scheduler.book.jobs["1"].state == "running"
+    turned.turn()
+    assert scheduler.book.jobs["1"].state == "succeeded" and not scheduler.ends
 
 
 def test_a_folder_that_is_gone_is_named_though_its_name_is_no_utf_8(

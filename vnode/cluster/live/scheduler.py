@@ -15,7 +15,7 @@ import queue
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,8 @@ class Scheduler:
         try:
             self.book = Book(self.state.records())
             self.check_devices()
-            self.queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+            self.queue: queue.SimpleQueue[tuple[str, Callable[[], None]]] = queue.SimpleQueue()
+            self.ends: dict[str, Report] = {}  # of jobs, which could not be written down
             self.supervised: dict[str, Supervised] = {}
             self.paces: dict[str, Pace] = {}
             self.said: dict[str, Mapping[str, Any]] = {}
@@ -182,12 +183,13 @@ class Scheduler:
 
     def turn(self) -> None:
         """Handles all new events."""
-        with contextlib.suppress(queue.Empty):
-            event = self.queue.get(timeout=TICK)
-            while True:
-                with self.logging_failures("news"):
-                    event()
-                event = self.queue.get_nowait()
+        for what, event in self.news():
+            with self.logging_failures(what):
+                event()
+        for report in list(self.ends.values()):
+            if self.may_try(named(report)):
+                with self.logging_failures(named(report)):
+                    self.hear(report)
         if (self.dirty or (self.again is not None and self.now() >= self.again)) and self.may_try("decide"):
             with self.logging_failures("decide"):
                 self.decide()
@@ -204,6 +206,13 @@ class Scheduler:
             with self.logging_failures("snapshot"):
                 self.shown = self.snapshot(RECENT)
 
+    def news(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """The events that are there, after a short wait for the first; those that they cause are of the next turn."""
+        with contextlib.suppress(queue.Empty):
+            yield self.queue.get(timeout=TICK)
+            for _ in range(self.queue.qsize()):
+                yield self.queue.get_nowait()
+
     def may_try(self, what: str) -> bool:
         """Whether something has not failed just before."""
         return time.monotonic() >= self.troubles.get(what, ("", 0.0))[1]
@@ -213,7 +222,7 @@ class Scheduler:
         """Logs why an action failed, as on a full disk; it is tried again some time later.
 
         Args:
-          what: the id of a job, or a name of what concerns all.
+          what: the id of a job, or a name of the action: a failure is said once until that action succeeds.
         """
         try:
             yield
@@ -227,8 +236,8 @@ class Scheduler:
             self.troubles[what] = text, time.monotonic() + AGAIN
 
     def stop(self) -> None:
-        """Ends the scheduler. Jobs go on."""
-        self.queue.put(lambda: setattr(self, "ended", True))
+        """Ends the scheduler. Jobs go on. A handler of signals may call it."""
+        self.ended = True
 
     def close(self) -> None:
         """Lets another scheduler have the file."""
@@ -258,7 +267,7 @@ class Scheduler:
 
     def take_request(self, request: Mapping[str, Any], reply: Reply) -> None:
         """Takes a request from the thread of a connection."""
-        self.queue.put(lambda: self.answer(request, reply))
+        self.queue.put(("request", lambda: self.answer(request, reply)))
 
     def answer(self, request: Mapping[str, Any], reply: Reply) -> None:
         """Answers a request."""
@@ -354,7 +363,7 @@ class Scheduler:
         """Speaks with the supervisor of a job from now on."""
         self.paces[job.id] = Pace(job.seconds, job.step)
         self.said.pop(job.id, None)
-        take = lambda report: self.queue.put(lambda: self.hear(report))  # noqa: E731
+        take = lambda report: self.queue.put((named(report), lambda: self.hear(report)))  # noqa: E731
         rigid = job.submission.rigid
         folder, serial = self.attempt(job), self.book.schedulers * WISHES
         supervised = Supervised(job.id, job.attempt, folder, take, process, rigid, job.supervisor, serial)
@@ -368,6 +377,8 @@ class Scheduler:
     def hear(self, report: Report) -> None:
         """Takes in news of a supervisor."""
         job = self.book.jobs[report.job]
+        if report.kind == "gone":
+            self.ends.pop(job.id, None)
         if job.attempt != report.attempt or job.is_over or not job.alive:
             return
         if report.kind != "silent":
@@ -421,20 +432,20 @@ class Scheduler:
         try:
             self.measure(job)
             self.record(outcome(job, report.facts, self.attempt(job) / OWN, self.now()))
-        except ClusterError:
-            self.queue.put(lambda: self.hear(report))  # it is not written down: again
-            time.sleep(TICK)
+        except Exception:
+            self.ends[job.id] = report  # it is not written down: again, some time later
             raise
         if self.supervised.get(job.id) is supervised:
             del self.supervised[job.id]
         self.cancelled.pop(job.id, None)
-        for path in (self.attempt(job) / OWN).glob("programs*"):
-            shutil.rmtree(path, ignore_errors=True)
         if not job.is_over and not made_room:  # whatever ended it may still be so
             self.troubles[job.id] = "", time.monotonic() + AGAIN
         self.note_cause(f"{job.called} {job.state if job.is_over else 'has no workers'}")
         if job.is_over:
             self.say(f"{job.called}: {job.state}" + (f" (exit code {job.code})" if job.code else ""))
+        with contextlib.suppress(OSError):
+            for path in (self.attempt(job) / OWN).glob("programs*"):
+                shutil.rmtree(path, ignore_errors=True)
 
     # Decisions
 
@@ -554,6 +565,11 @@ class Scheduler:
         free = len(self.book.free())
         found = job_data(job, self.state.jobs, self.said.get(job.id, {}), self.paces.get(job.id), free)
         return {**found, "why": "its supervisor does not answer"} if job.id in self.silent else found
+
+
+def named(report: Report) -> str:
+    """The name of a report's action: a failure of it is not forgotten when another report is taken in."""
+    return f"{report.kind} of job {report.job}"
 
 
 def say_on_stderr(line: str) -> None:
