@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import queue
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +18,11 @@ import pytest
 from tests.cluster.test_live import home  # noqa: F401
 from vnode.cluster.live import scheduler as module
 from vnode.cluster.live.event_store import read_records
-from vnode.cluster.live.job_book import Book
+from vnode.cluster.live.job_book import Book, LiveJob
+from vnode.cluster.live.job_outcome import outcome
 from vnode.cluster.live.scheduler import Scheduler, Setup
 from vnode.cluster.live.submission import Submission
-from vnode.cluster.live.supervised_job import Report
+from vnode.cluster.live.supervised_job import Report, Supervised
 from vnode.errors import ClusterError, WorkerError
 from vnode.files import is_no_room
 from vnode.workers import detached, job_registry
@@ -142,3 +144,42 @@ def test_a_folder_of_checkpoints_that_another_job_has_is_no_want_of_room(tmp_pat
     assert not is_no_room(caught.value)
     first.close(0, "", None)
     job_registry.Entry("third", str(checkpoint), tmp_path / "third").close(0, "", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code"),
+    [
+        ("events.jsonl", b'\xff\n[1]\n{"event": 3}\n{"event": "finished", "why": ""}\n', 0),
+        ("job.json", b'{"children": [3]}', None),
+        ("job.json", b"[" * 100_000, None),
+        ("end.json", b"[1]", None),
+        ("../refused.txt", b"no room in caf\xe9", None),
+        ("worker-final.err", b"", 3),
+    ],
+)
+def test_a_job_that_damages_its_files_is_gone_all_the_same(
+    tmp_path: Path, name: str, content: bytes, code: int | None
+) -> None:
+    own = tmp_path / "1" / "run-1" / "job"
+    own.mkdir(parents=True)
+    (own / "job.json").write_text(json.dumps({"pid": 1, "children": []} | ({} if code is None else {"code": code})))
+    (own / name).write_bytes(content)
+    reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    supervised = Supervised("1", 1, own.parent, reports.put, rigid=True)
+    report = reports.get(timeout=30)
+    supervised.close()
+    assert report.kind == "gone" and report.facts.get("code") == code
+    if name == "events.jsonl":
+        assert [event["why"] for event in report.facts["events"]] == [""]
+    job = LiveJob("1", 0, Submission(command=["true"], rigid=True), 0.0, 1.0, 1)
+    assert outcome(job, report.facts, own, 1.0).facts.get("state") != "running"
+
+
+def test_an_end_whose_records_mean_nothing_frees_the_device(turned: Turned) -> None:
+    turned.submit()
+    turned.turn()
+    turned.turn()
+    turned.scheduler.supervised["1"].report(Report("1", 1, "gone", facts={"step": "three", "code": 0}))
+    turned.turn()
+    job = turned.scheduler.book.jobs["1"]
+    assert job.state == "failed" and "cannot be read: TypeError" in job.why and not job.devices

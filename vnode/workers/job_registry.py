@@ -187,13 +187,15 @@ class Found:
     def events(self) -> list[dict[str, Any]]:
         """Its events, in order."""
         try:
-            lines = (self.folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+            lines = (self.folder / "events.jsonl").read_bytes().splitlines()
         except OSError:
             return []
         events = []
         for line in lines:
-            with contextlib.suppress(ValueError):  # the last one, while it is written
-                events.append(json.loads(line))
+            with contextlib.suppress(ValueError, RecursionError):  # the last one, while it is written; or damaged
+                event = json.loads(line)
+                if isinstance(event, dict) and isinstance(event.get("event"), str):
+                    events.append({"worker": None, "step": None, "why": "", **event})
         return events
 
 
@@ -201,13 +203,16 @@ def load(folder: Path) -> Found | None:
     """Reads a job's folder; None if it is none."""
     try:
         facts = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        if not isinstance(facts, dict):
+            return None
+        if "code" not in facts:
+            with contextlib.suppress(OSError):
+                facts.update(parsed((folder / END).read_bytes()))
+        for pid, _ in facts.get("children", []):
+            if not isinstance(pid, int):
+                return None
+    except (OSError, ValueError, TypeError, RecursionError):  # TypeError: children that are no pairs
         return None
-    if not isinstance(facts, dict):
-        return None
-    if "code" not in facts:
-        with contextlib.suppress(OSError, ValueError):
-            facts.update(json.loads((folder / END).read_text(encoding="utf-8")))
     return Found(folder, facts)
 
 
@@ -369,7 +374,7 @@ def parsed(text: bytes) -> dict[str, Any]:
     """The facts in a link file; empty if it is empty or something else."""
     try:
         said = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}
 

@@ -23,7 +23,7 @@ from vnode.cluster.live.admission import check_runs
 from vnode.cluster.live.event_log import Record
 from vnode.cluster.live.event_store import State
 from vnode.cluster.live.job_book import Book, LiveJob, rows
-from vnode.cluster.live.job_outcome import outcome
+from vnode.cluster.live.job_outcome import KILLED, outcome
 from vnode.cluster.live.policy_shares import decide, policy_of, reasons
 from vnode.cluster.live.socket_server import Door, Reply
 from vnode.cluster.live.status_data import job_data, job_in, snapshot
@@ -431,7 +431,7 @@ class Scheduler:
         supervised, made_room = self.supervised[job.id], job.stopping
         try:
             self.measure(job)
-            self.record(outcome(job, report.facts, self.attempt(job) / OWN, self.now()))
+            self.record(self.outcome_of(job, report))
         except Exception:
             self.ends[job.id] = report  # it is not written down: again, some time later
             raise
@@ -446,6 +446,16 @@ class Scheduler:
         with contextlib.suppress(OSError):
             for path in (self.attempt(job) / OWN).glob("programs*"):
                 shutil.rmtree(path, ignore_errors=True)
+
+    def outcome_of(self, job: LiveJob, report: Report) -> Record:
+        """The record of a job that is gone: whatever its files hold, its devices are free."""
+        try:
+            return outcome(job, report.facts, self.attempt(job) / OWN, self.now())
+        except Exception as error:
+            why = f"the records of its end cannot be read: {type(error).__name__}: {error}"
+            state = "cancelled" if job.cancel else "failed"
+            facts = {"state": state, "code": KILLED, "why": why, "step": job.step}
+            return Record(self.now(), "ended", job.id, facts)
 
     # Decisions
 

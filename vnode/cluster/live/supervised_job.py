@@ -198,12 +198,14 @@ class Supervised:
     # The thread
 
     def follow(self) -> None:
-        """Speaks with the supervisor until it is gone, whatever this process lacks meanwhile, as descriptors."""
+        """Speaks with the supervisor until it is gone, whatever this process lacks or its files hold meanwhile."""
         while not self.closed:
             try:
                 self.follow_closely()
                 return
-            except OSError:
+            except (
+                Exception
+            ):  # no descriptors, say, or a file that the job has damaged: its end is heard of all the same
                 self.report(Report(self.job, self.attempt, "silent"))
                 time.sleep(1)
 
@@ -304,10 +306,10 @@ class Supervised:
         blameless = self.process is None or self.process.returncode == LATER
         facts: dict[str, Any] = {"blameless": blameless}
         if found is not None:
-            facts |= {**found.facts, "events": found.events()}
+            facts |= {**found.facts, "events": found.events()}  # neither raises, whatever the files hold
             code = None if self.process is None else self.process.returncode
             if code == 0 or (self.rigid and code is not None and code >= 0 and not blameless):
                 facts = {"code": code, "why": "", **facts}  # a full disk may not have taken it
         with contextlib.suppress(OSError):
-            facts["refused"] = (self.folder / REFUSED).read_text(encoding="utf-8")
+            facts["refused"] = (self.folder / REFUSED).read_bytes().decode(errors="replace")
         self.report(Report(self.job, self.attempt, "gone", facts=facts))
