@@ -5,10 +5,12 @@ Knows `Scheduler`. Must not start processes.
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
 import queue
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,3 +185,43 @@ def test_an_end_whose_records_mean_nothing_frees_the_device(turned: Turned) -> N
     turned.turn()
     job = turned.scheduler.book.jobs["1"]
     assert job.state == "failed" and "cannot be read: TypeError" in job.why and not job.devices
+
+
+def copied(turned: Turned, there: Path, *, known: int) -> Path:
+    """A copy of a scheduler's file whose job 1 has a supervisor."""
+    turned.submit()
+    turned.turn()
+    turned.turn()
+    facts = {"pid": known, "started": job_registry.started(os.getpid())}
+    turned.scheduler.supervised["1"].report(Report("1", 1, "begun", facts=facts))
+    turned.turn()
+    there.mkdir()
+    for path in there.parent.glob("cluster.db*"):
+        if path.is_file() and path.suffix != ".lock":
+            shutil.copy(path, there)
+    return there / "cluster.db"
+
+
+def test_a_copy_is_refused_while_a_job_of_the_original_runs(turned: Turned, tmp_path: Path) -> None:
+    copy = copied(turned, tmp_path / "copy", known=os.getpid())
+    before = Book(read_records(copy)).schedulers
+    running = tmp_path / "cluster.db.jobs" / "1" / "run-1"
+    with pytest.raises(ClusterError, match=rf"is a copy: job 1 \(true\) still runs at {running}"):
+        Turned(copy)
+    assert Book(read_records(copy)).schedulers == before, "nothing is written into it"
+
+
+def test_a_copy_goes_on_once_nothing_runs_and_a_moved_file_while_it_runs(turned: Turned, tmp_path: Path) -> None:
+    copy = copied(turned, tmp_path / "copy", known=2**22 + 1)  # no process has this number
+    running = tmp_path / "cluster.db.jobs" / "1" / "run-1"
+    running.mkdir(parents=True)
+    with open(running / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the supervisor is there before it is known
+        with pytest.raises(ClusterError, match="is a copy"):
+            Turned(copy)
+        moved = copy.parent / "cluster.db.jobs" / "1"
+        moved.mkdir()
+        running.rename(moved / "run-1")
+        Turned(copy).scheduler.close()
+        shutil.rmtree(moved)
+    Turned(copy).scheduler.close()

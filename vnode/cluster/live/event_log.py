@@ -13,7 +13,7 @@ Knows plain data. Must not know where they are kept, nor what follows from them.
 | `limited` | the most `workers` that it may have, and `why` |
 | `decided` | `shares` by job, `again`: when to decide next, `why` of each change |
 | `granted` | `devices` that a job has besides |
-| `starting` | number of the `attempt`: its supervisor is about to be started |
+| `starting` | number of the `attempt`: its supervisor is about to be started, in a `folder` |
 | `begun` | its supervisor is there: `pid`, and when it was `started` |
 | `stopping` | its devices are for others: it saves, and waits |
 | `holds` | the `devices` that it still has |

@@ -34,6 +34,7 @@ class LiveJob:
       devices: names of those that it has.
       attempt: number of its supervisor; 0 before the first.
       alive: whether that supervisor may be there.
+      folder: of that supervisor, when it was started; None in records of earlier versions.
       supervisor: its process number, and when it was started, as the kernel tells; None before it has answered.
       stopping: whether it was asked to make room for others.
       cancel: whether someone wants it to end.
@@ -60,6 +61,7 @@ class LiveJob:
     devices: list[str] = dataclasses.field(default_factory=list)
     attempt: int = 0
     alive: bool = False
+    folder: str | None = None
     supervisor: tuple[int, str | None] | None = None
     stopping: bool = False
     cancel: bool = False
@@ -210,7 +212,7 @@ class Book:
     def take_starting(self, job: LiveJob, record: Record) -> None:
         """Its supervisor is about to be there."""
         job.attempt, job.alive, job.stopping, job.trains, job.why = record.facts["attempt"], True, False, 0, ""
-        job.supervisor = None
+        job.supervisor, job.folder = None, record.facts.get("folder")
 
     def take_begun(self, job: LiveJob, record: Record) -> None:
         """Its supervisor is there."""

@@ -29,7 +29,7 @@ from vnode.cluster.live.socket_server import Door, Reply
 from vnode.cluster.live.status_data import job_data, job_in, snapshot
 from vnode.cluster.live.step_times import Pace
 from vnode.cluster.live.submission import Submission, check_priority
-from vnode.cluster.live.supervised_job import Report, Supervised, start
+from vnode.cluster.live.supervised_job import Report, Supervised, runs_elsewhere, start
 from vnode.cluster.simulator import Policy
 from vnode.errors import ClusterError
 from vnode.files import is_no_room
@@ -116,6 +116,7 @@ class Scheduler:
         try:
             self.book = Book(self.state.records())
             self.check_devices()
+            self.check_original()
             self.queue: queue.SimpleQueue[tuple[str, Callable[[], None]]] = queue.SimpleQueue()
             self.ends: dict[str, Report] = {}  # of jobs, which could not be written down
             self.supervised: dict[str, Supervised] = {}
@@ -155,6 +156,26 @@ class Scheduler:
                     f"{job.called} still uses device {gone[0]}, which this scheduler was not given.",
                     facts=[f"devices before: {', '.join(self.book.devices)}"],
                     remedies=["start the scheduler with its earlier devices, and cancel the job or wait for it"],
+                )
+
+    def check_original(self) -> None:
+        """Looks whether a job of this file runs in a folder of another one: then this file is a copy.
+
+        The supervisor answers to the scheduler of the other file, and uses devices that this one would give away.
+
+        Raises:
+          ClusterError: one does.
+        """
+        for job in self.book.active():
+            if (
+                job.alive
+                and job.folder is not None
+                and runs_elsewhere(Path(job.folder), self.attempt(job), job.supervisor)
+            ):
+                raise ClusterError(
+                    f"{self.state.path} is a copy: {job.called} still runs at {job.folder}.",
+                    facts=["it belongs to the scheduler of the file that was copied"],
+                    remedies=["start the scheduler with that file", "or cancel its jobs there, and copy it again"],
                 )
 
     def policy(self) -> Policy:
@@ -370,9 +391,9 @@ class Scheduler:
         self.supervised[job.id] = supervised
         return supervised
 
-    def attempt(self, job: LiveJob) -> Path:
-        """The folder of a job's supervisor."""
-        return self.state.jobs / job.id / f"run-{job.attempt}"
+    def attempt(self, job: LiveJob, number: int | None = None) -> Path:
+        """The folder of a job's supervisor: of the last one, or of a number."""
+        return self.state.jobs / job.id / f"run-{job.attempt if number is None else number}"
 
     def hear(self, report: Report) -> None:
         """Takes in news of a supervisor."""
@@ -496,7 +517,9 @@ class Scheduler:
             if job.share and len(free := self.book.free()) >= job.share:
                 moment = self.now()
                 granted = Record(moment, "granted", job.id, {"devices": free[: job.share]})
-                self.record(granted, Record(moment, "starting", job.id, {"attempt": job.attempt + 1}))
+                number = job.attempt + 1
+                facts = {"attempt": number, "folder": str(self.attempt(job, number))}
+                self.record(granted, Record(moment, "starting", job.id, facts))
                 self.begin(job)
         elif job.submission.rigid:
             return

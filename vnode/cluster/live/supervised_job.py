@@ -114,6 +114,22 @@ def is_there(folder: Path) -> bool:
         return False
 
 
+def runs_elsewhere(folder: Path, own: Path, known: tuple[int, str | None] | None) -> bool:
+    """Whether an attempt that was started in one folder still runs, and is not that of another folder.
+
+    A folder that was moved has the supervisor's lock, which is held; a copy of it has another one, which is free.
+
+    Args:
+      folder: where it was started.
+      own: where it is looked for.
+      known: process number of the supervisor, and when it was started, if a scheduler has seen it.
+    """
+    if folder == own or is_there(own):
+        return False
+    alive = known is not None and job_registry.started(known[0]) == known[1] is not None
+    return alive or is_there(folder) or bool(job_registry.marked(str(folder / OWN)))
+
+
 class Supervised:
     """Speaks with the supervisor of one attempt, in a thread of its own, until that is gone.
 
