@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import vnode.cluster
 from tests.budget import examples
 from vnode.cluster.live.estimates import step_times
+from vnode.cluster.live.event_forms import Forms
 from vnode.cluster.live.event_log import Record
 from vnode.cluster.live.history import result_of, simulated
 from vnode.cluster.live.job_book import Book
@@ -41,12 +42,13 @@ class World:
 
     def __init__(self, devices: int, policy: str, **options) -> None:
         self.records: list[Record] = []
-        self.book, self.time = Book(), 0.0
+        self.book, self.time, self.forms = Book(), 0.0, Forms()
         self.add(began(devices, policy, **options))
         self.name, self.options = policy, options
 
     def add(self, record: Record) -> None:
         record = Record(record.time, record.kind, record.job, json.loads(json.dumps(record.facts)))
+        self.forms.check(record)
         self.records.append(record)
         self.book.add(record)
 

@@ -5,6 +5,7 @@ Knows `State`, and SQLite. Must not know what records mean.
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -18,9 +19,11 @@ import pytest
 
 from vnode.cluster.live.event_log import Record
 from vnode.cluster.live.event_store import State, check_file_system, file_system_of, read_records
+from vnode.cluster.live.submission import Submission
 from vnode.errors import ClusterError
 
-RECORDS = [Record(0.1 + 0.2, "submitted", "1", {"name": "ä\n"}), Record(2.0, "began", None, {"devices": ["0"]})]
+FACTS = {"devices": ["0"], "policy": "ä\n", "options": {}}
+RECORDS = [Record(0.1 + 0.2, "began", None, FACTS), Record(2.0, "began", None, FACTS)]
 
 
 def test_records_come_back_as_they_were(tmp_path: Path) -> None:
@@ -75,6 +78,10 @@ def damage_program(path: Path) -> None:
         (damage_version, "version 99"),
         (damage_program, "another program"),
         (lambda path: path.write_bytes(b"no database at all, and longer than a header" * 99), "not a database"),
+        (
+            lambda path: path.write_bytes(path.read_bytes().replace(b"CREATE TABLE jobs", b"CRE\xffTE TABLE jobs")),
+            "utf-8",
+        ),
         (lambda path: os.truncate(path, 5000), "malformed|no such table|another program|events"),
     ],
 )
@@ -85,6 +92,40 @@ def test_other_files_are_refused(tmp_path: Path, damage, why: str) -> None:
     for opened in (State, lambda path: read_records(path)):
         with pytest.raises(ClusterError, match=why):
             opened(path)
+
+
+JOB = Submission(command=["true"], env={}, directory="/").facts()
+
+
+@pytest.mark.parametrize(
+    ("kind", "job", "facts", "why"),
+    [
+        ("dance", "1", "{}", "its kind is 'dance'"),
+        ("began", None, '{"devices": 3, "policy": "x", "options": {}}', "began: devices is 3"),
+        ("began", None, '{"policy": "x", "options": {}}', "began: devices is missing"),
+        ("began", None, "7", "its facts are 7"),
+        ("began", None, "{", "Expecting"),
+        ("submitted", "2", "{}", "a job cannot be read: KeyError"),
+        ("submitted", "1", json.dumps(JOB), "its job is '1'"),
+        ("submitted", "2", json.dumps({**JOB, "env": [1]}), "env is"),
+        ("submitted", "2", json.dumps({**JOB, "command": [None]}), "command is"),
+        ("priority", "1", '{"priority": null}', "priority: priority is None"),
+        ("cancel", "3", "{}", "no job '3' was submitted"),
+        ("cancel", None, "{}", "its job is None"),
+        ("decided", None, '{"shares": {"7": 1}, "why": {}, "again": null}', "no job '7'"),
+        ("measured", "1", '{"step": 1, "seconds": {"a": 1}}', "seconds is"),
+        ("ended", "1", '{"state": "gone", "code": 0, "step": 0, "why": ""}', "state is 'gone'"),
+    ],
+)
+def test_a_damaged_event_is_named_by_its_number(tmp_path: Path, kind: str, job: str, facts: str, why: str) -> None:
+    path = tmp_path / "cluster.db"
+    state = State(path)
+    state.append([Record(0.0, "submitted", "1", JOB)])
+    state.database.execute("INSERT INTO events (time, kind, job, facts) VALUES (1.0, ?, ?, ?)", (kind, job, facts))
+    for opened in (state.records, lambda: read_records(path)):
+        with pytest.raises(ClusterError, match=rf"not a scheduler's file.\n  event 2 is damaged: (.|\n)*{why}"):
+            opened()
+    state.close()
 
 
 def test_a_folder_that_is_not_there_and_one_that_cannot_be_written(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Turns records into rows of an SQLite file, and back. One scheduler has the file; whoever wants may read it.
 
-Knows SQLite, locks and file systems. Must not know what records mean.
+Knows SQLite, locks, file systems, and the forms of records. Must not know what records mean.
 
 A record is on the disk when `append` returns (WAL, full synchronisation). Records are only ever added: a trigger keeps
 them as they are. The table `jobs` is for people with `sqlite3` at hand: it can be made again from the records.
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vnode import files
+from vnode.cluster.live.event_forms import Forms
 from vnode.cluster.live.event_log import Record
 from vnode.errors import ClusterError
 
@@ -57,6 +58,9 @@ CREATE TABLE jobs (
 );
 """
 
+UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
+"""Errors of a damaged database; the second one is raised where SQLite's own message repeats damaged bytes."""
+
 Row = tuple[str, str, str, float, int, float, float | None, int | None]
 """A row of the table `jobs`."""
 
@@ -86,7 +90,7 @@ class State:
         except OSError as error:
             self.close()
             raise unusable(self.path, error.strerror or str(error)) from error
-        except sqlite3.Error as error:
+        except UNREADABLE as error:
             self.close()
             raise unusable(self.path, str(error)) from error
         except ClusterError:
@@ -143,12 +147,15 @@ class State:
         Raises:
           ClusterError: it belongs to another file.
         """
-        mine = self.database.execute("SELECT id FROM identity").fetchone()[0]
+        found = self.database.execute("SELECT id FROM identity").fetchone()
+        if found is None or not isinstance(found[0], str):
+            raise unusable(self.path, "its identity is missing")
+        mine = found[0]
         self.jobs.mkdir(mode=0o700, exist_ok=True)
         owner = self.jobs / OWNER
         if not owner.exists() and not any(self.jobs.iterdir()):
             owner.write_text(mine, encoding="utf-8")
-        if not owner.exists() or owner.read_text(encoding="utf-8") != mine:
+        if not owner.exists() or owner.read_bytes() != mine.encode(errors="replace"):
             raise ClusterError(
                 f"the folder {self.jobs} belongs to another scheduler's file than {self.path}.",
                 remedies=["move it away, or delete it", "or give --state another file"],
@@ -210,7 +217,7 @@ class State:
         """
         try:
             return list(rows_of(self.database, self.path))
-        except sqlite3.Error as error:
+        except UNREADABLE as error:
             raise unusable(self.path, str(error)) from error
 
     def renew(self, rows: Sequence[Row]) -> None:
@@ -263,18 +270,24 @@ def read_records(path: Path) -> list[Record]:
         with contextlib.closing(sqlite3.connect(path)) as database:
             check_version(database, path)
             return list(rows_of(database, path))
-    except sqlite3.Error as error:
+    except UNREADABLE as error:
         raise unusable(path, str(error)) from error
 
 
 def rows_of(database: sqlite3.Connection, path: Path) -> Iterator[Record]:
-    """The records in a database."""
+    """The records in a database.
+
+    Raises:
+      ClusterError: one is damaged.
+    """
+    forms = Forms()
     for seq, at, kind, job, facts in database.execute("SELECT seq, time, kind, job, facts FROM events ORDER BY seq"):
         try:
-            said = json.loads(facts)
-        except ValueError as error:
-            raise unusable(path, f"event {seq} is no JSON: {error}") from error
-        yield Record(at, kind, job, said)
+            record = Record(at, kind, job, json.loads(facts))
+            forms.check(record)
+        except (ValueError, TypeError, RecursionError) as error:  # TypeError: a number in the place of JSON
+            raise unusable(path, f"event {seq} is damaged: {error}") from error
+        yield record
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vnode.cluster.live.admission import check_runs
+from vnode.cluster.live.event_forms import check_form
 from vnode.cluster.live.event_log import Record
 from vnode.cluster.live.event_store import State
 from vnode.cluster.live.job_book import Book, LiveJob, rows
@@ -471,7 +472,9 @@ class Scheduler:
     def outcome_of(self, job: LiveJob, report: Report) -> Record:
         """The record of a job that is gone: whatever its files hold, its devices are free."""
         try:
-            return outcome(job, report.facts, self.attempt(job) / OWN, self.now())
+            record = outcome(job, report.facts, self.attempt(job) / OWN, self.now())
+            check_form(record)
+            return record
         except Exception as error:
             why = f"the records of its end cannot be read: {type(error).__name__}: {error}"
             state = "cancelled" if job.cancel else "failed"

@@ -144,6 +144,29 @@ class Submission:
         scripts = [part for part in self.command[1:] if part.endswith(".py")]
         return printable(os.path.basename(scripts[0] if scripts else self.command[0]))
 
+    def check_types(self) -> None:
+        """Looks whether each field has its type; a submission of an earlier version may break newer rules.
+
+        Raises:
+          ValueError: one has not.
+        """
+        text = lambda value: isinstance(value, str)  # noqa: E731
+        good = {
+            "command": isinstance(self.command, list) and bool(self.command) and all(map(text, self.command)),
+            "workers": len(self.range) == 2 and all(map(is_count, self.range)),
+            "name": text(self.name),
+            "priority": is_number(self.priority),
+            "rigid": isinstance(self.rigid, bool),
+            "restart": isinstance(self.restart, bool | None),
+            "checkpoint": isinstance(self.checkpoint, str | None),
+            "steps": self.steps is None or is_count(self.steps),
+            "directory": text(self.directory),
+            "env": isinstance(self.env, dict) and all(text(each) for pair in self.env.items() for each in pair),
+            "arrival": is_number(self.arrival),
+        }
+        if bad := [name for name, is_good in good.items() if not is_good]:
+            raise ValueError(f"{bad[0]} is {getattr(self, bad[0])!r}")
+
     def facts(self) -> dict[str, Any]:
         """As plain data."""
         found = dataclasses.asdict(self)
@@ -166,6 +189,7 @@ class Submission:
                 object.__setattr__(self, field.name, found.pop(field.name))
             if found:
                 raise ValueError(f"unknown {', '.join(found)}")
+            self.check_types()
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ClusterError(f"a job cannot be read: {type(error).__name__}: {error}") from error
         return self
