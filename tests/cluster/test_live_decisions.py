@@ -19,9 +19,9 @@ from vnode.cluster.live.estimates import step_times
 from vnode.cluster.live.event_forms import Forms
 from vnode.cluster.live.event_log import Record
 from vnode.cluster.live.history import result_of, simulated
-from vnode.cluster.live.job_book import Book
+from vnode.cluster.live.job_book import Book, least
 from vnode.cluster.live.job_outcome import outcome
-from vnode.cluster.live.policy_shares import decide, least, policy_of, reasons, replay
+from vnode.cluster.live.policy_shares import decide, policy_of, reasons, replay
 from vnode.cluster.live.submission import Submission
 from vnode.cluster.policies import POLICIES
 from vnode.errors import ClusterError

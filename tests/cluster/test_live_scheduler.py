@@ -227,3 +227,24 @@ def test_a_copy_goes_on_once_nothing_runs_and_a_moved_file_while_it_runs(turned:
         Turned(copy).scheduler.close()
         shutil.rmtree(moved)
     Turned(copy).scheduler.close()
+
+
+def test_a_job_for_which_there_are_too_few_devices_says_so(state: Path) -> None:
+    before = Turned(state, 4)
+    before.submit(workers=4)
+    before.scheduler.close()
+    after = Turned(state, 2)
+    after.turn()
+    assert after.scheduler.status({"job": "1"})["why"] == "it needs 4 devices, and there are 2"
+    after.scheduler.close()
+
+
+def test_a_deleted_folder_of_jobs_is_made_again_with_its_owner(state: Path) -> None:
+    turned = Turned(state)
+    shutil.rmtree(turned.scheduler.state.jobs)
+    turned.submit()
+    turned.turn()
+    turned.turn()
+    (turned.scheduler.state.jobs / "1").mkdir()
+    turned.scheduler.close()
+    Turned(state).scheduler.close()

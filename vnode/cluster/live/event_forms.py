@@ -42,11 +42,17 @@ def is_seconds(value: Any) -> bool:
     return table_of(is_number)(value) and all(key.isdecimal() for key in value)
 
 
+def is_options(value: Any) -> bool:
+    """Whether it has the options of a policy."""
+    counts = value.get("counts", []) if isinstance(value, dict) else None
+    return isinstance(counts, list) and all(map(is_count, counts))
+
+
 OPTIONAL = ("folder",)
 """Facts that records of earlier versions lack."""
 
 FORMS: Mapping[str, Mapping[str, Form]] = {
-    "began": {"devices": is_list_of_texts, "policy": is_string, "options": lambda value: isinstance(value, dict)},
+    "began": {"devices": is_list_of_texts, "policy": is_string, "options": is_options},
     "submitted": {},
     "priority": {"priority": is_number},
     "cancel": {},
@@ -108,7 +114,7 @@ class Forms:
     """Checks the records of a file one after the other: their forms, and that they name jobs that were submitted."""
 
     def __init__(self) -> None:
-        self.jobs: set[str] = set()
+        self.jobs: set[str | None] = set()
 
     def check(self, record: Record) -> None:
         """Refuses a record that cannot follow those before it.

@@ -139,6 +139,10 @@ class State:
         check_version(self.database, self.path)
         self.database.execute("PRAGMA journal_mode = WAL")
         self.database.execute("PRAGMA synchronous = FULL")
+        found = self.database.execute("SELECT id FROM identity").fetchone()
+        if found is None or not isinstance(found[0], str):
+            raise unusable(self.path, "its identity is missing")
+        self.identity = found[0]
         self.check_folder()
 
     def check_folder(self) -> None:
@@ -147,15 +151,11 @@ class State:
         Raises:
           ClusterError: it belongs to another file.
         """
-        found = self.database.execute("SELECT id FROM identity").fetchone()
-        if found is None or not isinstance(found[0], str):
-            raise unusable(self.path, "its identity is missing")
-        mine = found[0]
         self.jobs.mkdir(mode=0o700, exist_ok=True)
         owner = self.jobs / OWNER
         if not owner.exists() and not any(self.jobs.iterdir()):
-            owner.write_text(mine, encoding="utf-8")
-        if not owner.exists() or owner.read_bytes() != mine.encode(errors="replace"):
+            files.write_text(owner, self.identity, ClusterError)  # whole or not at all, as on a full disk
+        if not owner.exists() or owner.read_bytes() != self.identity.encode(errors="replace"):
             raise ClusterError(
                 f"the folder {self.jobs} belongs to another scheduler's file than {self.path}.",
                 remedies=["move it away, or delete it", "or give --state another file"],

@@ -6,6 +6,7 @@ Knows what each record changes. Must not know where records come from, nor what 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -242,6 +243,21 @@ class Book:
         job.devices, job.alive, job.trains, job.share = [], False, 0, 0
         job.state, job.code, job.why = record.facts["state"], record.facts["code"], record.facts["why"]
         job.step, job.ended = record.facts["step"], record.time
+
+
+def counts_of(book: Book, job: LiveJob) -> Sequence[int]:
+    """The numbers of devices that a job may have, in rising order."""
+    low, high = job.submission.range
+    allowed = book.options.get("counts")
+    if allowed is None or job.submission.rigid:
+        return range(min(low, job.limit), min(high, job.limit) + 1)
+    return [count for count in allowed if min(low, job.limit) <= count <= min(high, job.limit)]
+
+
+def least(book: Book, job: LiveJob) -> float:
+    """The fewest devices that a job may have; infinite if it can have none."""
+    counts = counts_of(book, job)
+    return counts[0] if len(counts) else math.inf
 
 
 def state_of(job: LiveJob) -> str:

@@ -8,7 +8,6 @@ A decision depends on the book, the policy and the time alone: `replay` makes al
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 from vnode.cluster.jobs import PENDING, RESIZING, RUNNING, STARTING, Job, Jobs
 from vnode.cluster.live.estimates import remaining_of, speeds_of
 from vnode.cluster.live.event_log import Record
-from vnode.cluster.live.job_book import Book, LiveJob
+from vnode.cluster.live.job_book import Book, LiveJob, counts_of, least
 from vnode.cluster.policies import POLICIES, named
 from vnode.cluster.resize_costs import VNODE
 from vnode.cluster.simulator import Decision, Policy, as_array, table_of
@@ -119,21 +118,6 @@ def usable(book: Book, given: Mapping[str, int], devices: int) -> dict[str, int]
             left -= more - found[job.id]
             found[job.id] = more
     return found
-
-
-def counts_of(book: Book, job: LiveJob) -> Sequence[int]:
-    """The numbers of devices that a job may have, in rising order."""
-    low, high = job.submission.range
-    allowed = book.options.get("counts")
-    if allowed is None or job.submission.rigid:
-        return range(min(low, job.limit), min(high, job.limit) + 1)
-    return [count for count in allowed if min(low, job.limit) <= count <= min(high, job.limit)]
-
-
-def least(book: Book, job: LiveJob) -> float:
-    """The fewest devices that a job may have; infinite if it can have none."""
-    counts = counts_of(book, job)
-    return counts[0] if len(counts) else math.inf
 
 
 def table(book: Book, jobs: Sequence[LiveJob], time: float) -> Jobs:

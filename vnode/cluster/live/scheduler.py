@@ -561,6 +561,7 @@ class Scheduler:
             spec["restart"] = self.setup.restart if submission.restart is None else submission.restart
             spec["checkpoint"] = submission.checkpoint or str(folder / "checkpoint")
         try:
+            self.state.check_folder()
             process = start(self.attempt(job), spec, submission.directory, submission.env, folder)
         except (ClusterError, OSError) as error:
             if is_no_room(error):
@@ -598,8 +599,7 @@ class Scheduler:
 
     def show(self, job: LiveJob) -> dict[str, Any]:
         """A job as plain data."""
-        free = len(self.book.free())
-        found = job_data(job, self.state.jobs, self.said.get(job.id, {}), self.paces.get(job.id), free)
+        found = job_data(job, self.state.jobs, self.said.get(job.id, {}), self.paces.get(job.id), self.book)
         return {**found, "why": "its supervisor does not answer"} if job.id in self.silent else found
 
 

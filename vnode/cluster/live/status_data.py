@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vnode.cluster.live.job_book import Book, LiveJob
+from vnode.cluster.live.job_book import Book, LiveJob, counts_of
 from vnode.cluster.live.step_times import Pace
 from vnode.cluster.live.submission import printable
 from vnode.errors import ClusterError
@@ -51,13 +51,13 @@ def snapshot(
             "began": book.began,
             "now": time,
         },
-        "jobs": [job_data(job, folder, said.get(job.id, {}), paces.get(job.id), len(free)) for job in jobs],
+        "jobs": [job_data(job, folder, said.get(job.id, {}), paces.get(job.id), book) for job in jobs],
         "decisions": list(book.decisions),
         "history": history,
     }
 
 
-def job_data(job: LiveJob, folder: Path, said: Mapping[str, Any], pace: Pace | None, free: int) -> dict[str, Any]:
+def job_data(job: LiveJob, folder: Path, said: Mapping[str, Any], pace: Pace | None, book: Book) -> dict[str, Any]:
     """A job as plain data.
 
     Args:
@@ -65,7 +65,7 @@ def job_data(job: LiveJob, folder: Path, said: Mapping[str, Any], pace: Pace | N
       folder: of all jobs' output.
       said: the last status of its supervisor.
       pace: how fast it is, if it is known.
-      free: how many devices nobody has.
+      book: of all jobs.
     """
     alive = job.alive and not job.is_over
     speed = None
@@ -89,7 +89,7 @@ def job_data(job: LiveJob, folder: Path, said: Mapping[str, Any], pace: Pace | N
         "started": job.started,
         "ended": job.ended,
         "code": job.code,
-        "why": job.why or reason_to_wait(job, free),
+        "why": job.why or reason_to_wait(job, book),
         "command": shortened(job.submission.command),
         "folder": str(folder / job.id),
     }
@@ -101,13 +101,19 @@ def shortened(command: Sequence[str]) -> list[str]:
     return parts if len(command) <= LONGEST else [*parts, "..."]
 
 
-def reason_to_wait(job: LiveJob, free: int) -> str:
+def reason_to_wait(job: LiveJob, book: Book) -> str:
     """Why a job has no devices; empty if it has some, or has ended."""
     if job.state != "pending" or job.devices:
         return ""
     if job.share:
-        return f"waits for {job.share} devices: {free} are free, others are about to be"
-    return f"the policy gives the devices to other jobs; it needs {job.submission.range[0]}"
+        return f"waits for {job.share} devices: {len(book.free())} are free, others are about to be"
+    counts = counts_of(book, job)
+    if not counts:
+        low, high = job.submission.range
+        return f"it needs {low}:{high} devices, and jobs have {', '.join(map(str, book.options['counts']))}"
+    if counts[0] > len(book.devices):
+        return f"it needs {counts[0]} devices, and there are {len(book.devices)}"
+    return f"the policy gives the devices to other jobs; it needs {counts[0]}"
 
 
 def job_in(found: Mapping[str, Any], name: str) -> dict[str, Any]:
