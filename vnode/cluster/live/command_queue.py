@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from typing import Any
 
 from vnode.cluster.live.arguments import add_state
 from vnode.cluster.live.cluster_view import look_at, read_cluster
+from vnode.cluster.live.status_data import to_json
 from vnode.cluster.live.submission import printable
 from vnode.errors import ClusterError
 
@@ -58,7 +58,7 @@ def execute_queue(chosen: argparse.Namespace) -> int:
         print(f"vnode: {error}", file=sys.stderr)
         return 1
     if chosen.json:
-        print(json.dumps(found))
+        print(to_json(found))
         return 0
     lines = [HEADS, *(cells(job, found["cluster"]["now"]) for job in listed_jobs(found, chosen.all))]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEADS))]
@@ -76,7 +76,7 @@ def execute_status(chosen: argparse.Namespace) -> int:
         print(f"vnode: {error}", file=sys.stderr)
         return 1
     if chosen.json:
-        print(json.dumps(job))
+        print(to_json(job))
         return 0
     low, high = job["workers"]
     code = "" if job["code"] is None or job["state"] == "cancelled" else f" (exit code {job['code']})"

@@ -5,6 +5,8 @@ Knows what people look at. Must not know terminals, nor HTML.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,3 +137,24 @@ def job_in(found: Mapping[str, Any], name: str) -> dict[str, Any]:
             remedies=["see their ids: vnode queue"],
         )
     return jobs[0]
+
+
+def to_json(data: Any) -> str:
+    """JSON that browsers and other programs read: numbers that are not finite become text.
+
+    >>> to_json({"loss": float("nan"), "best": [1.5, float("inf")]})
+    '{"loss": "nan", "best": [1.5, "inf"]}'
+    """
+    try:
+        return json.dumps(data, allow_nan=False)
+    except ValueError:
+        return json.dumps(without_nan(data), allow_nan=False)
+
+
+def without_nan(data: Any) -> Any:
+    """The same data, with text in place of numbers that are not finite."""
+    if isinstance(data, dict):
+        return {key: without_nan(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [without_nan(value) for value in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data

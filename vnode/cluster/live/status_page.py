@@ -15,7 +15,6 @@ import asyncio
 import base64
 import contextlib
 import hashlib
-import json
 import math
 import os
 import secrets
@@ -26,6 +25,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vnode.cluster.live.status_data import to_json
 from vnode.cluster.live.token_guard import guard_application
 from vnode.cluster.svg import COLOURS
 from vnode.errors import ClusterError
@@ -227,27 +227,6 @@ def look_at(snapshot: dict[str, Any]) -> Look:
     lasting = to_json({key: value for key, value in cluster.items() if key != "now"})
     data = f'{{"cluster": {to_json(cluster)}, {others[1:]}'
     return Look("message", data, lasting + others, to_json(cluster["now"]))
-
-
-def to_json(data: Any) -> str:
-    """JSON that browsers read: numbers that are not finite become text.
-
-    >>> to_json({"loss": float("nan"), "best": [1.5, float("inf")]})
-    '{"loss": "nan", "best": [1.5, "inf"]}'
-    """
-    try:
-        return json.dumps(data, allow_nan=False)
-    except ValueError:
-        return json.dumps(without_nan(data), allow_nan=False)
-
-
-def without_nan(data: Any) -> Any:
-    """The same data, with text in place of numbers that are not finite."""
-    if isinstance(data, dict):
-        return {key: without_nan(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [without_nan(value) for value in data]
-    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def last_lines(path: Path) -> str:
