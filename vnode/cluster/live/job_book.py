@@ -187,7 +187,7 @@ class Book:
 
     def take_cancel(self, job: LiveJob, record: Record) -> None:
         """Someone wants it to end."""
-        job.cancel, job.share = True, 0
+        job.cancel, job.share = True, len(job.devices) if job.keeps else 0
 
     def take_measured(self, job: LiveJob, record: Record) -> None:
         """Its speed."""
