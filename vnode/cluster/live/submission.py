@@ -22,6 +22,8 @@ MOST = 65_536
 HIGHEST = 1_000_000
 """Priorities are from one over this up to this."""
 
+PRIORITY_REMEDY = f"give a number above 0, {HIGHEST:,} at most, such as 5"
+
 LONGEST = 200
 """Letters of a name."""
 
@@ -113,7 +115,7 @@ class Submission:
             f"a rigid job keeps its devices, and it asks for {low}:{high}",
             f"give one number: --workers {high}",
         )
-        check_priority(self.priority)
+        check(is_priority(self.priority), f"its priority is {self.priority!r}", PRIORITY_REMEDY)
         check(isinstance(self.step_seconds, Mapping), f"step_seconds is {self.step_seconds!r}", "give a dict")
         for count, seconds in self.step_seconds.items():
             check(
@@ -196,16 +198,18 @@ class Submission:
 
 
 def check_priority(priority: Any) -> None:
-    """Refuses what is no priority.
+    """Refuses to give a job something that is no priority.
 
     Raises:
       ClusterError: it is none.
     """
-    if not (is_number(priority) and 1 / HIGHEST <= priority <= HIGHEST):
-        raise ClusterError(
-            f"a job cannot be submitted: its priority is {priority!r}.",
-            remedies=[f"give a number above 0, {HIGHEST:,} at most: --priority 5"],
-        )
+    if not is_priority(priority):
+        raise ClusterError(f"a job cannot have the priority {priority!r}.", remedies=[PRIORITY_REMEDY])
+
+
+def is_priority(value: Any) -> bool:
+    """Whether it is a priority."""
+    return is_number(value) and 1 / HIGHEST <= value <= HIGHEST
 
 
 def printable(text: str) -> str:
