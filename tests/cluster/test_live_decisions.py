@@ -24,6 +24,7 @@ from vnode.cluster.live.job_outcome import outcome
 from vnode.cluster.live.policy_shares import decide, policy_of, reasons, replay
 from vnode.cluster.live.submission import Submission
 from vnode.cluster.policies import POLICIES
+from vnode.cluster.simulator import Decision
 from vnode.errors import ClusterError
 
 NAMES = [*POLICIES, "guarantee"]
@@ -158,10 +159,14 @@ def test_a_policy_that_fails_or_gives_too_much_is_said() -> None:
         "whole number": lambda now, jobs, devices: [0.5, 1],
         "jobs that do not exist": lambda now, jobs, devices: {"7": 1},
         "NaN|nan|whole": lambda now, jobs, devices: [float("nan"), 1],
+        "'soon', which is no time": lambda now, jobs, devices: Decision([1, 1], again="soon"),  # type: ignore[arg-type]
+        "nan, which is no time": lambda now, jobs, devices: Decision([1, 1], again=float("nan")),
     }
     for words, policy in bad.items():
         with pytest.raises(ClusterError, match=f"the policy fails: (.|\n)*({words})"):
             decide(world.book, policy, 1.0)
+    never = decide(world.book, lambda now, jobs, devices: Decision([0, 0], again=float("inf")), 1.0)
+    assert never.again is None
     with pytest.raises(ClusterError, match="no policy 'gavel_max_min'"):
         policy_of("gavel_max_min", {})
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,22 @@ class Decision:
 
     shares: Any
     again: float | None = None
+
+
+def time_of(again: Any) -> float | None:
+    """When a policy wants to decide again; None: not before the next event.
+
+    Raises:
+      ClusterError: that is no time.
+    """
+    if again is None:
+        return None
+    if not isinstance(again, numbers.Real) or math.isnan(again):
+        raise ClusterError(
+            f"a policy wants to decide again at {again!r}, which is no time.",
+            remedies=["return Decision(shares, again=seconds), in the seconds of its argument now; or again=None"],
+        )
+    return None if math.isinf(again) else float(again)
 
 
 class Simulator:
@@ -243,7 +260,7 @@ class Simulator:
         self.decisions += 1
         again = None
         if isinstance(decided, Decision):
-            decided, again = decided.shares, decided.again
+            decided, again = decided.shares, time_of(decided.again)
         self.again = math.inf if again is None or again <= self.now else again
         shares = as_array(decided, view).reshape(len(active), len(self.kinds))
         beyond = len(self.kinds) == 1 and (shares[:, 0] > view.demand).any()

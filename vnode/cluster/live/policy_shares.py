@@ -19,7 +19,7 @@ from vnode.cluster.live.event_log import Record
 from vnode.cluster.live.job_book import Book, LiveJob, counts_of, least
 from vnode.cluster.policies import POLICIES, named
 from vnode.cluster.resize_costs import VNODE
-from vnode.cluster.simulator import Decision, Policy, as_array, table_of
+from vnode.cluster.simulator import Decision, Policy, as_array, table_of, time_of
 from vnode.errors import ClusterError
 
 STATES = {"pending": PENDING, "starting": STARTING, "running": RUNNING, "resizing": RESIZING}
@@ -81,7 +81,7 @@ def decide(book: Book, policy: Policy, time: float) -> Decided:
         found = policy(time - book.epoch, jobs, there)
         again = None
         if isinstance(found, Decision):
-            found, again = found.shares, found.again
+            found, again = found.shares, time_of(found.again)
         given = as_array(found, jobs)
         if given.sum() > there or (given < 0).any():
             raise ValueError(f"it gives {given.tolist()} of {there} devices")
