@@ -32,9 +32,10 @@ from vnode.cluster.live.step_times import Pace
 from vnode.cluster.live.submission import Submission, check_priority
 from vnode.cluster.live.supervised_job import Report, Supervised, runs_elsewhere, start
 from vnode.cluster.simulator import Policy
-from vnode.errors import ClusterError
+from vnode.errors import ClusterError, WorkerError
 from vnode.files import is_no_room
 from vnode.workers.detached import OWN
+from vnode.workers.start_job import Spec
 
 TICK = 0.1
 """Seconds between two looks at what is to be done."""
@@ -87,6 +88,10 @@ class Setup:
         allowed = self.options.get("counts")
         if allowed and min(allowed) > len(self.devices):
             raise ClusterError(f"no job could begin: there are {len(self.devices)} devices, and counts are {allowed}")
+        try:  # what no job could be started with is refused now
+            Spec(command=("true",), name="", workers=1, backend=self.backend, resources=self.resources).check()
+        except WorkerError as error:
+            raise ClusterError(str(error)) from error
 
     @property
     def policy_name(self) -> str:
