@@ -18,16 +18,18 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.test_live import home  # noqa: F401
+from vnode import cli
 from vnode.cluster.live import scheduler as module
 from vnode.cluster.live.event_store import read_records
 from vnode.cluster.live.job_book import Book, LiveJob
 from vnode.cluster.live.job_outcome import outcome
 from vnode.cluster.live.scheduler import Scheduler, Setup
+from vnode.cluster.live.socket_server import request
 from vnode.cluster.live.submission import Submission
 from vnode.cluster.live.supervised_job import Report, Supervised
 from vnode.errors import ClusterError, WorkerError
 from vnode.files import is_no_room
-from vnode.workers import detached, job_registry
+from vnode.workers import detached, job_registry, start_job
 
 
 class Absent:
@@ -248,3 +250,45 @@ def test_a_deleted_folder_of_jobs_is_made_again_with_its_owner(state: Path) -> N
     (turned.scheduler.state.jobs / "1").mkdir()
     turned.scheduler.close()
     Turned(state).scheduler.close()
+
+
+def test_a_rigid_job_that_is_cancelled_does_not_start_again(turned: Turned) -> None:
+    turned.submit()
+    turned.turn()
+    turned.turn()
+    turned.said.clear()
+    turned.scheduler.cancel({"job": "1"})
+    turned.turn()
+    assert not turned.said
+    assert turned.scheduler.book.jobs["1"].devices == ["0"]
+
+
+def test_another_priority_that_cannot_be_is_named(turned: Turned) -> None:
+    turned.submit()
+    with pytest.raises(ClusterError, match=r"a job cannot have the priority 0.0(.|\n)*a number above 0"):
+        turned.scheduler.change_priority({"job": "1", "priority": 0.0})
+
+
+def test_what_places_workers_is_there_before_a_scheduler_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_job.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ClusterError, match="backend 'ray' needs Ray"):
+        Setup(devices=["0"], backend="ray")
+    with pytest.raises(ClusterError, match="does not know resources"):
+        Setup(devices=["0"], resources={"GPU": 1})
+
+
+def test_a_request_that_is_too_large_is_not_sent(turned: Turned) -> None:
+    with pytest.raises(ClusterError, match=r"cannot be sent to the scheduler(.|\n)*20,000,\d* bytes, more than"):
+        request("submit", str(turned.scheduler.state.path), job={"env": {"A": "x" * 20_000_000}})
+
+
+def test_a_loss_that_is_no_number_is_json_all_the_same(turned: Turned, capsys: pytest.CaptureFixture[str]) -> None:
+    turned.submit()
+    path = turned.scheduler.state.path
+    shown = turned.scheduler.status({"job": "1"}) | {"metrics": {"loss": float("nan")}}
+    for name, given in (("read_cluster", ({"jobs": [shown]}, True)), ("look_at", shown)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(f"vnode.cluster.live.command_queue.{name}", lambda *_, given=given: given)
+            more = ["1"] if name == "look_at" else []
+            assert cli.main(["status" if more else "queue", "--json", "--state", str(path), *more]) == 0
+        assert "NaN" not in capsys.readouterr().out

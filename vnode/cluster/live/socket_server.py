@@ -21,7 +21,7 @@ from typing import Any
 from vnode.cluster.live.event_store import holder
 from vnode.errors import ClusterError, WorkerError
 from vnode.workers import job_registry
-from vnode.workers.wire import Channel, WireError, connections
+from vnode.workers.wire import Channel, WireError, connections, frame
 
 VARIABLE = "VNODE_CLUSTER"
 """Names the file of the scheduler that commands ask, if they name none."""
@@ -172,9 +172,17 @@ def request(kind: str, state: str | None = None, **facts: Any) -> dict[str, Any]
       The answer.
 
     Raises:
-      ClusterError: it refuses, does not answer, or there is none.
+      ClusterError: it refuses, does not answer, or there is none; or the request is too large.
     """
     scheduler = find(state)
+    try:
+        frame({"kind": kind, **facts})
+    except WireError as error:
+        raise ClusterError(
+            "the request cannot be sent to the scheduler.",
+            facts=[str(error)],
+            remedies=["give the job fewer or shorter arguments and variables; put large texts into a file"],
+        ) from error
     try:
         channel = Channel.connect(scheduler["socket"], ANSWER)
         try:
