@@ -138,6 +138,7 @@ class Submission:
     def title(self) -> str:
         """Its name for people, in letters that a terminal and a database take.
 
+        >>> from vnode.cluster import Submission
         >>> Submission(command=["runs/caf\\udce9.py"], directory="/").title
         'caf?.py'
         """
