@@ -120,6 +120,7 @@ def test_a_full_disk_as_a_job_ends_is_said_once_and_the_scheduler_can_be_ended(
         supervised.report(Report("1", 1, "gone", facts={"pid": 1, "code": 0, "events": []}))
         for _ in range(5):
             supervised.report(Report("1", 1, "status", facts={}))  # in between, another report succeeds
+            supervised.report(Report("1", 1, "begun", facts={"pid": 1, "started": None}))  # and another one fails
             turned.turn()
         assert [line for line in turned.said if "full" in line] == ["vnode: the disk is full"]
         scheduler.stop()

@@ -257,9 +257,10 @@ class Scheduler:
         except Exception as error:  # whatever it is: the other jobs go on, and who cancels one is heard
             known = isinstance(error, ClusterError | OSError)
             text = str(error) if known else f"{type(error).__name__}: {error} (a defect of vnode; please report it)"
-            if text != self.troubles.get(what, ("", 0.0))[0]:
-                whose = f"{self.book.jobs[what].called}: " if what in self.book.jobs else ""
-                self.say(f"vnode: {whose}{text}")
+            if what in self.book.jobs:
+                text = f"{self.book.jobs[what].called}: {text}"
+            if all(text != before for before, _ in self.troubles.values()):  # a full disk stops several actions
+                self.say(f"vnode: {text}")
             self.troubles[what] = text, time.monotonic() + AGAIN
 
     def stop(self) -> None:
