@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vnode.errors import WorkerError, layout_message
+from vnode.errors import WorkerError
 from vnode.workers.actions import Action, EndService, Kill, Spawn, Terminate
 from vnode.workers.supervision import Decisions, exit_code
 from vnode.workers.worker_process import LOST, READY, Limits, Worker
@@ -76,10 +76,8 @@ class Rigid(Decisions):
         """
         if workers != self.wanted:
             raise WorkerError(
-                layout_message(
-                    f"this job keeps its {self.wanted} devices: it is not a vnode program.",
-                    remedies=["end it, and submit it again"],
-                )
+                f"this job keeps its {self.wanted} devices: it is not a vnode program.",
+                remedies=["end it, and submit it again"],
             )
 
     def resized(self, changed: bool, now: float) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vnode import files
-from vnode.errors import WorkerError, layout_message
+from vnode.errors import WorkerError
 from vnode.stopped import Resident
 from vnode.workers import RUN
 from vnode.workers.actions import Record
@@ -84,11 +84,9 @@ def private(top: Path, name: str) -> Path:
                 raise PermissionError(f"{path} is not a folder that only this user can read")
     except OSError as error:
         raise WorkerError(
-            layout_message(
-                f"the folder {folder} cannot be used.",
-                facts=[str(error)],
-                remedies=["set XDG_RUNTIME_DIR to a folder of your own, of mode 0700"],
-            )
+            f"the folder {folder} cannot be used.",
+            facts=[str(error)],
+            remedies=["set XDG_RUNTIME_DIR to a folder of your own, of mode 0700"],
         ) from error
     return folder
 
@@ -236,11 +234,9 @@ def find(target: str | os.PathLike[str]) -> Found:
             return job
     facts = [f"process {job.facts['pid']}: {job.name}" for job in running] or ["there is none in another folder either"]
     raise WorkerError(
-        layout_message(
-            f"no job is running in {name!r}.",
-            facts=facts,
-            remedies=["give the folder of checkpoints or the process number, as `vnode runs` lists them"],
-        )
+        f"no job is running in {name!r}.",
+        facts=facts,
+        remedies=["give the folder of checkpoints or the process number, as `vnode runs` lists them"],
     )
 
 
@@ -313,11 +309,9 @@ class Entry:
         except OSError as error:
             self.release()
             raise WorkerError(
-                layout_message(
-                    f"cannot write to the folder of checkpoints {checkpoint}.",
-                    facts=[files.failure_reason(error)],
-                    remedies=["give --checkpoint a folder that this process may write to"],
-                )
+                f"cannot write to the folder of checkpoints {checkpoint}.",
+                facts=[files.failure_reason(error)],
+                remedies=["give --checkpoint a folder that this process may write to"],
             ) from error
 
     def save(self, **facts: Any) -> None:
@@ -399,11 +393,9 @@ def wait_for_workers(before: dict[str, Any], checkpoint: Path) -> None:
                     os.kill(pid, signal.SIGKILL)
         if time.monotonic() > end:
             raise WorkerError(
-                layout_message(
-                    f"workers of an earlier job still write to {checkpoint}.",
-                    facts=[f"its supervisor {before['pid']} is gone; processes {' '.join(map(str, left))} are there"],
-                    remedies=[f"end them: kill -9 {' '.join(map(str, left))}", "or use another folder"],
-                )
+                f"workers of an earlier job still write to {checkpoint}.",
+                facts=[f"its supervisor {before['pid']} is gone; processes {' '.join(map(str, left))} are there"],
+                remedies=[f"end them: kill -9 {' '.join(map(str, left))}", "or use another folder"],
             )
         time.sleep(0.1)
 
@@ -416,15 +408,13 @@ def running_error(checkpoint: Path) -> WorkerError:
     except (OSError, ValueError, KeyError):
         pid, host, since = "?", "?", "?"
     return WorkerError(
-        layout_message(
-            f"a supervisor already runs a job in {checkpoint}.",
-            facts=[f"process {pid} on {host} since {since}"],
-            remedies=[
-                f"ask it for other workers: vnode workers {checkpoint} N",
-                f"end it with a checkpoint: kill {pid}",
-                "or use another folder",
-            ],
-        )
+        f"a supervisor already runs a job in {checkpoint}.",
+        facts=[f"process {pid} on {host} since {since}"],
+        remedies=[
+            f"ask it for other workers: vnode workers {checkpoint} N",
+            f"end it with a checkpoint: kill {pid}",
+            "or use another folder",
+        ],
     )
 
 

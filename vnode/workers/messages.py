@@ -162,17 +162,13 @@ def check_number(workers: int, most: int | None, nodes: int | None) -> None:
     """
     if workers < 1:
         raise WorkerError(
-            layout_message(
-                f"a job cannot have {workers} workers.",
-                remedies=["ask for one or more", "to end the job with a checkpoint: job.stop(), or Ctrl-C"],
-            )
+            f"a job cannot have {workers} workers.",
+            remedies=["ask for one or more", "to end the job with a checkpoint: job.stop(), or Ctrl-C"],
         )
     if most is not None and workers > most:
         raise WorkerError(
-            layout_message(
-                f"this job may have {most} workers at most, not {workers}.",
-                remedies=["start it with a larger max_workers (--max-workers)"],
-            )
+            f"this job may have {most} workers at most, not {workers}.",
+            remedies=["start it with a larger max_workers (--max-workers)"],
         )
     if nodes is not None and workers > nodes:
         raise WorkerError(too_few_nodes(nodes, workers))

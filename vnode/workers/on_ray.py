@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vnode.errors import WorkerError, layout_message
+from vnode.errors import WorkerError
 from vnode.stopped import Resident
 from vnode.workers import INTERFACE, JOB, TOKEN_FILE
 from vnode.workers.child_processes import Processes, of_worker
@@ -255,14 +255,12 @@ def connect() -> tuple[Any, bool]:
         ray.init(address=address, namespace="vnode", log_to_driver=False, logging_level=logging.ERROR, **own)
     except Exception as error:  # of many kinds: no address, no answer, another version, another token
         raise WorkerError(
-            layout_message(
-                f"Ray at {address!r} does not answer.",
-                facts=[f"{type(error).__name__}: {error}"],
-                remedies=[
-                    "set RAY_ADDRESS to the address of a running Ray that this host is a node of, or to 'auto'",
-                    "or unset it: then the supervisor starts a Ray of this host",
-                ],
-            )
+            f"Ray at {address!r} does not answer.",
+            facts=[f"{type(error).__name__}: {error}"],
+            remedies=[
+                "set RAY_ADDRESS to the address of a running Ray that this host is a node of, or to 'auto'",
+                "or unset it: then the supervisor starts a Ray of this host",
+            ],
         ) from error
     return ray, bool(own)
 
@@ -277,9 +275,7 @@ def check_one_host(ray: Any, interface: str) -> None:
     others = {name: address for name, address in names.items() if name != socket.gethostname()}
     if others:
         raise WorkerError(
-            layout_message(
-                f"other nodes of Ray cannot reach a supervisor that listens at {interface}.",
-                facts=[f"{name} is at {address}" for name, address in sorted(others.items())],
-                remedies=[f"give the address of this host: --interface {ray.util.get_node_ip_address()}, interface="],
-            )
+            f"other nodes of Ray cannot reach a supervisor that listens at {interface}.",
+            facts=[f"{name} is at {address}" for name, address in sorted(others.items())],
+            remedies=[f"give the address of this host: --interface {ray.util.get_node_ip_address()}, interface="],
         )

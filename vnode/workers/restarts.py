@@ -132,9 +132,7 @@ class Restarts(Decisions):
             raise WorkerError(RUN_ENDED)
         if workers != self.wanted and self.reference is not None and not self.saves:
             raise WorkerError(
-                layout_message(
-                    "workers that are replaced at each change need a folder of checkpoints.", remedies=[FOLDER]
-                )
+                "workers that are replaced at each change need a folder of checkpoints.", remedies=[FOLDER]
             )
 
     def resized(self, changed: bool, now: float) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from vnode.errors import WorkerError, layout_message
+from vnode.errors import WorkerError
 from vnode.files import is_no_room
 from vnode.workers.child_processes import Backend, Processes
 from vnode.workers.fixed_command import Rigid
@@ -88,51 +88,39 @@ class Spec:
                 raise WorkerError(f"{name} must be an integer, not {number!r}")
         if self.backend not in BACKENDS:
             known = " or ".join(map(repr, BACKENDS))
-            raise WorkerError(layout_message(f"backend {self.backend!r} is not known.", remedies=[f"use {known}"]))
+            raise WorkerError(f"backend {self.backend!r} is not known.", remedies=[f"use {known}"])
         if self.backend == "ray" and importlib.util.find_spec("ray") is None:
             raise WorkerError(
-                layout_message(
-                    "backend 'ray' needs Ray.", remedies=["pip install 'vnode[ray]'", "or use backend 'processes'"]
-                )
+                "backend 'ray' needs Ray.", remedies=["pip install 'vnode[ray]'", "or use backend 'processes'"]
             )
         if self.resources is not None and self.backend != "ray":
             raise WorkerError(
-                layout_message(
-                    f"backend {self.backend!r} does not know resources.",
-                    facts=[f"asked for: {dict(self.resources)}"],
-                    remedies=["leave resources= out", "or use backend 'ray'"],
-                )
+                f"backend {self.backend!r} does not know resources.",
+                facts=[f"asked for: {dict(self.resources)}"],
+                remedies=["leave resources= out", "or use backend 'ray'"],
             )
         if self.restart and (self.rejoin or self.spares):
             other = "rejoin" if self.rejoin else "spares"
             raise WorkerError(
-                layout_message(
-                    f"restart and {other} exclude each other: restart replaces all workers at each change.",
-                    remedies=[f"leave one of them out: --restart or --{other}"],
-                )
+                f"restart and {other} exclude each other: restart replaces all workers at each change.",
+                remedies=[f"leave one of them out: --restart or --{other}"],
             )
         if self.restart:
             joining_command(self.command)
         if self.rigid and (self.restart or self.rejoin or self.spares or self.backend == "ray"):
             raise WorkerError(
-                layout_message(
-                    "a command that is not a vnode program has no workers to replace, or to place by Ray.",
-                    remedies=["leave restart, rejoin, spares and backend out", "or submit a vnode program"],
-                )
+                "a command that is not a vnode program has no workers to replace, or to place by Ray.",
+                remedies=["leave restart, rejoin, spares and backend out", "or submit a vnode program"],
             )
         if self.workers < 1 or self.spares < 0:
             raise WorkerError(
-                layout_message(
-                    f"a job cannot have {self.workers} workers and {self.spares} spares.",
-                    remedies=["ask for one worker or more"],
-                )
+                f"a job cannot have {self.workers} workers and {self.spares} spares.",
+                remedies=["ask for one worker or more"],
             )
         if self.max_workers is not None and self.workers > self.max_workers:
             raise WorkerError(
-                layout_message(
-                    f"{self.workers} workers are more than max_workers={self.max_workers}.",
-                    remedies=["ask for fewer workers, or a larger max_workers"],
-                )
+                f"{self.workers} workers are more than max_workers={self.max_workers}.",
+                remedies=["ask for fewer workers, or a larger max_workers"],
             )
 
     def started_by(self, folder: Path) -> Backend:
@@ -250,9 +238,7 @@ def script_command(script: str | os.PathLike[str], arguments: Sequence[str]) -> 
     path = Path(script)
     if not path.is_file():
         facts = ["it is a folder"] if path.is_dir() else [f"looked in {Path.cwd()}"] if not path.is_absolute() else []
-        raise WorkerError(
-            layout_message(f"the script {os.fspath(script)!r} is not there.", facts=facts, remedies=["give its path"])
-        )
+        raise WorkerError(f"the script {os.fspath(script)!r} is not there.", facts=facts, remedies=["give its path"])
     return (sys.executable, os.fspath(script), *map(str, arguments))
 
 
@@ -273,19 +259,15 @@ def function_command(function: Callable[..., Any] | str, arguments: Sequence[str
         home = getattr(function, "__module__", None) or ""
         if not name or "<" in name or getattr(function, "__closure__", None):
             raise WorkerError(
-                layout_message(
-                    f"workers cannot import {name or function!r}: it is a lambda, or defined inside another function.",
-                    remedies=["define it with def at the top of a file", "or give the path of a script"],
-                )
+                f"workers cannot import {name or function!r}: it is a lambda, or defined inside another function.",
+                remedies=["define it with def at the top of a file", "or give the path of a script"],
             )
         if home == "__main__":
             home = getattr(sys.modules["__main__"], "__file__", None) or ""
             if not home or not Path(home).is_file():
                 raise WorkerError(
-                    layout_message(
-                        f"workers cannot import {name}: it was typed in, and is not in a file.",
-                        remedies=["write it to a file, and import it from there", "or give the path of a script"],
-                    )
+                    f"workers cannot import {name}: it was typed in, and is not in a file.",
+                    remedies=["write it to a file, and import it from there", "or give the path of a script"],
                 )
             home = os.path.abspath(home)
     return (sys.executable, "-m", "vnode.elastic.call_function", home, name, *map(str, arguments))

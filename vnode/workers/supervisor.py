@@ -628,14 +628,12 @@ def listen(interface: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         raise WorkerError(
-            layout_message(
-                f"the supervisor cannot listen at {interface}:{port}.",
-                facts=[str(error)],
-                remedies=[
-                    "if another process uses the port: leave out port= (--port) to get a free one",
-                    "if this host has no such address: give interface= (--interface) one of its own",
-                ],
-            )
+            f"the supervisor cannot listen at {interface}:{port}.",
+            facts=[str(error)],
+            remedies=[
+                "if another process uses the port: leave out port= (--port) to get a free one",
+                "if this host has no such address: give interface= (--interface) one of its own",
+            ],
         ) from error
     return sock
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vnode.errors import WorkerError, layout_message
+from vnode.errors import WorkerError
 from vnode.workers.job_registry import Found
 from vnode.workers.wire import Channel, WireError
 
@@ -39,11 +39,9 @@ def request(job: Found, kind: str, **facts: Any) -> dict[str, Any]:
             channel.close()
     except (OSError, WireError, KeyError) as error:  # TimeoutError is an OSError
         raise WorkerError(
-            layout_message(
-                f"the supervisor of {job.name} does not answer.",
-                facts=[f"process {job.facts.get('pid')}", f"{type(error).__name__}: {error}"],
-                remedies=["see whether it still runs: vnode runs"],
-            )
+            f"the supervisor of {job.name} does not answer.",
+            facts=[f"process {job.facts.get('pid')}", f"{type(error).__name__}: {error}"],
+            remedies=["see whether it still runs: vnode runs"],
         ) from error
     if answer["kind"] == "error":
         raise WorkerError(answer["text"])
