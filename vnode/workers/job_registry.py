@@ -278,14 +278,29 @@ class Entry:
         self.lock: int | None = None
         if self.checkpoint is not None and "://" not in self.checkpoint:
             self.claim(Path(self.checkpoint))
+        try:
+            self.begin()
+        except OSError as error:
+            raise WorkerError(
+                f"the job's folder {self.folder} cannot be written.",
+                facts=[str(error)],
+                remedies=["make room there", "or set XDG_RUNTIME_DIR to a folder with room"] if own else [],
+            ) from error
+        if own:
+            clean()
+
+    def begin(self) -> None:
+        """Makes the folder, with room for the report of the job's end.
+
+        Raises:
+          OSError: it cannot be written.
+        """
         self.folder.mkdir(mode=0o700)
         (self.folder / END).write_bytes(b" " * ROOM)
         self.token = secrets.token_hex(32)
         write_privately(self.folder / "token", self.token)
         self.log: TextIO = open(self.folder / "events.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self.save()
-        if own:
-            clean()
 
     @property
     def token_file(self) -> Path:
