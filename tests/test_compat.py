@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vnode.compat import (
+    carry_settings,
     client_constructors,
     compile_request,
     compile_requested,
     coordination_service,
     distributed_state,
+    thread_settings,
+    trace_settings,
 )
 
 
@@ -72,3 +76,17 @@ def test_a_client_meets_its_service() -> None:
     assert client.blocking_key_value_get("key", 1000) == "value"
     client.shutdown()
     service.shutdown()
+
+
+@pytest.mark.newest
+def test_settings_of_a_thread_reach_another_one() -> None:
+    before = trace_settings()
+    with jax.enable_x64(True), jax.default_prng_impl("rbg"), jax.debug_nans(True):
+        assert trace_settings() != before and len(thread_settings()) == 3
+        work = carry_settings(lambda: (jnp.arange(2).dtype, jax.random.key(0).dtype, trace_settings()))
+        wanted = work()
+    assert trace_settings() == before and not thread_settings()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(work).result() == wanted
+        assert not pool.submit(thread_settings).result()
+    assert wanted[0] == np.int64

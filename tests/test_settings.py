@@ -113,3 +113,41 @@ def test_sums_of_64_bits_need_x64_in_the_call_too() -> None:
         assert step(W, X).dtype == np.float32
     with pytest.raises(ValueError, match="accumulate_dtype='float64' needs jax_enable_x64 in each call"):
         step.on(jax.devices()[:1])(W, X)
+
+
+def drawn(step: int) -> Any:
+    """A batch of numbers that jax draws, and of integers that need 64 bits where there are any."""
+    high = 40 if jax.config.jax_enable_x64 else 20
+    return {"x": jax.random.normal(jax.random.key(step), (16, 4)), "n": np.arange(16) + 2**high}
+
+
+@pytest.mark.newest
+def test_batches_are_loaded_ahead_under_the_settings_of_the_run() -> None:
+    """They are loaded in a thread, and jax keeps settings by thread."""
+
+    def train(w: Any, batch: Any) -> Any:
+        return w + batch["x"].mean(0), {name: value.sum() for name, value in batch.items()}
+
+    step = vnode.virtualize(train, virtual_nodes=4)
+    for setting in (lambda: jax.enable_x64(True), lambda: jax.default_prng_impl("rbg")):
+        with setting():
+            wanted, past = jnp.zeros(4), []
+            for t in range(4):
+                wanted, metrics = jax.jit(train)(wanted, drawn(t))
+                past.append(metrics)
+            run = vnode.elastic.run(step, jnp.zeros(4), drawn, steps=4, devices=2, progress=False)
+        np.testing.assert_allclose(run.state, wanted, rtol=1e-4)
+        for (_, found), metrics in zip(run.history, past, strict=True):
+            assert int(found["n"]) == int(metrics["n"])
+            np.testing.assert_allclose(found["x"], metrics["x"], rtol=1e-4)
+
+
+def test_a_program_that_is_prepared_under_a_setting_is_that_settings() -> None:
+    step = vnode.virtualize(noisy, virtual_nodes=4).on(jax.devices()[:1])
+    for prepared, called in (("threefry", "as they were"), ("as they were", "threefry"), ("x64", "x64")):
+        with SETTINGS[prepared]():
+            step.prepare(jax.devices()[:2], W, X, 0.1).wait()
+        with SETTINGS[called]():
+            for mine, plain in zip(step.on(jax.devices()[:2])(W, X, 0.1), jax.jit(noisy)(W, X, 0.1), strict=True):
+                assert mine.dtype == plain.dtype
+                np.testing.assert_allclose(mine, plain, rtol=1e-5, atol=1e-6)

@@ -7,12 +7,17 @@ Knows jax's internals. Must not know what they are used for.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:  # a process that only keeps the coordination service starts without jax
     import jax
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +73,44 @@ def trace_settings() -> Hashable:
     from jax._src import config
 
     return config.trace_context()
+
+
+def thread_settings() -> dict[str, Any]:
+    """The settings of jax that this thread alone has, as within ``jax.enable_x64(True)``; by name.
+
+    jax keeps them by thread, and not in `contextvars`. Other threads do not see them.
+    """
+    from jax._src import config
+
+    local = {name: state.get_local() for name, state in config.config_states.items()}
+    return {name: value for name, value in local.items() if value is not config.config_ext.unset}
+
+
+@contextlib.contextmanager
+def under_settings(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Gives this thread settings that another one has.
+
+    Args:
+      settings: as `thread_settings` returns them.
+    """
+    from jax._src import config
+
+    with contextlib.ExitStack() as stack:
+        for name, value in settings.items():
+            stack.enter_context(config.config_states[name](value))
+        yield
+
+
+def carry_settings(work: Callable[P, T]) -> Callable[P, T]:
+    """A function that runs under the settings of jax that this thread has now, in whichever thread it is called."""
+    settings = thread_settings()
+
+    @functools.wraps(work)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with under_settings(settings):
+            return work(*args, **kwargs)
+
+    return run
 
 
 DRAFT_OPTIONS: dict[str, Any] = {"optimization_level": 19}

@@ -38,10 +38,10 @@ ROOMS = {
         "analysis compat errors files operators placement plan remat report runtime show spmd step threads tracebacks "
         "transform"
     ),
-    "data": "errors placement threads",
+    "data": "compat errors placement threads",
     "workers": "compat errors files stopped",
     "cluster": "errors files plan stopped workers",
-    "elastic": "analysis data errors partition placement plan show step threads tracebacks workers",
+    "elastic": "analysis compat data errors partition placement plan show step threads tracebacks workers",
     "integrations": "errors placement step tracebacks transform",
 }
 """What each room may import, from the ground up: each knows rooms above its own line only."""

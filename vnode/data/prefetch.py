@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from vnode.compat import thread_settings, under_settings
 from vnode.threads import background
 
 logger = logging.getLogger("vnode")
@@ -57,7 +58,7 @@ class Prefetch:
         self.course = 0
         self.paused = self.closed = False
         self.thread: threading.Thread | None = None
-        self.context = contextvars.copy_context()
+        self.context, self.settings = contextvars.copy_context(), thread_settings()
 
     def get(self, step: int, placement: Any) -> Any:
         """The value of a step; waits for it if it is not loaded yet.
@@ -103,11 +104,12 @@ class Prefetch:
         """Makes the background thread load a step, and those after it."""
         if self.closed:
             raise RuntimeError("the prefetch is closed")
-        self.asked, self.context = step, contextvars.copy_context()
+        settings, before = thread_settings(), self.settings
+        self.asked, self.context, self.settings = step, contextvars.copy_context(), settings
         for past in [number for number in self.ready if number < step]:
             del self.ready[past]
         coming = step in self.ready or step in (self.loading, self.next)
-        if self.thread is None or self.paused or placement != self.placement or not coming:
+        if self.thread is None or self.paused or placement != self.placement or settings != before or not coming:
             self.ready.clear()
             self.paused = False
             self.next, self.placement = step, placement
@@ -143,12 +145,14 @@ class Prefetch:
                     self.changed.wait()
                 if self.closed:
                     return
-                step, placement, course, context = self.next, self.placement, self.course, self.context
+                step, placement, course = self.next, self.placement, self.course
+                context, settings = self.context, self.settings
                 self.loading = step
                 self.next += 1
             value, error = None, None
             try:
-                value = context.run(self.load_alone, step, placement)
+                with under_settings(settings):  # of jax, such as x64: it cuts a batch to 32 bits, and draws by a key
+                    value = context.run(self.load_alone, step, placement)
             except BaseException as caught:  # raised in the call for this step
                 error = caught
             with self.changed:

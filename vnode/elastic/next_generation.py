@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from vnode.compat import carry_settings
 from vnode.elastic.integrity import copy_holders, unchecked
 from vnode.elastic.membership import Membership
 from vnode.elastic.process_agreement import Agreement
@@ -93,7 +94,7 @@ class NextGeneration:
         self.error: BaseException | None = None
         self.closed = False
         with in_world(ALONE):  # or the thread would hold the world that it is called in
-            self.thread = background(self.work, "vnode-coming", awaited=True)
+            self.thread = background(carry_settings(self.work), "vnode-coming", awaited=True)
 
     def work(self) -> None:
         """Runs in a thread: makes the generation, and tells the supervisor when this worker may switch to it."""

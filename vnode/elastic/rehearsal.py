@@ -10,6 +10,7 @@ a fifth of a second in place of compiling.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -21,6 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from vnode.compat import carry_settings
 from vnode.elastic.integrity import unchecked
 from vnode.elastic.next_generation import FLAGS, MAKING, abstract_state, copy_groups
 from vnode.elastic.process_agreement import vote_program
@@ -73,7 +75,8 @@ class Rehearsals:
         if not wanted or busy or not self.are_kept():
             return
         self.closed = False
-        self.thread = background(lambda: self.work(wanted, types, batch), "vnode-rehearsal", awaited=True)
+        work = carry_settings(functools.partial(self.work, wanted, types, batch))
+        self.thread = background(work, "vnode-rehearsal", awaited=True)
 
     def work(self, wanted: Sequence[tuple[int, int]], types: Sequence[Leaf], batch: Callable[[Placement], Any]) -> None:
         """The thread that compiles."""

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from vnode import threads
+from vnode.compat import carry_settings
 from vnode.errors import BatchError
 from vnode.placement.placement import Placement
 from vnode.placement.process_barrier import wait_until
@@ -39,10 +40,13 @@ class Worker:
         self.thread: threading.Thread | None = None
 
     def submit(self, task: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-        """Queues a task, to run in a copy of the present context unless its future is cancelled before."""
+        """Queues a task, to run in a copy of the present context unless its future is cancelled before.
+
+        It runs under the settings of jax that the caller's thread has, too.
+        """
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self.lock:
-            self.tasks.append((future, functools.partial(contextvars.copy_context().run, task)))
+            self.tasks.append((future, functools.partial(contextvars.copy_context().run, carry_settings(task))))
             if self.thread is None:
                 self.thread = threads.background(self.work, "vnode-prepare")
         return future

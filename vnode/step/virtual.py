@@ -123,8 +123,8 @@ class VirtualStep(Step[P, R]):
     def prepare(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
         """Compiles the step for other placements in a background thread, so that `on` them it starts at once.
 
-        A call of the step on a placement whose program is being compiled waits for it. Settings that jax keeps per
-        thread (``with jax.enable_x64(True)``) do not reach the thread; those of `jax.config.update` do.
+        A call of the step on a placement whose program is being compiled waits for it. The program is compiled under
+        the caller's settings of jax, those of its thread (``with jax.enable_x64(True)``) included.
 
         Args:
           placements: what `on` takes, or several such.
