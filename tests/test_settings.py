@@ -94,7 +94,9 @@ def test_a_gradient_within_an_explicit_mesh_that_the_arguments_are_not_on(jitted
     slope = jax.grad(vnode.virtualize(loss, virtual_nodes=4).on(jax.devices()[:2]))
     with jax.set_mesh(Mesh(np.array(jax.devices()[:2]), ("d",), axis_types=(AxisType.Explicit,))):
         found = (jax.jit(slope) if jitted else slope)(W, X)
+        alone = vnode.virtualize(jax.grad(loss), virtual_nodes=4).on(jax.devices()[:1])(W, X)  # not on that mesh
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    np.testing.assert_allclose(alone, wanted, rtol=1e-5)
 
 
 def test_integers_of_two_bits_are_refused_on_several_cpu_devices() -> None:

@@ -103,10 +103,14 @@ def typed_mesh(leaves: Sequence[Any]) -> AbstractMesh | None:
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None) if tracing() else None
 
 
-def context_mesh() -> AbstractMesh | None:
-    """The mesh with explicit axes that the caller has set, as by ``jax.set_mesh``; None if there is none."""
+def context_mesh(placement: Placement) -> AbstractMesh | None:
+    """The mesh with explicit axes that the caller has set, as by ``jax.set_mesh``; None if there is none.
+
+    Nor if it has another size than the placement's mesh: then the step is no part of a program for it.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh if tracing() and AxisType.Explicit in mesh.axis_types else None
+    there = tracing() and AxisType.Explicit in mesh.axis_types and mesh.size == placement.mesh.size
+    return mesh if there else None
 
 
 def with_automatic_axes(fun: Callable[..., list[Any]], mesh: AbstractMesh) -> Callable[..., list[Any]]:
