@@ -27,6 +27,7 @@ from vnode.cluster.live.policy_shares import replay
 from vnode.cluster.live.socket_server import request
 from vnode.cluster.live.submission import Submission
 from vnode.errors import ClusterError
+from vnode.workers.detached import OWN
 
 WORKER = str(Path(__file__).with_name("fake_worker.py"))
 
@@ -99,8 +100,9 @@ def main() -> int:
     for job in book.jobs.values():
         if job.state != "succeeded":
             faults.append(f"{job.called} {job.state}: {job.why}")
-        if job.attempt != 1:
-            faults.append(f"{job.called} had {job.attempt} supervisors")
+        attempts = [folder / "cluster.db.jobs" / job.id / f"run-{k + 1}" / OWN for k in range(job.attempt)]
+        if early := [path for path in attempts[:-1] if path.exists()]:  # a scheduler may die before it has started one
+            faults.append(f"{job.called} had {len(early) + 1} supervisors")
     counts: dict[str, int] = {}
     for job in book.jobs.values():
         if job.submission.rigid:
