@@ -219,9 +219,7 @@ class Supervised:
             try:
                 self.follow_closely()
                 return
-            except (
-                Exception
-            ):  # no descriptors, say, or a file that the job has damaged: its end is heard of all the same
+            except Exception:  # no descriptors, or a file that the job has damaged: its end is heard of all the same
                 self.report(Report(self.job, self.attempt, "silent"))
                 time.sleep(1)
 
