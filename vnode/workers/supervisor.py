@@ -83,7 +83,8 @@ class Tail:
 
     def __init__(self, path: Path, take: Callable[[list[str]], None]) -> None:
         self.path, self.take = path, take
-        self.position, self.rest = 0, b""
+        self.position = 0
+        self.rest: list[bytes] = []  # of a line without an end
 
     def read_lines(self, whole: bool = False) -> None:
         """Passes on new lines, up to `AT_ONCE` bytes; with `whole` all, also a last line without an end."""
@@ -91,7 +92,8 @@ class Tail:
         while whole and len(new) == AT_ONCE:
             self.pass_on(new)
             new = self.read()
-        self.pass_on(new + b"\n" * (whole and bool(self.rest + new) and not new.endswith(b"\n")))
+        unended = not new.endswith(b"\n") and (new or self.rest)
+        self.pass_on(new + b"\n" if whole and unended else new)
 
     def read(self) -> bytes:
         """The next bytes of the file; none where it is not there."""
@@ -106,8 +108,11 @@ class Tail:
 
     def pass_on(self, new: bytes) -> None:
         """Passes on the lines that end in new bytes."""
-        *lines, self.rest = (self.rest + new).split(b"\n")
-        if lines:
+        first, *others = new.split(b"\n")
+        self.rest += [first] if first else []
+        if others:
+            lines = [b"".join(self.rest), *others[:-1]]
+            self.rest = [others[-1]] if others[-1] else []
             self.take([line.decode(errors="replace") for line in lines])
 
 
