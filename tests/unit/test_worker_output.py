@@ -1,4 +1,4 @@
-"""What workers print, as their supervisor passes it on: every line once, whenever it looks.
+"""The output of workers: their supervisor passes every line on once, whenever it looks.
 
 Knows `vnode.workers.supervisor`. Must not know processes. The reference is the text that was written.
 """

@@ -394,6 +394,16 @@ def training(workers: int, **more: Any) -> Script:
     return script
 
 
+def alone(step: int) -> Script:
+    """Two workers trained until worker 1 was killed; worker 0 goes on from a step."""
+    script = training(2)
+    script.call("exited", 1, -9)
+    script.says(0, "left", generation=1, step=step)
+    script.prepare(2, 0)
+    script.switch(2, step, 0)
+    return script
+
+
 def test_a_world_that_stands_ready_without_the_victim_is_used_at_once() -> None:
     """Worker 2, who is about to be left out, dies: the next generation needs no other preparation."""
     script = training(3)
@@ -491,11 +501,7 @@ def test_a_state_that_only_a_worker_left_out_has_is_not_lost() -> None:
 
 def test_steps_that_are_all_made_again_are_told() -> None:
     """The only worker that has a state dies before a newcomer has it."""
-    script = training(2)
-    script.call("exited", 1, -9)
-    script.says(0, "left", generation=1, step=7)
-    script.prepare(2, 0)
-    script.switch(2, 7, 0)
+    script = alone(7)
     script.arrive(1)
     script.prepare(3, 0, 1)
     script.call("exited", 0, -9)
@@ -681,11 +687,7 @@ def test_one_that_waits_in_vain_in_a_switch_has_both_generations_left() -> None:
 
 def test_a_worker_that_the_kernel_kills_every_time_is_not_started_for_ever() -> None:
     """As where its memory does not suffice; the other one trains."""
-    script = training(2)
-    script.call("exited", 1, -9)
-    script.says(0, "left", generation=1, step=5)
-    script.prepare(2, 0)
-    script.switch(2, 5, 0)
+    script = alone(5)
     started = 0
     while 1 in script.job.workers:
         started += 1

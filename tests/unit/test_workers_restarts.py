@@ -312,7 +312,7 @@ def test_a_worker_whose_script_ends_has_the_others_work_on_and_is_ended_with_the
 
 
 def test_a_worker_that_is_lost_between_two_runs_is_replaced_with_the_others() -> None:
-    """Of the others one is in the next run, one has ended with an error for want of it, and one is aborted by JAX."""
+    """The other one is in the next run, or has ended with an error for want of the lost one, or JAX has aborted it."""
     pair = Pair()
     pair.finish(0, 1)
     pair.after(0.1, "exited", 1, -9)

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vnode.compat import carry_settings
 from vnode.placement.device_cache import device_cache
 from vnode.placement.leaves import is_key, shape_of
 from vnode.placement.process_arrays import gather_from_all
@@ -151,7 +152,7 @@ class OwnCopy:
 
     def prepare(self) -> threading.Thread:
         """Begins to compile the programs, unless that was begun before; returns the thread."""
-        self.thread = self.thread or background(self.compile, "vnode-checksums")
+        self.thread = self.thread or background(carry_settings(self.compile), "vnode-checksums")
         return self.thread
 
     def compile(self) -> None:

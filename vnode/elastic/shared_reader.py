@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 from jax.errors import JaxRuntimeError
 from jax.sharding import Sharding
 
-from vnode.compat import carry_settings
 from vnode.elastic.checkpoint_contents import Path
 from vnode.elastic.process_agreement import errors_anywhere
 from vnode.elastic.reader import METADATA, Header, Reader
@@ -80,7 +79,7 @@ class SharedReader(Reader):
         here = world()
         if not here.has_others:
             return work()
-        return run_watched(carry_settings(work), what, here.others)
+        return run_watched(work, what, here.others)
 
     def newest(self, restore: Callable[[int], T]) -> tuple[int, T] | None:
         """As in one process; process 0 chooses, and the others make sure that they see the same checkpoint.

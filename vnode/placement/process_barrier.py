@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from vnode.compat import carry_settings
 from vnode.errors import ProcessError, VnodeError, layout_message
 from vnode.placement.failure_board import NOTICE_DELAY, Notice
 from vnode.placement.world import World, is_local, own_index, world
@@ -302,7 +303,7 @@ def run_watched(
         finally:
             done.set()
 
-    background(run, "vnode-wait")
+    background(carry_settings(run), "vnode-wait")
     seconds = timeout() if patience is None else patience
     wait_until(done.is_set, lambda: done.wait(0.01), what, others, scopes=scopes, patience=seconds, look=look)
     if errors:

@@ -104,9 +104,10 @@ def typed_mesh(leaves: Sequence[Any]) -> AbstractMesh | None:
 
 
 def context_mesh(placement: Placement) -> AbstractMesh | None:
-    """The mesh with explicit axes that the caller has set, as by ``jax.set_mesh``; None if there is none.
+    """The mesh with explicit axes that the caller has set, as by ``jax.set_mesh``.
 
-    Nor if it has another size than the placement's mesh: then the step is no part of a program for it.
+    It is None if there is none, or if its size differs from that of the placement's mesh: then the step is no part of a
+    program for it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     there = tracing() and AxisType.Explicit in mesh.axis_types and mesh.size == placement.mesh.size

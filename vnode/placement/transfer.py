@@ -53,9 +53,8 @@ def transfer(leaf: Any, placement: Placement, role: Role, *, mesh_known: bool = 
         leaf = leaf.whole()
     if not isinstance(leaf, ARRAYS):
         return leaf
-    leaf = in_row_major_order(leaf, placement)
     target = leaf_sharding(leaf.shape, committed_sharding(leaf), placement, role, mesh_known=mesh_known)
-    return leaf if target is None else to_placement(leaf, placement, target)
+    return in_row_major_order(leaf, placement) if target is None else to_placement(leaf, placement, target)
 
 
 with jax.core.eval_context():

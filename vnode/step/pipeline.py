@@ -501,9 +501,9 @@ def check_narrow_integers(program: Program, placement: Placement) -> None:
     """
     if len(placement.devices) == 1 or placement.devices[0].platform != "cpu":
         return
-    for atom in (*program.inputs, *program.outputs, *(var for eqn in program.equations for var in eqn.outvars)):
-        dtype = getattr(atom.aval, "dtype", None)
-        if dtype is not None and jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < NARROWEST:
+    atoms = (*program.inputs, *program.outputs, *(var for eqn in program.equations for var in eqn.outvars))
+    for dtype in dict.fromkeys(atom.aval.dtype for atom in atoms if hasattr(atom.aval, "dtype")):
+        if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < NARROWEST:
             raise PlacementError(
                 f"integers of {jnp.iinfo(dtype).bits} bits cannot be on {len(placement.devices)} CPU devices: "
                 "XLA's collectives move them wrongly.",

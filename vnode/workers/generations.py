@@ -658,9 +658,8 @@ class Generations(Decisions):
         """The worker numbers for which a process may be started."""
         free = []
         for number in range(self.wanted + self.spares):
-            recent = [t for t in self.losses.get(number, ()) if now - t < self.limits.forget]
-            self.losses[number] = recent
-            if number not in self.workers and number not in self.refused and len(recent) <= self.limits.restarts:
+            recent = self.recent_losses(number, now)
+            if number not in self.workers and number not in self.refused and recent <= self.limits.restarts:
                 free.append(number)
         return free
 
@@ -695,7 +694,7 @@ class Generations(Decisions):
         worker.kill_at = now + self.limits.end if failed else None
         self.losses.setdefault(worker.number, []).append(now)
         self.record("lost", worker, worker.why)
-        often = sum(now - t < self.limits.forget for t in self.losses[worker.number])
+        often = self.recent_losses(worker.number, now)
         if often > self.limits.restarts and self.trained and not self.stopping:
             within = f"{self.limits.forget / 60:.0f} minutes"
             self.record("not replaced", worker, f"it was lost {often} times within {within} (--max-restarts)")

@@ -62,7 +62,6 @@ class Restarts(Decisions):
       lost: whether one of this set was lost for another reason.
       saver: rank 0 of this set, once it has come to the run: it saves.
       complete: whether rank 0 of this set has finished its run, and saved it.
-      script: the checksum of the script that the workers run; None if it is not known.
     """
 
     keeps_programs = True
@@ -71,7 +70,6 @@ class Restarts(Decisions):
         super().__init__(workers, most, limits)
         self.furthest: int | None = None
         self.broken: float | None = None
-        self.script: str | None = None
         self.begin_set()
 
     def begin_set(self) -> None:
@@ -203,11 +201,9 @@ class Restarts(Decisions):
         self.record("arrived", worker, f"process {worker.pid}")
         if worker.number == 0:
             self.saver, self.complete = worker, False
-        script = worker.facts.get("script")
-        if self.script is not None and script not in (None, self.script):
+        if self.reference is not None and worker.facts.get("script") != self.reference.facts.get("script"):
             self.end(1, other_script(worker))
             return
-        self.script = self.script or script
         if self.reference is None:
             self.reference = worker
             if not self.saves:
@@ -333,7 +329,7 @@ class Restarts(Decisions):
     def may_begin_again(self, now: float) -> bool:
         """Whether new workers begin with the newest checkpoint after a loss; ends the job otherwise."""
         limits = self.limits
-        counts = {n: sum(now - t < limits.forget for t in times) for n, times in self.losses.items()}
+        counts = {n: self.recent_losses(n, now) for n in list(self.losses)}
         often = [n for n, times in counts.items() if times > limits.restarts]
         facts = [f"worker {number}: {error}" for number, error in sorted(self.failures.items())]
         errors = [one_line(error) for error in self.failures.values()]

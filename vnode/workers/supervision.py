@@ -181,6 +181,11 @@ class Decisions(abc.ABC):
 
     # Small things
 
+    def recent_losses(self, number: int, now: float) -> int:
+        """The number of losses of a worker number within `Limits.forget` seconds; earlier ones are forgotten."""
+        self.losses[number] = [t for t in self.losses.get(number, ()) if now - t < self.limits.forget]
+        return len(self.losses[number])
+
     def first_ended(self, now: float) -> None:
         """The run is complete, and the process of its lowest rank has ended: the others have a while to end, too."""
         for worker in self.workers.values():

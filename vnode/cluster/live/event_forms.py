@@ -11,15 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vnode.cluster.live.event_log import Record
-from vnode.cluster.live.submission import Submission, is_count, is_number
+from vnode.cluster.live.submission import Submission, is_count, is_number, is_string
 from vnode.errors import ClusterError
 
 Form = Callable[[Any], bool]
-
-
-def is_string(value: Any) -> bool:
-    """Whether it is a text."""
-    return isinstance(value, str)
 
 
 def is_list_of_texts(value: Any) -> bool:
@@ -87,7 +82,7 @@ def check_form(record: Record) -> None:
     """Refuses a record that no scheduler has written.
 
     Raises:
-      ValueError: it has not the form of its kind.
+      ValueError: the record does not have the form of its kind.
     """
     kind, facts = record.kind, record.facts
     if kind not in FORMS:
@@ -120,7 +115,7 @@ class Forms:
         """Refuses a record that cannot follow those before it.
 
         Raises:
-          ValueError: it has not the form of its kind, or names another job.
+          ValueError: the record does not have the form of its kind, or names another job.
         """
         check_form(record)
         if record.kind == "submitted":

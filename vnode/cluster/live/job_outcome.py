@@ -81,8 +81,8 @@ def outcome(job: LiveJob, facts: Mapping[str, Any], folder: Path, time: float) -
 def last_error(folder: Path) -> str:
     """The last traceback that a worker has printed, of the lowest number that has printed one; else its last lines."""
     without = ""
-    numbers = {path: path.stem.partition("-")[2] for path in folder.glob("worker-*.err")}
-    for path in sorted((path for path in numbers if numbers[path].isdecimal()), key=lambda path: int(numbers[path])):
+    numbered = {path.stem.partition("-")[2]: path for path in folder.glob("worker-*.err")}
+    for _, path in sorted((int(number), path) for number, path in numbered.items() if number.isdecimal()):
         lines = last_lines(path)
         before = ["", *lines]
         places = [i for i, line in enumerate(lines) if line == TRACEBACK and not before[i].startswith("Exception ")]

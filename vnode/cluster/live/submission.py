@@ -153,18 +153,17 @@ class Submission:
         Raises:
           ValueError: one has not.
         """
-        text = lambda value: isinstance(value, str)  # noqa: E731
         good = {
-            "command": isinstance(self.command, list) and bool(self.command) and all(map(text, self.command)),
+            "command": isinstance(self.command, list) and bool(self.command) and all(map(is_string, self.command)),
             "workers": len(self.range) == 2 and all(map(is_count, self.range)),
-            "name": text(self.name),
+            "name": is_string(self.name),
             "priority": is_number(self.priority),
             "rigid": isinstance(self.rigid, bool),
             "restart": isinstance(self.restart, bool | None),
             "checkpoint": isinstance(self.checkpoint, str | None),
             "steps": self.steps is None or is_count(self.steps),
-            "directory": text(self.directory),
-            "env": isinstance(self.env, dict) and all(text(each) for pair in self.env.items() for each in pair),
+            "directory": is_string(self.directory),
+            "env": isinstance(self.env, dict) and all(is_string(each) for pair in self.env.items() for each in pair),
             "arrival": is_number(self.arrival),
         }
         if bad := [name for name, is_good in good.items() if not is_good]:
@@ -222,9 +221,14 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
+def is_string(value: Any) -> bool:
+    """Whether it is a text."""
+    return isinstance(value, str)
+
+
 def is_text(value: Any) -> bool:
     """Whether it is a text without zero bytes."""
-    return isinstance(value, str) and "\0" not in value
+    return is_string(value) and "\0" not in value
 
 
 def is_argument(value: Any) -> bool:
