@@ -364,3 +364,15 @@ def test_high_halves_of_products_against_long_arithmetic(dtype):
     x[:4], y[:4] = [ends.min, ends.max, ends.max, 0], [ends.min, ends.min, ends.max, ends.max]
     want = [int(a) * int(b) >> ends.bits for a, b in zip(x, y, strict=True)]
     assert [int(high) for high in high_product(x, y)] == want
+
+
+def test_only_sums_of_several_elements_have_an_open_order():
+    def is_open(fun, *args):
+        eqns = jax.make_jaxpr(fun)(*args).jaxpr.eqns
+        return [describe(eqn).order_is_open for eqn in eqns]
+
+    bias, several = jnp.zeros((1, 1, 4)), jnp.zeros((2, 1, 4))
+    assert is_open(lambda x: lax.reduce_sum(x, (0, 1)), several) == [True]
+    assert is_open(lambda x: lax.reduce_sum(x, (0, 1)), bias) == [False]
+    assert is_open(lambda x: lax.reduce_max(x, (0, 1)), several) == [False]
+    assert is_open(jnp.dot, several[:, 0], several[:, 0].T) == [False]

@@ -250,9 +250,12 @@ class OperatorDescription:
 
     @property
     def order_is_open(self) -> bool:
-        """Whether it sums elements in an order that compilers choose for each kernel. Products have kernels of their
-        own."""
-        sums = any(isinstance(x.split, Reduced) and x.split.monoid is Monoid.SUM for x in self.factors)
+        """Whether it sums elements in an order that compilers choose for each kernel.
+
+        Products have kernels of their own. A sum over dimensions of length 1 has nothing to order: gradients of
+        broadcast biases are such sums.
+        """
+        sums = any(monoid is Monoid.SUM and self.sizes[f] > 1 for f, monoid in self.reduced.items())
         return sums and not self.has(Algebra.CONTRACTS)
 
     def adds_along(self, factor: int) -> frozenset[int]:
