@@ -450,9 +450,7 @@ def test_a_step_on_objects() -> None:
 
 def test_a_step_that_finds_its_number_of_nodes() -> None:
     """Its state has a None, as optimizers of filtered modules have."""
-    step = vnode.virtualize(
-        lambda s, x: {**s, "w": s["w"] - (x @ s["w"]).mean()}, virtual_nodes="auto", memory="1GiB"
-    )
+    step = vnode.virtualize(lambda s, x: {**s, "w": s["w"] - (x @ s["w"]).mean()}, virtual_nodes="auto", memory="1GiB")
     state = {"w": jnp.ones(3), "average": None}
     profiles = vnode.profile(step, (state, jnp.ones((16, 3))), jax.devices()[:1], steps=1)
     chosen = step.placement.virtual_nodes

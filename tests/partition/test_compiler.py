@@ -89,8 +89,8 @@ def test_what_is_not_done_in_time_is_ended(tmp_path: Path, monkeypatch: pytest.M
     assert not {
         pid
         for pid in children() - before
-        if Path(f"/proc/{pid}/cmdline").exists() and b"compiler.compile_worker" in
-        Path(f"/proc/{pid}/cmdline").read_bytes()
+        if Path(f"/proc/{pid}/cmdline").exists()
+        and b"compiler.compile_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     }
     assert not [*tmp_path.iterdir()]
 

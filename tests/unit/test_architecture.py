@@ -46,6 +46,7 @@ ROOMS = {
 }
 """What each room may import, from the ground up: each knows rooms above its own line only."""
 
+
 def modules_of(file: Path, modules: set[str]) -> set[str]:
     """Modules of the package that a file imports, anywhere in it and also for types alone."""
     found: set[str] = set()

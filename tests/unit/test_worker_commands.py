@@ -5,6 +5,7 @@ Knows `vnode.workers.start_job`, and how Python reads its options. Must not know
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -36,3 +37,11 @@ def test_options_of_python_stay_options_and_the_rest_goes_to_the_worker(rest: li
 def test_other_commands_are_refused(command: list[str]) -> None:
     with pytest.raises(WorkerError, match="What to do:\n  - give"):
         Spec(command=tuple(command), name="", workers=1, restart=True).check()
+
+
+@pytest.mark.parametrize("command", [["train.py", "a"], ["bash", "run.sh"]])
+def test_ray_replaces_pythons_name_only(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each node's own Python takes the place of the first word: another program would be lost."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    with pytest.raises(WorkerError, match="workers on Ray are started by Python, not by"):
+        Spec(command=tuple(command), name="", workers=1, backend="ray").check()

@@ -112,6 +112,8 @@ class Spec:
                 "a command that is not a vnode program has no workers to replace, or to place by Ray.",
                 remedies=["leave restart, rejoin, spares and backend out", "or submit a vnode program"],
             )
+        if self.backend == "ray":
+            check_begins_with_python(self.command, "workers on Ray", "leave backend='ray' out")
         if self.workers < 1 or self.spares < 0:
             raise WorkerError(
                 f"a job cannot have {self.workers} workers and {self.spares} spares.",
@@ -201,6 +203,24 @@ WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 """Options of Python that the next word belongs to."""
 
 
+def check_begins_with_python(command: Sequence[str], workers: str, otherwise: str) -> None:
+    """Checks that a command line begins with Python, where that word is replaced or options are added behind it.
+
+    Args:
+      command: the command line.
+      workers: the workers that need this, for the message.
+      otherwise: the other remedy.
+
+    Raises:
+      WorkerError: it begins with another program.
+    """
+    if not PYTHON.fullmatch(os.path.basename(command[0])) and command[0] != sys.executable:
+        raise WorkerError(
+            f"{workers} are started by Python, not by {command[0]!r}.",
+            remedies=["give the script to Python: python train.py", f"or {otherwise}"],
+        )
+
+
 def joining_command(command: Sequence[str]) -> tuple[str, ...]:
     """A command line of Python, whose script, module or program joins a world of JAX first.
 
@@ -212,12 +232,8 @@ def joining_command(command: Sequence[str]) -> tuple[str, ...]:
     >>> joining_command(["python", "-m", "project.train"])[1:]
     ('-P', '-m', 'vnode.elastic.join_world', '-m', 'project.train')
     """
+    check_begins_with_python(command, "workers that are replaced at each change", "leave restart out")
     python, *rest = command
-    if not PYTHON.fullmatch(os.path.basename(python)) and python != sys.executable:
-        raise WorkerError(
-            f"workers that are replaced at each change are started by Python, not by {python!r}.",
-            remedies=["give the script to Python: python train.py", "or leave restart out"],
-        )
     first = 0
     while first < len(rest) and rest[first].startswith("-") and rest[first] not in ("-m", "-c", "-"):
         first += 2 if rest[first] in WITH_VALUE else 1

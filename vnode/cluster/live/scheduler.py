@@ -89,7 +89,7 @@ class Setup:
         if allowed and min(allowed) > len(self.devices):
             raise ClusterError(f"no job could begin: there are {len(self.devices)} devices, and counts are {allowed}")
         try:  # what no job could be started with is refused now
-            Spec(command=("true",), name="", workers=1, backend=self.backend, resources=self.resources).check()
+            Spec(command=("python",), name="", workers=1, backend=self.backend, resources=self.resources).check()
         except WorkerError as error:
             raise ClusterError(str(error)) from error
 
