@@ -75,7 +75,7 @@ def children() -> set[int]:
 
 
 def test_what_is_not_done_in_time_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setattr("vnode.partition.compiler.pool.usable_cores", lambda: 16)
     before = children()
     with CompilePool(target(), Cache(tmp_path)) as pool:
         jobs = [pool.submit(lowered(width)) for width in (64, 96, 160)]

@@ -274,7 +274,7 @@ def test_drafts_leave_time_for_a_full_compilation(
 
 def test_what_was_begun_early_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts' candidates that were found first are compared like all others."""
-    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setattr("vnode.partition.plan.compiled_ranking.usable_cores", lambda: 16)
     compiler: Any = Compiler()
     ranking = CompiledRanking(V5E, 100, compiler, math.inf)
     early = [entry(Made("data parallel", (1.0, 160), (1.0, 90))), entry(Made("FSDP", (1.1, 10), (1.1, 10)))]

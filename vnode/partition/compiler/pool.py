@@ -46,6 +46,11 @@ POLL = 0.05
 """Seconds between two looks at processes."""
 
 
+def usable_cores() -> int:
+    """Cores on which this process may run: a container or a batch system may allow fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @dataclasses.dataclass(eq=False)
 class CompileJob:
     """The compilation of a program.
@@ -194,7 +199,7 @@ class CompilePool:
             return
         for each in [each for each in self.queue if each.process is not None and each.process.poll() is not None]:
             self._take(each, self._answer_of_process(each))
-        cores = os.cpu_count() or 1
+        cores = usable_cores()
         for each in self.queue:
             most = max(min(AT_ONCE, cores if each.draft else cores // CORES), 1)
             if sum(other.process is not None for other in self.queue) >= most:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -26,7 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 import jax
 
 from vnode.errors import VnodeError
-from vnode.partition.compiler.pool import CORES, CompileJob, CompilePool
+from vnode.partition.compiler.pool import CORES, CompileJob, CompilePool, usable_cores
 from vnode.partition.machine import Machine
 from vnode.partition.plan.candidates import EXPERTS, Candidate, kind_of
 from vnode.partition.plan.compiled_figures import figures_as_compiled
@@ -186,7 +185,7 @@ class CompiledRanking:
 
     def begin(self, each: Entry) -> None:
         """Begins to compile an expert's candidate during the search, if there are cores for both."""
-        if each.candidate.figures.memory <= NEAR * self.limit and (os.cpu_count() or 1) > CORES:
+        if each.candidate.figures.memory <= NEAR * self.limit and usable_cores() > CORES:
             self.submit(each, DRAFT if self.pool.target.has_drafts else FULL)
 
     def fastest(self, source: str) -> Entry | None:
