@@ -19,7 +19,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import jax
@@ -292,17 +292,27 @@ def test_restore(saved: Path) -> None:
     assert "2, 4, 6" in str(caught.value)
 
 
+class Alike(NamedTuple):
+    """A dictionary's key that prints as any other one."""
+
+    number: int
+
+    def __repr__(self) -> str:
+        return "key"
+
+
 @pytest.mark.parametrize(
     "state",
     [
         {"a": {"b": jnp.ones(2)}, "a.b": jnp.zeros(2)},  # orbax has one name for both
+        {Alike(1): jnp.ones(2), Alike(2): jnp.zeros(2)},
         jnp.arange(3.0),
         {"a": None, "b": jnp.zeros((2, 0))},
         {"a/b": jnp.ones(2), "": jnp.zeros(1), "..": jnp.ones(1), "é\n": [(jnp.ones(()),), {3: jnp.zeros(4)}]},
         {"small": jnp.arange(4, dtype=jnp.int4), "is": jnp.ones(3, bool), "z": jnp.full(2, 1 + 2j)},
         optax.chain(optax.clip(1.0), optax.adam(1e-3)).init({"w": jnp.ones(3)}),
     ],
-    ids=["ambiguous names", "single array", "no elements", "odd names", "dtypes", "namedtuples"],
+    ids=["ambiguous names", "equal names", "single array", "no elements", "odd names", "dtypes", "namedtuples"],
 )
 def test_any_state(state: Any, tmp_path: Path, alone: Any) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
@@ -350,6 +360,9 @@ def test_checksums(dtype: Any) -> None:
     assert set(checksums(arrays).values()) == {reference(host)}
     with jax.set_mesh(mesh):
         assert checksums({0: jax.device_put(host, jax.devices()[1])}) == {0: reference(host)}
+    for count in (1, 2):  # slots that a plan keeps in the host's memory
+        there = NamedSharding(Mesh(np.array(jax.devices()[:count]), ("a",)), PartitionSpec(), memory_kind="pinned_host")
+        assert checksums({0: jax.device_put(host, there)}) == {0: reference(host)}
     for change in (host[::-1], np.where(np.arange(6) == 3, -host, host), host.reshape(6, 8).T):
         assert checksums({0: jnp.asarray(change)})[0] != reference(host)
 

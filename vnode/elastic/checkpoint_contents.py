@@ -5,7 +5,7 @@ Knows pytrees, and what makes an array the one it was. Must not know files.
 An array goes by its path through the state: dictionary keys, attributes and positions, each as text. So a state that
 is read back without its classes is nested dictionaries, and a `TrainState` with ``params`` matches a dictionary with
 ``"params"``. Where such paths are ambiguous or would be no names of files, and for a single array, all go
-by what `jax.tree_util.keystr` says.
+by what `jax.tree_util.keystr` says, with their positions if two arrays have one name there.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ def arrays_by_path(state: Any) -> dict[Path, Leaf]:
     arrays = array_leaves(state)
     leaves = [entry for entry, array in zip(jax.tree.leaves_with_path(state), arrays, strict=True) if array]
     labels = [jax.tree_util.keystr(path) for path, _ in leaves]
+    if len(set(labels)) < len(labels):  # of keys that print alike, or a class that gives two parts one name
+        labels = [f"{label} ({i})" for i, label in enumerate(labels)]
     paths = [path_text(path) for path, _ in leaves]
     awkward = () in paths or not {"", ".", ".."}.isdisjoint(part for path in paths for part in path)
     if awkward or len({".".join(path) for path in paths}) < len(paths):

@@ -91,6 +91,8 @@ def sums_of(data: jax.Array, places: jax.Array) -> jax.Array:
     Returns:
       ``uint32[2]``.
     """
+    if jax.typeof(data).memory_space == jax.memory.Space.Host:  # of one device only, types say so
+        data = jax.device_put(data, jax.memory.Space.Device)
     position = jnp.zeros(data.shape, jnp.uint32)
     for axis in range(data.ndim):
         index = jax.lax.broadcasted_iota(jnp.uint32, data.shape, axis)
