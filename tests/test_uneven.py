@@ -5,8 +5,10 @@ Knows steps and what they return. The reference is the step itself on one device
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -389,6 +391,37 @@ class TestErrors:
         partition = {"wi": WI, "wo": vnode.UnevenSpec(0, "model", (8, 8))}
         with pytest.raises(ValueError, match=r"same proportions, not \(10, 6\) along 'model', \(8, 8\)"):
             on(perceptron, partition, 2)
+
+    def test_a_state_that_is_stored_with_other_counts(self, tmp_path: Path) -> None:
+        """Of the same shape and sharding: counts are remembered, in checkpoints too, or seen in the padding."""
+        rows = {name: dataclasses.replace(spec, counts=(6, 10)) for name, spec in (("wi", WI), ("wo", WO))}
+        params, x = {"wi": MLP["wi"], "wo": MLP["wo"]}, numbers(16, 4)
+
+        def step(params: Any, x: Any) -> Any:
+            grads = jax.grad(lambda params: jnp.square(x @ params["wi"] @ params["wo"] - x).mean())(params)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {}
+
+        one, other = on(step, {"wi": WI, "wo": WO}, 2), on(step, rows, 2)
+        stored = one.put(params)
+        halves = jax.tree.map(lambda leaf: leaf / 2, stored)
+        made = one(halves, x)[0]  # its padding says that it is stored so
+        assert_same(one.get(made), lambda *args: step(*args)[0], jax.tree.map(lambda leaf: leaf / 2, params), x)
+        folder = tmp_path / "run"
+        result = vnode.elastic.run(one, stored, [x] * 2, steps=1, progress=False, checkpoint=folder)
+        read = vnode.elastic.restore(folder, like=stored)
+        for state, why in (
+            (stored, r"stored in blocks of \(5, 3\)"),
+            (made, r"stored in blocks of \(5, 3\)"),
+            (read, r"stored in blocks of \(5, 3\)"),
+            (jax.tree.map(lambda leaf: leaf * 2, result.state), "its padding is not zeros"),
+        ):
+            for use in (other.put, other.get, lambda state: other(state, x)):
+                with pytest.raises(vnode.PlacementError, match=rf"not stored with the counts \(6, 10\)(?s:.*){why}"):
+                    use(state)
+        with pytest.raises(vnode.PlacementError, match=r"counts \(6, 10\)"):
+            vnode.elastic.run(other, other.put(params), [x] * 2, steps=2, progress=False, checkpoint=folder)
+        with pytest.raises(vnode.VnodeError, match=r"blocks of \(5, 3\) along model in the checkpoint"):
+            vnode.elastic.restore(folder, like=other.put(params))
 
     def test_what_cannot_be_computed_in_blocks(self) -> None:
         def loss(params: Any, x: Any) -> Any:

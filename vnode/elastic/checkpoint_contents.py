@@ -21,6 +21,7 @@ import numpy as np
 from vnode.errors import CheckpointError, layout_message, limit_lines
 from vnode.placement.host_copy import abstract, is_key, is_weak
 from vnode.placement.static_scalars import array_leaves, map_arrays
+from vnode.step.stored_blocks import Blocks, known_blocks, remember_blocks
 
 Path = tuple[str, ...]
 """Where an array is in a state."""
@@ -45,6 +46,7 @@ class Entry:
       weak: whether it is weakly typed, as Python numbers are.
       key: the implementation of typed keys, of which it says their data.
       checksum: of its content (`vnode.elastic.integrity.checksums`), if there is one.
+      blocks: mesh axes, and the number of blocks of each device along them, if devices have different numbers.
     """
 
     label: str
@@ -54,6 +56,7 @@ class Entry:
     weak: bool = False
     key: str | None = None
     checksum: str | None = None
+    blocks: Blocks | None = None
 
     @classmethod
     def from_leaf(cls, leaf: Leaf, checksum: str) -> Entry:
@@ -62,12 +65,25 @@ class Entry:
         data = jax.eval_shape(jax.random.key_data, leaf.value) if key else leaf.value
         implementation = str(jax.random.key_impl(leaf.value)) if key else None
         shape, dtype, weak = tuple(data.shape), str(data.dtype), is_weak(leaf.value)
-        return cls(leaf.label, type_of(leaf.value), shape, dtype, weak, implementation, checksum)
+        return cls(
+            leaf.label, type_of(leaf.value), shape, dtype, weak, implementation, checksum, known_blocks(leaf.value)
+        )
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Entry:
         """An entry as JSON has it."""
-        return cls(**{**said, "shape": tuple(said["shape"])})
+        axes, counts = said.get("blocks") or ((), ())
+        return cls(**{**said, "shape": tuple(said["shape"]), "blocks": (tuple(axes), tuple(counts)) if axes else None})
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry for JSON; `blocks` only if there are any: earlier versions do not know them."""
+        said = dataclasses.asdict(self)
+        return said if self.blocks else {name: value for name, value in said.items() if name != "blocks"}
+
+    def remember_blocks(self, array: Any) -> None:
+        """Remembers how an array that was read is stored."""
+        if self.blocks:
+            remember_blocks(array, self.blocks)
 
     @property
     def size(self) -> int:
@@ -156,17 +172,25 @@ def check(entries: Mapping[Path, Entry], leaves: Mapping[Path, Leaf], where: str
     Raises:
       CheckpointError: they differ.
     """
+
+    def shown(blocks: Blocks) -> str:
+        return f"blocks of {blocks[1]} along {', '.join(blocks[0])}"
+
     facts = [f"{entry.label}: only in the checkpoint" for path, entry in entries.items() if path not in leaves]
     facts += [f"{leaf.label}: not in the checkpoint" for path, leaf in leaves.items() if path not in entries]
     for path, entry in entries.items():
         if path in leaves and entry.type != (needed := type_of(leaves[path].value)):
             facts.append(f"{leaves[path].label}: {entry.type} in the checkpoint, {needed} in the state")
+        elif (
+            path in leaves and entry.blocks and (other := known_blocks(leaves[path].value)) not in (None, entry.blocks)
+        ):
+            facts.append(f"{entry.label}: {shown(entry.blocks)} in the checkpoint, {shown(other)} in the state")
     if facts:
-        shown = limit_lines(facts, 20)
+        lines = limit_lines(facts, 20)
         raise CheckpointError(
             layout_message(
                 f"{where} holds another state.",
-                facts=shown,
+                facts=lines,
                 remedies=[
                     "start from the state (model, optimizer) that was saved",
                     "only for a part of it: vnode.elastic.restore(folder) reads all of it, without like=",

@@ -62,7 +62,7 @@ class Header:
 
     def json(self) -> dict[str, Any]:
         """The header as JSON, with a checksum of its own."""
-        arrays = [{"path": list(path), **dataclasses.asdict(entry)} for path, entry in self.entries.items()]
+        arrays = [{"path": list(path), **entry.to_json()} for path, entry in self.entries.items()]
         said = json.loads(json.dumps({"format": FORMAT, "step": self.step, "arrays": arrays, "facts": self.facts}))
         return {**said, "digest": digest(said)}
 
@@ -267,10 +267,11 @@ class Reader:
         if differing:
             shown = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
             raise self.damage(number, f"its content is not what was saved, as checksums tell: {shown}")
-        return {
-            path: with_weak_type(array, array.sharding) if header.entries[path].weak and array.size else array
-            for path, array in arrays.items()
-        }
+        for path, array in arrays.items():
+            entry = header.entries[path]
+            arrays[path] = with_weak_type(array, array.sharding) if entry.weak and array.size else array
+            entry.remember_blocks(arrays[path])
+        return arrays
 
     def load(
         self, number: int, header: Header | None, where: Callable[[Path, tuple[int, ...]], Sharding], name: str

@@ -43,6 +43,7 @@ from vnode.placement.trace_context import (
 from vnode.placement.transfer import tracing
 from vnode.placement.world import in_world, is_local, world, world_of
 from vnode.runtime.device_groups import GroupProgram
+from vnode.spmd.uneven_blocks import Share
 from vnode.step.argument_checks import (
     check_arguments,
     check_donated_once,
@@ -61,7 +62,7 @@ from vnode.step.result_layouts import (
 from vnode.step.retraces import Retraces
 from vnode.step.spec import StepSpec
 from vnode.step.step_identity import argument_types, identity_of, program_differences
-from vnode.step.uneven_state import put_by_name, restore_for_placement
+from vnode.step.uneven_state import put_by_name, remember_results, restore_for_placement, share_of
 
 
 def compiler_options(placement: Placement) -> dict[str, Any]:
@@ -118,6 +119,11 @@ class Executor:
         self._inside = jit()  # inside of other programs, which have compiler options of their own
         self._jit = jit(compiler_options=options) if options else self._inside
 
+    @functools.cached_property
+    def share(self) -> Share | None:
+        """The blocks of unevenly sharded leaves; None if there are none."""
+        return share_of(self.spec.options.patterns)
+
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the step. With several processes, reports an error to the others, so that they do not wait."""
         if not self.arguments.across:
@@ -171,6 +177,8 @@ class Executor:
             results = self._launch(context, *again)
         if context.specs:
             results = self._restored(results, given[0], self.arguments.wholes(len(args)))
+        if self.share is not None and not tracing():
+            remember_results(results, self.share)
         if self._unwraps:
             return unwrap(results)
         parts = results.values() if isinstance(results, dict) else results if isinstance(results, tuple) else ()

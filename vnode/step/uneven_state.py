@@ -4,7 +4,8 @@ Knows pytrees, patterns, and how blocks are stored. Must not know jaxprs, nor ho
 
     w: [6, 3], counts (4, 2)   ->   stored: [8, 3], 4 rows on each of two devices, of which the second uses 2
 
-A stored leaf is recognized by two signs: its dimension has the stored length, and it is sharded along the axis.
+A stored leaf is recognized by two signs: its dimension has the stored length, and it is sharded along the axis. Whether
+it is stored with the same counts is asked of `vnode.step.stored_blocks`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from vnode.spmd.sharded_program import long_axes
 from vnode.spmd.uneven_blocks import Share, restore_program, store
 from vnode.step.call import Call, OutputTree
 from vnode.step.result_layouts import successors
+from vnode.step.stored_blocks import known_share, remember, stored_otherwise
 
 
 def share_of(patterns: Patterns) -> Share | None:
@@ -97,6 +99,7 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
     share.check(long_axes(placement.mesh), next(spec.counts for _, spec in patterns if isinstance(spec, UnevenSpec)))
     if placement.axis in share.axes:
         raise PlacementError(f"the axis {placement.axis!r} divides the nodes: shard a state along another")
+    check_stored(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sharded_batch), patterns, share)
 
     def place_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
         spec = spec_of(path, leaf, patterns)
@@ -111,7 +114,11 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
             return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
         if is_on_host(leaf):
             raise PlacementError(f"partition: {quoted(name_of(path))} is sharded unevenly, and cannot be on the host")
-        return leaf if is_stored else jax.device_put(store(leaf, spec.dim, share), sharding)
+        if is_stored:
+            return leaf
+        stored = jax.device_put(store(leaf, spec.dim, share), sharding)
+        remember([stored], share)
+        return stored
 
     placed = jax.tree_util.tree_map_with_path(place_leaf, tree, is_leaf=is_sharded_batch)
     return by_name(placed, patterns, placement, host)
@@ -155,6 +162,54 @@ def is_known_stored(path: tuple[Any, ...], leaf: Any, spec: UnevenSpec) -> bool:
     )
 
 
+def check_stored(leaves: Sequence[tuple[tuple[Any, ...], Any]], patterns: Patterns, share: Share) -> None:
+    """Checks that the stored ones among some leaves are stored with the counts of the patterns.
+
+    Args:
+      leaves: paths and leaves.
+      patterns: of names.
+      share: the blocks of the patterns.
+
+    Raises:
+      PlacementError: one is stored with others.
+    """
+    stored = []
+    for path, leaf in leaves:
+        spec = spec_of(path, leaf, patterns)
+        if spec is not None and stored_dim(path, leaf, patterns) is not None and lies_along(spec, leaf):
+            stored.append((path, leaf, spec))
+    wrong = stored_otherwise([leaf for _, leaf, _ in stored], [spec.dim for *_, spec in stored], share)
+    if not wrong:
+        return
+    path, leaf, spec = stored[wrong[0]]
+    known = known_share(leaf)
+    raise PlacementError(
+        f"partition: {quoted(name_of(path))} of shape {tuple(np.shape(leaf))} is not stored with the counts "
+        f"{spec.counts}.",
+        facts=[
+            f"it was stored in blocks of {known.counts}, and {spec.counts} are blocks of {share.counts}"
+            if known is not None
+            else "its padding is not zeros: it was stored with other counts, or computed from a stored array"
+        ],
+        remedies=[
+            "give the state in its own shapes, as `get` of the step that stored it returns it",
+            "or call a step with the counts that it was stored with",
+        ],
+    )
+
+
+def remember_results(results: Any, share: Share) -> None:
+    """Remembers the counts with which a step has stored its results."""
+    remember((leaf for leaf in jax.tree.leaves(results) if is_sharded_along(leaf, share)), share)
+
+
+def is_sharded_along(leaf: Any, share: Share) -> bool:
+    """Whether an array is sharded along the axes of a share."""
+    sharding = getattr(leaf, "sharding", None)
+    names = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+    return share.axes in names or (len(share.axes) == 1 and share.axes[0] in names)
+
+
 def check_known(args: Sequence[Any], wholes: Sequence[int], patterns: Patterns) -> None:
     """Checks, for arguments within another program, that it is known whether they are stored in blocks.
 
@@ -175,6 +230,7 @@ def restore_shapes(tree: Any, patterns: Patterns) -> Any:
     if share is None:
         return tree
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sharded_batch)
+    check_stored(paths, patterns, share)
     leaves, several = [leaf for _, leaf in paths], dict[NamedSharding, dict[int, int]]()
     for i, (path, leaf) in enumerate(paths):
         spec = spec_of(path, leaf, patterns)
