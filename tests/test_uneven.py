@@ -404,6 +404,7 @@ class TestErrors:
         one, other = on(step, {"wi": WI, "wo": WO}, 2), on(step, rows, 2)
         stored = one.put(params)
         halves = jax.tree.map(lambda leaf: leaf / 2, stored)
+        assert jax.eval_shape(lambda: one.get(halves))["wi"].shape == (4, 16)  # within another program, too
         made = one(halves, x)[0]  # its padding says that it is stored so
         assert_same(one.get(made), lambda *args: step(*args)[0], jax.tree.map(lambda leaf: leaf / 2, params), x)
         folder = tmp_path / "run"

@@ -90,7 +90,8 @@ def stored_otherwise(arrays: Sequence[Any], dims: Sequence[int], share: Share) -
         by_mesh.setdefault(NamedSharding(arrays[i].sharding.mesh, PartitionSpec()), []).append(i)
     for sharding, several in by_mesh.items():
         check = padding_check(tuple(dims[i] for i in several), share, sharding)
-        verdicts = np.asarray(check([arrays[i] for i in several]))
+        with jax.ensure_compile_time_eval():  # within another program, too: these arrays are known there
+            verdicts = np.asarray(check([arrays[i] for i in several]))
         wrong += [i for i, right in zip(several, verdicts, strict=True) if not right]
         remember([arrays[i] for i, right in zip(several, verdicts, strict=True) if right], share)
     return sorted(wrong)
