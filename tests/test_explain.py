@@ -322,6 +322,20 @@ def test_epochs_of_minibatches_are_described_within_the_report() -> None:
 # The text
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_draws_that_nothing_ties_to_the_examples(tied: bool) -> None:
+    """A generator's noise has the batch's length, and meets no example: it is drawn once, 16 x 8 words of 4 bytes."""
+
+    def step(w: Any, x: Any) -> Any:
+        noise = jax.random.normal(jax.random.key(0), (len(x), 8))
+        fake = jnp.tanh((noise + 0 * x[:, :8] if tied else noise) @ w)
+        return w, (fake**2).mean() + x.mean()
+
+    report = explain(step, normal(8, 8), normal(16, 32))
+    assert sizes(report.drawn) == ([] if tied else [16 * 8 * 4])
+    assert ("Drawn whole" in str(report)) == (not tied)
+
+
 def test_the_text_says_what_the_report_holds() -> None:
     report = explain(batch_norm, *batch_norm_arguments(), **LARGE)
     text = str(report)

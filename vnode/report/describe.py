@@ -96,6 +96,7 @@ def describe_schedule(
             )
             if var in defined
         ),
+        drawn=tuple(drawn_lines(made)),
         couplings=tuple(dict.fromkeys(coupling_lines(made, couplings))),
         undescribed=undescribed_lines(couplings),
         flops=made.flops,
@@ -114,6 +115,19 @@ def describe_schedule(
 def value_lines(values: Sequence[Var], defined: Mapping[Var, JaxprEqn], names: Names) -> tuple[Line, ...]:
     """Values of a program with the source lines that make them."""
     return tuple(Line(type_text(var.aval), source_line(defined[var]), nbytes(var), names(var)) for var in values)
+
+
+def drawn_lines(made: Schedule) -> Iterator[Line]:
+    """Random draws that are made once for the whole step, and have as many indices along a dimension as examples."""
+    program = made.flow.program
+    for stage in made.stages:
+        for action in stage.once_actions:
+            eqn = action.step.eqn
+            description = program.describe(eqn) if eqn.invars else None  # without operands: an iota
+            if description is None:
+                continue
+            if any(factor.positional and factor.size == made.flow.batch.size for factor in description.factors):
+                yield from (Line(type_text(var.aval), source_line(eqn), nbytes(var)) for var in eqn.outvars)
 
 
 def coupling_lines(made: Schedule, couplings: Sequence[Coupling]) -> Iterator[Line]:

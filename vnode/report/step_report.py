@@ -40,6 +40,7 @@ class Report(Drawn):
       gathered: values that are needed whole, by every device.
       sliced: whole values with a batch dimension that nodes cannot produce for themselves (a permutation, the draws of
         a generator that cannot be sliced): built whole, then sliced.
+      drawn: random draws as long as the batch that no example's value meets, so that all of them are made once.
       undescribed: primitives that are run once on the whole batch, because no description says how they split; with the
         bytes that are collected for each.
       couplings: where examples influence each other.
@@ -90,6 +91,7 @@ class Report(Drawn):
     planned_by: str = "as predicted"
     batches: tuple[tuple[int, int], ...] = ()
     undescribed: tuple[Line, ...] = ()
+    drawn: tuple[Line, ...] = ()
 
     def found_by(self, lines: Sequence[str]) -> Report:
         """The same report of a step whose number of nodes was searched for, with a line for each that was tried."""
@@ -338,6 +340,9 @@ class Report(Drawn):
         if self.sliced:
             note = "nodes cannot produce their own part of them"
             tables.append(values_table("Built whole, then sliced", note, [("", line) for line in self.sliced]))
+        if self.drawn:
+            note = "as long as the batch, but tied to no example: if its rows are examples, add 0 * a batched value"
+            tables.append(values_table("Drawn whole", note, [("", line) for line in self.drawn]))
         if self.layouts:
             tables.append(places_table("Sharding", "asked for by the step", self.layouts))
         if self.couplings:
