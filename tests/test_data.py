@@ -4,6 +4,7 @@ Knows the public interface of `vnode.data`, the prefetch, and grain. Must not kn
 written from its paper, nodes counted out one by one, and the data read directly.
 """
 
+import sys
 import threading
 from typing import Any
 
@@ -266,6 +267,16 @@ def test_refused_data() -> None:
         Batches([1], 1, last="pad")
     with pytest.raises(BatchError, match="shuffle=False"):
         Order(1 << 40, 2)
+
+
+@pytest.mark.parametrize("examples", [2**53 + 1, 2**60, sys.maxsize])
+def test_fingerprint_of_endless_data(examples: int) -> None:
+    """Its sample has only numbers of examples, the last one among them, however many there are."""
+    data = Counting(0)
+    data.examples = examples
+    Batches(data, 8, shuffle=False).fingerprint()
+    assert data.asked[0] == sorted({*data.asked[0]})
+    assert data.asked[0][0] == 0 and data.asked[0][-1] == examples - 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1)), max_size=20), st.integers(0, 4))

@@ -14,7 +14,7 @@ import numpy as np
 from vnode.data.batch_order import Order
 from vnode.data.examples import Arrays, Records, examples_of
 from vnode.data.loading import load_batch
-from vnode.data.source import SAMPLE, check_rows, checksum, own_copy
+from vnode.data.source import SAMPLE, check_rows, checksum, own_copy, spaced
 from vnode.placement.placement import Placement
 
 MOST_SAMPLES, MOST_BYTES = 4096, 16 << 20
@@ -72,9 +72,7 @@ class Batches:
 
     def checksum(self, most: int) -> str:
         """A checksum (CRC-32) of the values of `most` examples, with their dtypes and shapes."""
-        count = self.order.examples
-        sample = self.take(np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64)))
-        return checksum(sample, most)
+        return checksum(self.take(spaced(self.order.examples, most)), most)
 
     def batch(self, step: int) -> Any:
         """The batch of a step on the host, a pytree of NumPy arrays."""

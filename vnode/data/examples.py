@@ -11,12 +11,18 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from vnode.data.source import check_dtype
-from vnode.errors import BatchError
+from vnode.data.forms import check_dtypes, check_foreign, check_shapes, check_structures, host_array
+from vnode.data.source import sizes
+from vnode.errors import BatchError, limit_lines
+from vnode.placement.leaves import is_number
 
 
 class Examples(Protocol):
-    """A source of examples: it has a length, and returns examples by number."""
+    """A source of examples: it has a length, and returns examples by number.
+
+    A class whose ``by_row`` is true reads every example by itself. If it is not, `vnode.data.Batches` compares
+    the form of the result with that of a single example.
+    """
 
     def __len__(self) -> int:
         """The number of examples."""
@@ -34,24 +40,27 @@ class Arrays:
     """Examples in memory (or memory-mapped): a pytree of arrays whose first dimension counts them.
 
     Raises:
-      BatchError: the arrays disagree about how many examples there are.
+      BatchError: the arrays disagree about how many examples there are, or cannot be on devices.
     """
 
+    by_row = True
+
     def __init__(self, tree: Any) -> None:
-        self.tree = tree
-        sizes = {
-            f"{jax.tree_util.keystr(path)}: shape {np.shape(leaf)}": np.shape(leaf)[:1]
-            for path, leaf in jax.tree.leaves_with_path(tree)
-        }
-        if len(set(sizes.values())) != 1 or () in sizes.values():
+        leaves = jax.tree.leaves_with_path(tree)
+        lengths = {np.shape(leaf)[:1] for _, leaf in leaves}
+        if len(lengths) != 1 or () in lengths:
+            lists = any(is_number(leaf) for _, leaf in leaves)
             raise BatchError(
                 "the arrays of a data set must be equally long: their first dimension counts the examples.",
-                facts=list(sizes) or ["there is no array"],
-                remedies=["leave out arrays that do not count examples", "check the order of dimensions"],
+                facts=limit_lines(sizes(tree)) or ["there is no array"],
+                remedies=[
+                    *(["make arrays of lists, np.asarray(...): a list is a pytree of its elements"] if lists else []),
+                    "leave out arrays that do not count examples",
+                    "check the order of dimensions",
+                ],
             )
-        for path, leaf in jax.tree.leaves_with_path(tree):
-            check_dtype(path, leaf, "the data set")
-        self.count = next(iter(sizes.values()))[0]
+        self.tree = jax.tree_util.tree_map_with_path(lambda *leaf: host_array(*leaf, "the data set"), tree)
+        self.count = next(iter(lengths))[0]
 
     def __len__(self) -> int:
         return self.count
@@ -62,6 +71,8 @@ class Arrays:
 
 class Records:
     """Examples of a sequence: ``len(sequence)``, and ``sequence[i]``, a pytree, for one of them."""
+
+    by_row = True
 
     def __init__(self, sequence: Any) -> None:
         self.sequence = sequence
@@ -74,29 +85,19 @@ class Records:
 
 
 def stack_examples(examples: Sequence[Any]) -> Any:
-    """Stacks examples, pytrees of equal shapes, to one pytree of arrays with a row for each.
+    """Stacks examples, pytrees of equal shapes and dtypes, to one pytree of arrays with a row for each.
 
     Raises:
-      BatchError: their shapes or structures differ.
+      BatchError: their structures, shapes or dtypes differ, or a leaf cannot be on devices.
     """
 
     def stack(path: Any, *leaves: Any) -> np.ndarray:
-        shapes = sorted({np.shape(leaf) for leaf in leaves})
-        if len(shapes) > 1:
-            raise BatchError(
-                f"examples of different shapes do not make up a batch: {jax.tree_util.keystr(path) or 'the example'}.",
-                facts=[f"shapes {', '.join(map(str, shapes[:4]))}"],
-                remedies=["pad to one length, with a mask of the real entries"],
-            )
-        array = np.stack(leaves)
-        check_dtype(path, array, "an example")
-        return array
+        arrays = [host_array(path, leaf, "an example") for leaf in leaves]
+        check_shapes(path, (array.shape for array in arrays))
+        check_dtypes(path, (array.dtype for array in arrays))
+        return np.stack(arrays)
 
-    structures = {jax.tree.structure(example) for example in examples}
-    if len(structures) > 1:
-        raise BatchError(
-            "examples of different structures do not make up a batch.", facts=sorted(map(str, structures))[:4]
-        )
+    check_structures(map(jax.tree.structure, examples))
     return jax.tree_util.tree_map_with_path(stack, *examples)
 
 
@@ -111,7 +112,8 @@ def examples_of(data: Any) -> Examples:
       BatchError: it is none of these.
     """
     if isinstance(data, np.ndarray | jax.Array | Mapping | tuple):
-        return Arrays(jax.tree.map(np.asarray, data) if not isinstance(data, np.ndarray) else data)
+        return Arrays(data)
+    check_foreign((), data, "the data set") if hasattr(data, "take") else None
     if hasattr(data, "take") and hasattr(data, "__len__"):
         return data
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):

@@ -29,6 +29,8 @@ def __dir__() -> list[str]:
 class Dataset:
     """Examples of a grain data set; made by `dataset`."""
 
+    by_row = True
+
     def __init__(self, source: Any, threads: int) -> None:
         self.source = source
         self.threads = threads

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from vnode.data.forms import host_array
 from vnode.data.source import check_rows
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, in_equal_shards, node_size
@@ -81,7 +82,7 @@ def local_batch(local: Any, batch_size: int, placement: Placement) -> Any:
       `ShardedBatch`.
 
     Raises:
-      BatchError: the number of rows is wrong.
+      BatchError: the number of rows is wrong, or an array cannot be on devices.
 
     Example:
       >>> import jax, numpy as np, vnode
@@ -98,7 +99,7 @@ def local_batch(local: Any, batch_size: int, placement: Placement) -> Any:
         f"process {own_index(placement.devices[0])} must give {len(wanted)} of the batch's {batch_size} rows.",
         "give the rows placement.local_examples(batch_size), in this order",
     )
-    local = jax.tree.map(np.asarray, local)
+    local = jax.tree_util.tree_map_with_path(lambda *leaf: host_array(*leaf, "the batch"), local)
     return load_batch(
         batch_size,
         placement,

@@ -191,10 +191,20 @@ def checksum(examples: Any, most: int = SAMPLE) -> str:
         array = np.asarray(leaf)
         name = f"{jax.tree_util.keystr(path)} {array.dtype}{array.shape}"
         some = array.ndim > 0 and len(array) > most
-        rows = array[np.unique(np.linspace(0, len(array) - 1, most).astype(np.int64))] if some else array
+        rows = array[spaced(len(array), most)] if some else array
         values = repr(leaf).encode() if array.dtype.hasobject else np.ascontiguousarray(rows).tobytes()
         found = zlib.crc32(values, zlib.crc32(name.encode(), found))
     return f"{found:08x}"
+
+
+def spaced(count: int, most: int) -> np.ndarray:
+    """Numbers below `count`, at most `most`, equally spaced from the first to the last; in integers, as counts may be.
+
+    >>> spaced(10, 4).tolist(), spaced(1, 4).tolist(), spaced(2**63 - 1, 2).tolist()
+    ([0, 3, 6, 9], [0], [0, 9223372036854775806])
+    """
+    chosen = min(count, most)
+    return np.array([i * (count - 1) // max(chosen - 1, 1) for i in range(chosen)], np.int64)
 
 
 def is_local_batch(batch: Any) -> bool:
