@@ -24,6 +24,7 @@ from tests.test_virtual_step import compilations
 from vnode.data.batch_order import Order, permutation
 from vnode.data.batches import Batches
 from vnode.data.prefetch import Prefetch
+from vnode.data.source import loader
 from vnode.errors import BatchError
 from vnode.placement.sharded import ShardedBatch, is_sharded_batch
 
@@ -111,7 +112,7 @@ def placements() -> list[vnode.Placement]:
 @pytest.mark.parametrize("placement", placements(), ids=str)
 @pytest.mark.parametrize("batch_size", [16, 13])
 def test_each_device_loads_its_examples(placement: vnode.Placement, batch_size: int) -> None:
-    """A device is given the examples of its nodes, and no others are read for it."""
+    """A device is given the examples of its nodes, and no others are read for it; the first is also read by itself."""
     examples = Counting(50)
     batches = Batches(examples, batch_size, seed=1)
     loaded = batches.load(4, placement)
@@ -125,7 +126,8 @@ def test_each_device_loads_its_examples(placement: vnode.Placement, batch_size: 
     if batch_size % 8:  # the last example stands for those that nodes miss
         room = [2 * len(mine) for mine in device_nodes]
         shares = [share + [rows[-1]] * (n - len(share)) for share, n in zip(shares, room, strict=True)]
-    assert sorted(asked) == sorted(share for share in shares if share)  # each once, however many devices share it
+    assert asked[0] == rows[:1].tolist()
+    assert sorted(asked[1:]) == sorted(share for share in shares if share)  # each once, however many devices share it
     first = loaded["nested"][0]
     held = first.parts[0] if isinstance(first, ShardedBatch) else first
     for shard in held.addressable_shards:
@@ -267,6 +269,95 @@ def test_refused_data() -> None:
         Batches([1], 1, last="pad")
     with pytest.raises(BatchError, match="shuffle=False"):
         Order(1 << 40, 2)
+
+
+class Parted:
+    """Examples whose form depends on which rows are read at once: below 8 it is another one."""
+
+    def __init__(self, low: Any, high: Any) -> None:
+        self.forms = low, high
+
+    def __len__(self) -> int:
+        return 16
+
+    def take(self, rows: np.ndarray) -> Any:
+        return jax.tree.map(lambda leaf: np.stack([leaf] * len(rows)), self.forms[int(rows.max() >= 8)])
+
+
+@pytest.mark.parametrize("by_row", [True, False], ids=["records", "take"])
+@pytest.mark.parametrize("devices", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(
+    ("low", "high", "message"),
+    [
+        ({"x": 1.0, "n": None}, {"x": 1.0, "n": 777.0}, "different structures"),
+        ({"x": 1.0}, {"a": 777.0, "x": 1.0}, "different structures"),
+        ({"x": 1}, {"x": 0.5}, r"different dtypes .*\['x'\]"),
+        ({"x": np.zeros(3)}, {"x": np.zeros(4)}, r"different shapes .*\['x'\]"),
+    ],
+)
+def test_examples_of_other_forms(low: Any, high: Any, message: str, devices: int, by_row: bool) -> None:
+    """They are refused on any number of devices, whether or not the same device reads them."""
+    data = [low if number < 8 else high for number in range(16)] if by_row else Parted(low, high)
+    batches = Batches(data, 16, shuffle=False)
+    with pytest.raises(BatchError, match=message):
+        batches.load(0, vnode.Placement(8, jax.devices()[:devices]))
+
+
+def test_dtypes_that_jax_does_not_tell_apart() -> None:
+    """Python's float and float32 are one dtype on devices, and the same batch on any number of them."""
+    data = [{"x": 0.5 if number < 8 else np.float32(0.25)} for number in range(16)]
+    for devices in (1, 2, 3):
+        loaded = Batches(data, 16, shuffle=False).load(0, vnode.Placement(8, jax.devices()[:devices]))
+        np.testing.assert_array_equal(loaded["x"], np.float32([0.5] * 8 + [0.25] * 8))
+
+
+def test_arrays_that_devices_cannot_hold() -> None:
+    """The leaf is named wherever it comes from, before the step."""
+
+    class Tensor:
+        """As tensors of other libraries are: an array, but jax does not take it."""
+
+        shape, dtype = (8,), "float32"
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            raise TypeError("Got unsupported ScalarType BFloat16")
+
+        def __len__(self) -> int:
+            return 8
+
+        def take(self, rows: Any) -> Any:
+            raise TypeError("must be Tensor")
+
+    gaps = np.ma.array(np.ones(8, np.float32), mask=[0] * 7 + [1])
+    refused = (
+        (gaps, r"x.* masked array(.|\n)*filled"),
+        (np.ones(8, ">f4"), r"x.* dtype >f4(.|\n)*astype\(np.float32\)"),
+        (np.ones(8, [("a", "f4")]), r"x.* dtype (.|\n)*x.dtype.names"),
+        (np.ones(8, np.longdouble), r"x.* dtype float128(.|\n)*astype\(np.float64\)"),
+        (np.array(["a"] * 8), r"x.* dtype <U1"),
+        (Tensor(), r"x.* is a .*Tensor, which jax does not take(.|\n)*x.numpy\(\)"),
+    )
+    placement = vnode.Placement(4, jax.devices()[:2])
+    for array, message in refused:
+        for load in (
+            lambda array=array: Batches({"x": array}, 4),
+            lambda array=array: Batches([{"x": array}] * 8, 4).batch(0),
+            lambda array=array: loader(lambda step: {"x": array}, 1)(0, placement),
+            lambda array=array: vnode.data.local_batch({"x": array}, 8, placement),
+        ):
+            with pytest.raises(BatchError, match=message):
+                load()
+    with pytest.raises(BatchError, match="masked array"):
+        Batches(gaps, 4)
+    with pytest.raises(BatchError, match="Tensor"):
+        Batches(Tensor(), 4)
+
+
+def test_lists_as_a_data_set() -> None:
+    """The error is short however many numbers there are, and says what to do with lists."""
+    with pytest.raises(BatchError, match=r"and 4992 more(.|\n)*make arrays of lists") as caught:
+        Batches({"x": np.zeros((1000, 5)).tolist()}, 16)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("examples", [2**53 + 1, 2**60, sys.maxsize])

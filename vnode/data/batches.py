@@ -13,6 +13,7 @@ import numpy as np
 
 from vnode.data.batch_order import Order
 from vnode.data.examples import Arrays, Records, examples_of
+from vnode.data.forms import Parts
 from vnode.data.loading import load_batch
 from vnode.data.source import SAMPLE, check_rows, checksum, own_copy, spaced
 from vnode.placement.placement import Placement
@@ -89,12 +90,21 @@ class Batches:
           A pytree. Every device is given the examples of its nodes, and only those are read for it, in this process.
           If the shares are equal, the leaves are global arrays; otherwise `vnode.data.ShardedBatch`, which a step on
           this placement takes as they are.
+
+        Raises:
+          BatchError: the examples have different structures, dtypes or shapes; or those that ``take`` returns depend on
+            the rows that it is given at once: the first one's is also read by itself.
         """
-        rows = self.rows(step)
+        rows, parts = self.rows(step), Parts()
+        own = rows[placement.local_examples(len(rows))]
+        if len(own) > 1 and not getattr(self.examples, "by_row", False):
+            parts.check(self.take(own[:1]))
 
         def take(positions: np.ndarray) -> Any:
             if len(positions):
-                return self.take(rows[positions])
+                part = self.take(rows[positions])
+                parts.check(part)
+                return part
             return jax.tree.map(lambda leaf: np.asarray(leaf)[:0], self.take(rows[:1]))
 
         return load_batch(len(rows), placement, take)

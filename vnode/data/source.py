@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from vnode.errors import BatchError, VnodeError
+from vnode.data.forms import check_array, check_foreign
+from vnode.errors import BatchError, VnodeError, limit_lines
 from vnode.placement.placement import Placement
 
 SAMPLE = 16
@@ -107,7 +108,7 @@ def check_rows(tree: Any, count: int, itself: str, problem: str, remedy: str) ->
         if np.shape(leaf)[:1] != (count,)
     ]
     if wrong or not leaves:
-        raise BatchError(problem, facts=wrong or ["there is no array"], remedies=[remedy])
+        raise BatchError(problem, facts=limit_lines(wrong) or ["there is no array"], remedies=[remedy])
 
 
 def own_copy(batch: Any, what: str) -> Any:
@@ -121,39 +122,18 @@ def own_copy(batch: Any, what: str) -> Any:
       what: the batch's name in messages.
 
     Raises:
-      BatchError: a leaf holds objects, which ragged lists become, or text.
+      BatchError: a leaf is an array that jax cannot hold: of objects, which ragged lists become, of text, with a mask,
+        or of another library.
     """
 
     def copy_leaf(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, np.ndarray):
+            check_foreign(path, leaf, what)
             return leaf
-        check_dtype(path, leaf, what)
+        check_array(path, leaf, what)
         return np.array(leaf)
 
     return jax.tree_util.tree_map_with_path(copy_leaf, batch)
-
-
-def check_dtype(path: Any, leaf: Any, what: str) -> None:
-    """Raises for an array that jax cannot hold.
-
-    Args:
-      path: the leaf's path in jax's form.
-      leaf: the array.
-      what: the name of the leaf's tree in messages.
-
-    Raises:
-      BatchError: it holds objects or text.
-    """
-    if leaf.dtype.kind not in "OUSMm":
-        return
-    ragged = leaf.dtype.kind == "O"
-    raise BatchError(
-        f"{jax.tree_util.keystr(path) or 'an array'} of {what} has dtype {leaf.dtype}, which is not for devices.",
-        facts=[f"shape {leaf.shape}"] + (["arrays of unequal lengths become an array of objects"] if ragged else []),
-        remedies=["pad to one length, with a mask of the real entries"]
-        if ragged
-        else ["leave it out of the batch, or turn it into numbers first"],
-    )
 
 
 def description(data: Any) -> dict[str, Any] | None:
