@@ -686,3 +686,23 @@ def large(size: int) -> str:
         for _ in range(6):
             now, _ = step(now, batch)
         return bits(now)
+
+
+class OptionalField:
+    """Examples by number, whose last four have a field more; batches of 8 in their order."""
+
+    by_row = True
+
+    def __len__(self) -> int:
+        return 16
+
+    def take(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        x = np.ones(len(rows), np.float32)
+        return {"n": 777 * x, "x": x} if (rows >= 12).all() else {"x": x}
+
+
+def other_forms() -> str:
+    """The error of a run in which the second half of the second batch, another process's, has another form."""
+    step = vnode.virtualize(lambda state, batch: (state + batch["x"].mean(), {}), virtual_nodes=V)
+    with waiting("the error of another structure"):
+        return run_error(step, vnode.data.Batches(OptionalField(), 8, shuffle=False), jnp.float32(0))

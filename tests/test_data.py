@@ -23,6 +23,7 @@ from tests.test_invariance import digest
 from tests.test_virtual_step import compilations
 from vnode.data.batch_order import Order, permutation
 from vnode.data.batches import Batches
+from vnode.data.forms import Parts
 from vnode.data.prefetch import Prefetch
 from vnode.data.source import loader
 from vnode.errors import BatchError
@@ -301,6 +302,28 @@ def test_examples_of_other_forms(low: Any, high: Any, message: str, devices: int
     batches = Batches(data, 16, shuffle=False)
     with pytest.raises(BatchError, match=message):
         batches.load(0, vnode.Placement(8, jax.devices()[:devices]))
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_other_processes_have_the_form_of_the_first_example(readable: bool) -> None:
+    """A process that does not read a batch's first example compares its own with it, if it can read it."""
+
+    class Half:
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, number: int) -> Any:
+            assert number >= 8 or readable, "another process's"
+            return {"x": 1.0} if number < 8 else {"x": 1.0, "n": 777.0}
+
+    batches, parts = Batches(Half(), 16, shuffle=False), Parts()
+    rows = batches.rows(0)
+    batches.read_first(rows, np.arange(8, 16), parts)
+    if readable:
+        with pytest.raises(BatchError, match="different structures"):
+            parts.check(batches.take(rows[8:]))
+    else:
+        parts.check(batches.take(rows[8:]))
 
 
 def test_dtypes_that_jax_does_not_tell_apart() -> None:

@@ -236,6 +236,14 @@ def test_all_learn_of_an_error(at, tmp_path):
 
 
 @pytest.mark.quickly
+def test_examples_of_another_form_in_one_process(tmp_path):
+    """They are an error before their step, and no process waits for a collective that the other will not join."""
+    (first,), (second,) = processes.run_all([("other_forms", {})], tmp_path, processes=2)
+    assert "BatchError: examples of different structures do not make up a batch" in second
+    assert "process 1 has failed: BatchError: examples of different structures" in first
+
+
+@pytest.mark.quickly
 @pytest.mark.parametrize("at", ["compile", "save", pytest.param("restore", marks=everything)])
 def test_a_process_that_is_killed_is_named(at, tmp_path):
     if at == "restore":

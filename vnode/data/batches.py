@@ -6,6 +6,7 @@ Knows examples, their order, and how a batch is loaded. Must not know steps, nor
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ from vnode.data.forms import Parts
 from vnode.data.loading import load_batch
 from vnode.data.source import SAMPLE, check_rows, checksum, own_copy, spaced
 from vnode.placement.placement import Placement
+
+logger = logging.getLogger("vnode")
 
 MOST_SAMPLES, MOST_BYTES = 4096, 16 << 20
 """The most examples in memory, and the most bytes of them, whose checksum processes compare."""
@@ -51,6 +54,8 @@ class Batches:
     def __init__(self, data: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True, last: str = "wrap") -> None:
         self.examples = examples_of(data)
         self.order = Order(len(self.examples), batch_size, seed, shuffle, last)
+        self.reads_others = True
+        """Whether this process can read the examples of others, as far as it knows."""
 
     def __repr__(self) -> str:
         options = dataclasses.asdict(self.order)
@@ -87,18 +92,16 @@ class Batches:
           placement: the placement of the step's nodes.
 
         Returns:
-          A pytree. Every device is given the examples of its nodes, and only those are read for it, in this process.
-          If the shares are equal, the leaves are global arrays; otherwise `vnode.data.ShardedBatch`, which a step on
-          this placement takes as they are.
+          A pytree. Every device is given the examples of its nodes. Only those are read for it in this process, besides
+          the batch's first (`read_first`). If the shares are equal, the leaves are global arrays; otherwise
+          `vnode.data.ShardedBatch`, which a step on this placement takes as they are.
 
         Raises:
           BatchError: the examples have different structures, dtypes or shapes; or those that ``take`` returns depend on
-            the rows that it is given at once: the first one's is also read by itself.
+            the rows that it is given at once.
         """
         rows, parts = self.rows(step), Parts()
-        own = rows[placement.local_examples(len(rows))]
-        if len(own) > 1 and not getattr(self.examples, "by_row", False):
-            parts.check(self.take(own[:1]))
+        self.read_first(rows, placement.local_examples(len(rows)), parts)
 
         def take(positions: np.ndarray) -> Any:
             if len(positions):
@@ -108,6 +111,30 @@ class Batches:
             return jax.tree.map(lambda leaf: np.asarray(leaf)[:0], self.take(rows[:1]))
 
         return load_batch(len(rows), placement, take)
+
+    def read_first(self, rows: np.ndarray, own: np.ndarray, parts: Parts) -> None:
+        """Reads the first example of a batch, if those that this process reads must be compared with it.
+
+        They must be if ``take`` may depend on the rows that it is given at once; and if another process reads the first
+        one, so that processes whose examples differ have the error of one process that reads all of them. A process
+        that cannot read the examples of others compares its own.
+
+        Args:
+          rows: the batch's example numbers.
+          own: the positions in `rows` of those that this process reads.
+          parts: where to put it.
+        """
+        if not len(own) or isinstance(self.examples, Arrays):
+            return
+        if own[0] > 0 and self.reads_others:
+            try:
+                parts.check(self.take(rows[:1]))
+                return
+            except Exception as error:
+                self.reads_others = False
+                logger.info("examples are not compared with other processes' as these cannot be read here: %s", error)
+        if len(own) > 1 and not getattr(self.examples, "by_row", False):
+            parts.check(self.take(rows[own[:1]]))
 
     def rows(self, step: int) -> np.ndarray:
         """The example numbers that are requested from the data, int64[batch_size]."""
