@@ -65,6 +65,22 @@ def test_no_argument_is_batched() -> None:
     assert "no argument is batched" in message and "in_axes=(None, 0)" in message
 
 
+class Tensor:
+    """An array of another library, which jax does not take."""
+
+    shape = (4,)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return np.ones(4, np.float32)
+
+
+@pytest.mark.parametrize(("w", "x", "name"), [(0.0, {"x": Tensor()}, r"x\['x'\]"), (Tensor(), jnp.ones(4), "w")])
+def test_arrays_of_other_libraries(w: Any, x: Any, name: str) -> None:
+    """They are named, not taken for constants of the program, beside which no argument is batched."""
+    message = refusal(vnode.VnodeError, lambda w, x: 0.0, w, x)
+    assert re.match(rf"{name} is a .*Tensor, which jax does not take", message) and "x.numpy()" in message
+
+
 def test_empty_batch() -> None:
     message = refusal(vnode.BatchError, lambda w, x: x.sum(), 0.0, jnp.zeros((0, 3)))
     assert "the batch is empty" in message and "shape (0, 3)" in message

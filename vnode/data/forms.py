@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from vnode.errors import BatchError
-from vnode.placement.leaves import is_array
+from vnode.placement.leaves import CONVERT, foreign_array, is_foreign_array
 
 SHOWN = 4
 """The most structures, dtypes or shapes that an error lists."""
@@ -156,13 +156,6 @@ def is_jax_dtype(dtype: np.dtype) -> bool:
     return True
 
 
-def is_foreign_array(value: Any) -> bool:
-    """Whether a value is an array of a library that is neither jax nor NumPy, and jax does not take it."""
-    if isinstance(value, np.ndarray | np.generic) or is_array(value) or hasattr(value, "__jax_array__"):
-        return False
-    return not isinstance(value, type) and hasattr(value, "shape") and hasattr(value, "__array__")
-
-
 def check_foreign(path: Any, leaf: Any, what: str) -> None:
     """Raises for an array of another library.
 
@@ -175,11 +168,9 @@ def check_foreign(path: Any, leaf: Any, what: str) -> None:
       BatchError: it is one.
     """
     if is_foreign_array(leaf):
-        kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+        name = jax.tree_util.keystr(path) or "an array"
         raise BatchError(
-            f"{jax.tree_util.keystr(path) or 'an array'} of {what} is a {kind}, which jax does not take.",
-            facts=[f"shape {tuple(leaf.shape)}"],
-            remedies=["give an array of NumPy: x.numpy() or x.float().numpy() of a tensor, x.to_numpy() of a table"],
+            foreign_array(f"{name} of {what}", leaf), facts=[f"shape {tuple(leaf.shape)}"], remedies=CONVERT
         )
 
 

@@ -42,6 +42,22 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | ShardedBatch) or is_number(leaf)
 
 
+def is_foreign_array(leaf: Any) -> bool:
+    """Whether a leaf is an array of a library that is neither jax nor NumPy, and jax does not take it."""
+    if isinstance(leaf, np.ndarray | np.generic | type) or is_array(leaf) or hasattr(leaf, "__jax_array__"):
+        return False
+    return hasattr(leaf, "shape") and hasattr(leaf, "__array__")
+
+
+CONVERT = ("give an array of NumPy: x.numpy() or x.float().numpy() of a tensor, x.to_numpy() of a table",)
+"""Remedies for an array of another library."""
+
+
+def foreign_array(name: str, leaf: Any) -> str:
+    """The sentence that refuses an array of another library, called `name`."""
+    return f"{name} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which jax does not take."
+
+
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is an array of typed random keys (`jax.random.key`)."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -17,7 +17,7 @@ import numpy as np
 
 from vnode.analysis.tracing import with_trees
 from vnode.errors import BatchError, VnodeError
-from vnode.placement.leaves import is_array
+from vnode.placement.leaves import CONVERT, foreign_array, is_array, is_foreign_array
 from vnode.placement.sharded import is_sharded_batch
 from vnode.placement.static_scalars import are_arrays
 from vnode.show.units import several
@@ -132,6 +132,9 @@ def wrap(tree: Any, *place: Any, names: Sequence[str] = ()) -> Any:
       tree: the pytree.
       *place: its path in ``(args, kwargs, results)``; for messages.
       names: of the positional arguments; for messages.
+
+    Raises:
+      VnodeError: a leaf is an array of a library that is neither jax nor NumPy.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_sharded_batch)
     arrays = are_arrays(leaves, treedef)
@@ -142,6 +145,9 @@ def wrap(tree: Any, *place: Any, names: Sequence[str] = ()) -> Any:
         paths = jax.tree.leaves_with_path(tree, is_leaf=is_sharded_batch)
         return argument_name((*map(jax.tree_util.SequenceKey, place), *paths[i][0]), names)
 
+    for i, (leaf, array) in enumerate(zip(leaves, arrays, strict=True)):
+        if not array and is_foreign_array(leaf):
+            raise VnodeError(foreign_array(name(i), leaf), facts=[f"shape {tuple(leaf.shape)}"], remedies=CONVERT)
     kept = [
         leaf if array else StaticLeaf(leaf, functools.partial(name, i))
         for i, (leaf, array) in enumerate(zip(leaves, arrays, strict=True))
