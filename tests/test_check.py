@@ -5,6 +5,7 @@ Knows steps whose answer is known beforehand, and NumPy. Must not know how the c
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from typing import Any
@@ -210,6 +211,15 @@ def test_doctor(capsys: Any) -> None:
     assert f"jax     {jax.__version__}" in said and "train_step: ok" in said
     assert "the same bits on 1, 3 and 8 cpu devices" in " ".join(said.split())
     assert max(map(len, said.splitlines())) <= 80
+
+
+def test_doctor_in_the_signs_that_there_are(monkeypatch: Any) -> None:
+    """It ended in UnicodeEncodeError where standard output is in ASCII."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", out)
+    assert cli.main(["doctor", "--no-test"]) == 0
+    out.flush()
+    assert f"jax     {jax.__version__}" in out.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
 
 
 def test_the_command_is_the_module() -> None:

@@ -108,15 +108,17 @@ def examine(cpu_devices: int | None, test: bool) -> int:
     if cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", cpu_devices)
-    from vnode.show.text import draw
+    from vnode.show.drawable import written_in
+    from vnode.show.text import draw, encodable
 
-    print(draw(page()), flush=True)
+    print(encodable(draw(page()), written_in()), flush=True)
     if not test:
         return 0
     print("\nSelf-test: a small training step, plain and on several devices ...", flush=True)
     start = time.monotonic()
     answer = self_test()
-    print(f"\n{answer}\n\n{time.monotonic() - start:.1f} s")
+    print(encodable(f"\n{answer}\n", written_in()))
+    print(f"{time.monotonic() - start:.1f} s")
     if len(answer.places) == 1:
         print("One device: whether bits agree cannot be seen. On a CPU: vnode doctor --cpu-devices 4")
     return 0 if answer.ok else 1
