@@ -5,6 +5,7 @@ Knows packages and environments. Must not know what vnode does.
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -50,6 +51,16 @@ def test_an_extra_suffices_for_its_page(page: str, extra: str | None) -> None:
     }
     brought = names(PROJECT["dependencies"] + (PROJECT["optional-dependencies"][extra] if extra else []))
     assert imported - set(sys.stdlib_module_names) - {"vnode"} <= brought
+
+
+def test_figures_are_read_from_an_archive(tmp_path: Path) -> None:
+    """As `zipimport` has the package: its files are none of the file system's."""
+    archive = shutil.make_archive(str(tmp_path / "vnode"), "zip", ROOT, "vnode")
+    code = "from vnode.partition.cost import calibration; print(calibration.__file__, len(calibration.entries()) > 1)"
+    environment = {**os.environ, "PYTHONPATH": archive}
+    run = [sys.executable, "-c", code]
+    said = subprocess.run(run, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert said.startswith(archive) and said.endswith(" True\n")
 
 
 @pytest.mark.wheel

@@ -17,6 +17,7 @@ import dataclasses
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -201,7 +202,7 @@ def write_entry(name: str, entry: Calibration) -> None:
         if (value := getattr(entry, field.name)) != field.default
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(content[key])}" for key in content]
-    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    Path(str(FILE)).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     entries.cache_clear()
 
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.resources
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from vnode.partition.machine import Kind
 from vnode.partition.machine.known_kinds import KINDS
 
-FILE = Path(__file__).with_name("calibration.json")
+FILE = importlib.resources.files("vnode.partition.cost") / "calibration.json"
 """Entries by kind of device, and by platform for kinds without one."""
 
 Quantiles = Sequence[float]
