@@ -16,9 +16,11 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from vnode.analysis.fingerprint import Fingerprint, fingerprint
 from vnode.data.source import description, same_examples
@@ -42,10 +44,12 @@ class Identity(NamedTuple):
     Attributes:
       facts: fit for JSON.
       program: the step's operations, with their lines in the user's code; None if they are not known.
+      program_for: the same for a batch whose arrays have other shapes.
     """
 
     facts: dict[str, Any]
     program: Fingerprint | None
+    program_for: Callable[[Sequence[Sequence[int]]], Fingerprint | None]
 
 
 def identity(step: Any, data: Any, state: Any, batch: Any) -> Identity:
@@ -63,11 +67,30 @@ def identity(step: Any, data: Any, state: Any, batch: Any) -> Identity:
         "step": step_facts(step.options),
         "order of sums": step.options.order,
         "program": None if program is None else program.to_json(),
+        "batch": None if program is None else batch_shapes(batch),
         "examples": data_fingerprint(data),
         "versions": {name: versions()[name] for name in ("jax", "jaxlib")},
         "devices": step.placement.kinds,
     }
-    return Identity(json.loads(json.dumps(facts)), program)  # as they will be read: with lists for tuples
+    facts = json.loads(json.dumps(facts))  # as they will be read: with lists for tuples
+    return Identity(facts, program, lambda shapes: program_of(step, state, with_shapes(batch, shapes)))
+
+
+def batch_shapes(batch: Any) -> list[list[int]]:
+    """The shapes of a batch's arrays."""
+    return [[*np.shape(leaf)] for leaf in jax.tree.leaves(batch, is_leaf=is_sharded_batch)]
+
+
+def with_shapes(batch: Any, shapes: Sequence[Sequence[int]]) -> Any:
+    """A batch with abstract values of these shapes in place of arrays that have others."""
+    leaves, treedef = jax.tree.flatten(batch, is_leaf=is_sharded_batch)
+    changed = [
+        leaf
+        if [*np.shape(leaf)] == [*shape]
+        else jax.ShapeDtypeStruct(tuple(shape), shape_of(leaf).dtype, weak_type=shape_of(leaf).weak_type)
+        for leaf, shape in zip(leaves, shapes, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, changed)
 
 
 def facts_of_run(step: Any, state: Any, data: Any, options: RunOptions) -> dict[str, Any]:
@@ -206,12 +229,27 @@ def compare(before: dict[str, Any], run: Identity, where: str) -> list[str]:
     if (before.get("data") is None) != (now["data"] is None) and "data" in before:
         whose = "the checkpoint's" if before["data"] is None else "this run's"
         warnings.append(f"{where} may have been made with other batches: {whose} data do not describe themselves")
-    if before.get("program") and run.program:
-        facts = run.program.differences(Fingerprint.from_json(before["program"]))
+    program, then, shapes = run.program, before.get("batch"), now["batch"]
+    if then and shapes and then != shapes and len(then) == len(shapes):
+        if now["data"] is None:
+            said = f"arrays {shapes_text(then)} in its first batch, {shapes_text(shapes)} in this run's"
+            warnings.append(f"{where} may have been made with other batches: {said}")
+        program = run.program_for(then)  # as the last batch of an epoch may be smaller
+    if before.get("program") and program:
+        facts = program.differences(Fingerprint.from_json(before["program"]))
         if facts:
             shown = limit_lines(facts, SHOWN)
             warnings.append(layout_message(f"{where} was made by a step with another computation.", facts=shown))
     return warnings
+
+
+def shapes_text(shapes: Sequence[Sequence[int]]) -> str:
+    """Shapes in a few words.
+
+    >>> shapes_text([[4, 3], [4]])
+    '(4, 3), (4,)'
+    """
+    return ", ".join(map(str, map(tuple, shapes[:4])))
 
 
 def tree_branches(before: dict[str, Any]) -> list[int] | None:

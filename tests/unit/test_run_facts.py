@@ -1,0 +1,40 @@
+"""A run's facts, names and folders: what small parts of a run say, without a run.
+
+Knows `vnode.elastic`'s identity of a run, names of metrics, evaluations and readers. Must not know the driver.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vnode
+from vnode.elastic.run_identity import compare, identity
+
+
+def step_with(rate: float) -> Any:
+    return vnode.virtualize(lambda w, b: (w - rate * b.mean(), {}), virtual_nodes=2)
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_a_run_that_resumes_at_a_smaller_batch(described: bool) -> None:
+    """The step is compared for the batch of which the checkpoint tells: it is the same one, or another."""
+    data = vnode.data.Batches(np.arange(10, dtype=np.float32), 4, last="keep")
+    given = data if described else data.batch
+    before = identity(step_with(0.1), given, jnp.float32(1), data.batch(0)).facts
+    small = data.batch(2)
+    assert len(small) == 2
+
+    def warnings(rate: float) -> list[str]:
+        return compare(before, identity(step_with(rate), given, jnp.float32(1), small), "it")
+
+    other_batches = (
+        []
+        if described
+        else ["it may have been made with other batches: arrays (4,) in its first batch, (2,) in this run's"]
+    )
+    assert warnings(0.1) == other_batches
+    *rest, last = warnings(0.2)
+    assert rest == other_batches
+    assert "another computation" in last and "mul(0.2" in last and "reduce_sum" not in last
