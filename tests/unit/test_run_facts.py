@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import vnode
+from vnode.elastic.metrics import by_name
 from vnode.elastic.run_identity import compare, identity
 
 
@@ -38,3 +39,9 @@ def test_a_run_that_resumes_at_a_smaller_batch(described: bool) -> None:
     *rest, last = warnings(0.2)
     assert rest == other_batches
     assert "another computation" in last and "mul(0.2" in last and "reduce_sum" not in last
+
+
+def test_metrics_whose_names_are_equal() -> None:
+    """Each of them has a name of its own, and others keep theirs."""
+    named = by_name({"a": {"b": 1, "c": 4}, "a/b": 2, "loss": 3}, "evaluate/")
+    assert named == {"evaluate/['a']['b']": 1, "evaluate/a/c": 4, "evaluate/['a/b']": 2, "evaluate/loss": 3}

@@ -6,6 +6,7 @@ Knows pytrees of metrics. Must not know which step they are of, nor who is told.
 from __future__ import annotations
 
 import base64
+import collections
 import contextlib
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr
 
 from vnode.placement.placement import Placement
 from vnode.show.units import several
@@ -22,16 +24,21 @@ def by_name(metrics: Any, prefix: str = "") -> dict[str, Any]:
     """Metrics as writers take them: a flat dictionary, scalars as numbers of Python.
 
     Args:
-      metrics: a pytree of arrays on the host; one without names is called ``"loss"``.
+      metrics: a pytree of arrays on the host; one without names is called ``"loss"``. Those whose names would be equal
+        have the names of `jax.tree_util.keystr`.
       prefix: of each name.
 
     Example:
       >>> by_name({"loss": np.float32(0.5), "layers": [np.ones(2), 3]}, "evaluate/")
       {'evaluate/layers/0': array([1., 1.]), 'evaluate/layers/1': 3, 'evaluate/loss': 0.5}
+      >>> by_name({"a": {"b": 1}, "a/b": 2, "c": 3})
+      {"['a']['b']": 1, "['a/b']": 2, 'c': 3}
     """
-    named = {}
-    for path, leaf in jax.tree.leaves_with_path(metrics):
-        name = prefix + (jax.tree_util.keystr(path, simple=True, separator="/") or "loss")
+    paths = [path for path, _ in jax.tree.leaves_with_path(metrics)]
+    names = [keystr(path, simple=True, separator="/") or "loss" for path in paths]
+    times, named = collections.Counter(names), {}
+    for path, name, leaf in zip(paths, names, jax.tree.leaves(metrics), strict=True):
+        name = prefix + (name if times[name] == 1 else keystr(path))
         named[name] = leaf.item() if isinstance(leaf, np.ndarray | np.generic) and np.ndim(leaf) == 0 else leaf
     return named
 
