@@ -3,6 +3,7 @@
 Knows `vnode.elastic`'s identity of a run, names of metrics, evaluations and readers. Must not know the driver.
 """
 
+import sys
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 import vnode
+from vnode.elastic.evaluation import batches_in
 from vnode.elastic.metrics import by_name
 from vnode.elastic.run_identity import compare, identity
+from vnode.errors import BatchError, VnodeError
 
 
 def step_with(rate: float) -> Any:
@@ -45,3 +48,23 @@ def test_metrics_whose_names_are_equal() -> None:
     """Each of them has a name of its own, and others keep theirs."""
     named = by_name({"a": {"b": 1, "c": 4}, "a/b": 2, "loss": 3}, "evaluate/")
     assert named == {"evaluate/['a']['b']": 1, "evaluate/a/c": 4, "evaluate/['a/b']": 2, "evaluate/loss": 3}
+
+
+def test_batches_of_something_with_a_length() -> None:
+    """Their number is its length, though it is no `Sequence`; data without an end, and data sets, have none."""
+
+    class ByNumber:
+        def __init__(self, length: int) -> None:
+            self.length = length
+
+        def __len__(self) -> int:
+            return self.length
+
+        def __getitem__(self, number: int) -> Any:
+            return np.ones(2)
+
+    assert batches_in(ByNumber(5)) == 5
+    with pytest.raises(VnodeError, match=r"batches=\.\.\."):
+        batches_in(ByNumber(sys.maxsize))
+    with pytest.raises(BatchError, match="count twice"):
+        batches_in(vnode.data.Batches(np.ones(5), 2))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,8 @@ class Evaluation:
       step: a virtualized ``(state, batch) -> metrics``, a pytree of arrays; as many virtual nodes as the training step
         has is best, but any number does.
       data: as for `vnode.elastic.run`.
-      batches: how many, from number 0 on; by default one epoch of `vnode.data.Batches`, or the length of a sequence.
+      batches: how many, from number 0 on; by default one epoch of `vnode.data.Batches`, or ``len(data)`` of batches by
+        number.
       combine: makes one value of the metrics of all batches and the number of examples in each; by default the mean,
         weighted by examples, in float64. So metrics should be means over examples, or `combine` must be given.
 
@@ -106,7 +108,8 @@ def batches_in(data: Any) -> int:
                 remedies=['vnode.data.Batches(..., last="keep"): its last batch is smaller', "batches=..."],
             )
         return math.ceil(order.steps_per_epoch)
-    if isinstance(data, Sequence):
+    elements = isinstance(data, Sequence) or not (hasattr(data, "load") or callable(data))
+    if elements and hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data) < sys.maxsize:
         return len(data)
     raise VnodeError(f"{type(data).__name__} does not say how many batches it has: give Evaluation(..., batches=...)")
 
