@@ -3,7 +3,9 @@
 Knows `vnode.elastic`'s identity of a run, names of metrics, evaluations and readers. Must not know the driver.
 """
 
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,8 +15,9 @@ import pytest
 import vnode
 from vnode.elastic.evaluation import batches_in
 from vnode.elastic.metrics import by_name
+from vnode.elastic.reader import located
 from vnode.elastic.run_identity import compare, identity
-from vnode.errors import BatchError, VnodeError
+from vnode.errors import BatchError, CheckpointError, VnodeError
 
 
 def step_with(rate: float) -> Any:
@@ -68,3 +71,13 @@ def test_batches_of_something_with_a_length() -> None:
         batches_in(ByNumber(sys.maxsize))
     with pytest.raises(BatchError, match="count twice"):
         batches_in(vnode.data.Batches(np.ones(5), 2))
+
+
+def test_a_relative_folder_without_a_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(CheckpointError, match=r"cannot use runs: it is a path from the current folder.* deleted"):
+        located("runs")
+    assert os.fspath(located(tmp_path / "runs")) == str(tmp_path / "runs")

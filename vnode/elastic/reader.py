@@ -353,11 +353,18 @@ def located(path: str | os.PathLike[str]) -> epath.Path:
     """A folder as `etils.epath` has it; one of this machine's file systems with its whole path, ``~`` as the home.
 
     Raises:
-      CheckpointError: there is no such kind of path.
+      CheckpointError: there is no such kind of path, or no current folder for a relative one.
     """
     said = os.fspath(path)
     try:
         return epath.Path(path if "://" in said else os.path.abspath(os.path.expanduser(said)))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            layout_message(
+                f"cannot use {said}: it is a path from the current folder, which has been deleted.",
+                remedies=["give the whole path", "or begin in a folder that is there"],
+            )
+        ) from error
     except KeyError as error:
         raise CheckpointError(
             layout_message(
