@@ -59,7 +59,7 @@ class Arrays:
                     "check the order of dimensions",
                 ],
             )
-        self.tree = jax.tree_util.tree_map_with_path(lambda *leaf: host_array(*leaf, "the data set"), tree)
+        self.tree = jax.tree_util.tree_map_with_path(lambda path, leaf: host_array(path, leaf, "the data set"), tree)
         self.count = next(iter(lengths))[0]
 
     def __len__(self) -> int:

@@ -99,7 +99,7 @@ def local_batch(local: Any, batch_size: int, placement: Placement) -> Any:
         f"process {own_index(placement.devices[0])} must give {len(wanted)} of the batch's {batch_size} rows.",
         "give the rows placement.local_examples(batch_size), in this order",
     )
-    local = jax.tree_util.tree_map_with_path(lambda *leaf: host_array(*leaf, "the batch"), local)
+    local = jax.tree_util.tree_map_with_path(lambda path, leaf: host_array(path, leaf, "the batch"), local)
     return load_batch(
         batch_size,
         placement,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import jax
@@ -108,8 +108,8 @@ def batches_in(data: Any) -> int:
                 remedies=['vnode.data.Batches(..., last="keep"): its last batch is smaller', "batches=..."],
             )
         return math.ceil(order.steps_per_epoch)
-    elements = isinstance(data, Sequence) or not (hasattr(data, "load") or callable(data))
-    if elements and hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data) < sys.maxsize:
+    by_number = hasattr(data, "__getitem__") and not hasattr(data, "load") and not callable(data)
+    if by_number and isinstance(data, Sized) and len(data) < sys.maxsize:
         return len(data)
     raise VnodeError(f"{type(data).__name__} does not say how many batches it has: give Evaluation(..., batches=...)")
 
