@@ -323,6 +323,25 @@ def test_any_state(state: Any, tmp_path: Path, alone: Any) -> None:
     assert sorted(b[2:] for b in bits(restore(tmp_path))) == sorted(b[2:] for b in bits(state))
 
 
+def test_a_state_of_many_levels(tmp_path: Path) -> None:
+    """It is read as it was written; one that Python cannot recurse into is not called damaged."""
+
+    def nested(levels: int) -> Any:
+        return functools.reduce(lambda tree, _: {"d": tree}, range(levels), jnp.arange(3.0))
+
+    checkpoints, here = Checkpoints(tmp_path, keep=1), vnode.Placement(1, jax.devices()[:1])
+    checkpoints.save(1, nested(400), {})
+    checkpoints.wait()
+    (read,) = jax.tree.leaves(checkpoints.restore(1, nested(400), here))
+    assert read.tolist() == [0.0, 1.0, 2.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vnode.elastic.reader.FRAMES", 0)
+        with pytest.raises(CheckpointError, match="too deeply nested to be read") as caught:
+            checkpoints.restore(1, nested(400), here)
+    assert not isinstance(caught.value, DamagedCheckpointError)
+    checkpoints.close()
+
+
 def test_sixty_four_bits(tmp_path: Path) -> None:
     """Arrays that jax would cut to 32 bits are refused."""
     with jax.enable_x64(True):

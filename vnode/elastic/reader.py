@@ -9,13 +9,15 @@ wrote without it; these are taken as they are, since nothing says what they shou
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import re
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -38,6 +40,9 @@ NAME = "vnode"
 
 METADATA = "_CHECKPOINT_METADATA"
 """The file in which orbax keeps a checkpoint's metadata."""
+
+FRAMES = 20
+"""Frames that may be needed for each level of a pytree that is read."""
 
 ITEMS = ("default", "state")
 """Where orbax keeps a state that was saved alone, and where people put it among other items."""
@@ -243,18 +248,20 @@ class Reader:
           The arrays by path.
 
         Raises:
-          CheckpointError: it holds another state.
+          CheckpointError: it holds another state, or is too deeply nested.
           DamagedCheckpointError: it cannot be read, or is not what was saved.
         """
         name, header = f"checkpoint {number} in {self.folder}", self.header(number)
         if header is not None and leaves is not None:
             check(header.entries, leaves, name)
+        depth = max((len(path) for path in header.entries), default=0) if header is not None else 0
         try:
-            arrays = self.load(number, header, where, name)
+            with nested(depth):
+                arrays = self.load(number, header, where, name)
         except (VnodeError, JaxRuntimeError, MemoryError):
             raise
         except Exception as error:  # orbax, tensorstore and JSON have many
-            raise self.damage(number, error) from error
+            raise self.unreadable(number, error) from error
         if header is None:
             entries = {
                 path: Entry(".".join(path), type_of(array), array.shape, str(array.dtype))
@@ -312,6 +319,17 @@ class Reader:
                 raise ValueError(f"{entry.label} is {type_of(whole[path])} and was saved as {entry.type}")
         return whole
 
+    def unreadable(self, number: int, error: Exception) -> CheckpointError:
+        """The error of a checkpoint whose arrays cannot be read."""
+        if not isinstance(error, RecursionError):
+            return self.damage(number, error)
+        return CheckpointError(
+            layout_message(
+                f"checkpoint {number} in {self.folder} is too deeply nested to be read.",
+                remedies=[f"sys.setrecursionlimit({10 * sys.getrecursionlimit()}) before"],
+            )
+        )
+
     def damage(self, number: int, why: Exception | str) -> DamagedCheckpointError:
         """The error of a checkpoint that is not good."""
         said = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else why
@@ -323,6 +341,25 @@ class Reader:
                 remedies=["restore its files from a copy", "or use an older checkpoint"],
             )
         )
+
+
+@contextlib.contextmanager
+def nested(depth: int) -> Iterator[None]:
+    """Lets Python recurse deeper while a pytree is read that is so many levels deep: orbax needs frames for each.
+
+    >>> before = sys.getrecursionlimit()
+    >>> with nested(500):
+    ...     sys.getrecursionlimit() - before
+    10000
+    >>> sys.getrecursionlimit() == before
+    True
+    """
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(before + FRAMES * depth)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def check_folder(folder: epath.Path) -> None:

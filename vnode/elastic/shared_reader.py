@@ -143,7 +143,7 @@ class SharedReader(Reader):
             except (VnodeError, JaxRuntimeError, MemoryError):
                 raise
             except Exception as error:  # orbax, tensorstore and JSON have many
-                raise self.damage(number, error) from error
+                raise self.unreadable(number, error) from error
         raise AssertionError
 
 
