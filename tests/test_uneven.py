@@ -419,6 +419,10 @@ class TestErrors:
             for use in (other.put, other.get, lambda state: other(state, x)):
                 with pytest.raises(vnode.PlacementError, match=rf"not stored with the counts \(6, 10\)(?s:.*){why}"):
                     use(state)
+        copies = {**jax.tree.map(jnp.copy, stored), "wo": jnp.zeros_like(stored["wo"])}
+        with pytest.raises(vnode.PlacementError, match=r"'wi' (?s:.*)counts \(6, 10\)"):
+            other.get(copies)
+        assert one.get(copies)["wo"].shape == (16, 4)  # an error marks nothing
         with pytest.raises(vnode.PlacementError, match=r"counts \(6, 10\)"):
             vnode.elastic.run(other, other.put(params), [x] * 2, steps=2, progress=False, checkpoint=folder)
         with pytest.raises(vnode.VnodeError, match=r"blocks of \(5, 3\) along model in the checkpoint"):

@@ -68,7 +68,7 @@ def remember_blocks(array: Any, blocks: Blocks) -> None:
 
 
 def stored_otherwise(arrays: Sequence[Any], dims: Sequence[int], share: Share) -> list[int]:
-    """The arrays that are not stored in some blocks; remembers the others.
+    """The arrays that are not stored in some blocks.
 
     All processes that hold the arrays must call it.
 
@@ -82,19 +82,34 @@ def stored_otherwise(arrays: Sequence[Any], dims: Sequence[int], share: Share) -
     """
     held = [i for i, array in enumerate(arrays) if isinstance(array, jax.Array)]
     held = [i for i in held if not isinstance(arrays[i], jax.core.Tracer)]
-    found = {i: known_share(arrays[i]) for i in held}
-    wrong = [i for i, known in found.items() if known is not None and known != share]
-    unknown = [i for i in held if found[i] is None and not jnp.issubdtype(arrays[i].dtype, jax.dtypes.extended)]
+    known = {i: known_share(arrays[i]) for i in held}
+    others = {i: other for i, other in known.items() if other is not None and other != share}
+    # what a step has remembered may be an evenly sharded array, which has no padding
+    wrong = {i for i, other in others.items() if not has_other_padding([arrays[i]], [dims[i]], other)}
+    rest = [i for i in held if known[i] != share and i not in wrong]
+    wrong.update(rest[k] for k in has_other_padding([arrays[i] for i in rest], [dims[i] for i in rest], share))
+    return sorted(wrong)
+
+
+def has_other_padding(arrays: Sequence[jax.Array], dims: Sequence[int], share: Share) -> list[int]:
+    """The positions of the arrays whose padding, were they stored in some blocks, is not zeros.
+
+    Args:
+      arrays: the arrays.
+      dims: for each the stored dimension.
+      share: the number of blocks of each device.
+    """
     by_mesh: dict[NamedSharding, list[int]] = {}
-    for i in unknown:
-        by_mesh.setdefault(NamedSharding(arrays[i].sharding.mesh, PartitionSpec()), []).append(i)
+    for i, array in enumerate(arrays):
+        if not jnp.issubdtype(array.dtype, jax.dtypes.extended):
+            by_mesh.setdefault(NamedSharding(array.sharding.mesh, PartitionSpec()), []).append(i)
+    found: list[int] = []
     for sharding, several in by_mesh.items():
         check = padding_check(tuple(dims[i] for i in several), share, sharding)
         with jax.ensure_compile_time_eval():  # within another program, too: these arrays are known there
             verdicts = np.asarray(check([arrays[i] for i in several]))
-        wrong += [i for i, right in zip(several, verdicts, strict=True) if not right]
-        remember([arrays[i] for i, right in zip(several, verdicts, strict=True) if right], share)
-    return sorted(wrong)
+        found += [i for i, right in zip(several, verdicts, strict=True) if not right]
+    return sorted(found)
 
 
 @functools.lru_cache(maxsize=64)

@@ -176,8 +176,9 @@ def check_stored(leaves: Sequence[tuple[tuple[Any, ...], Any]], patterns: Patter
     stored = []
     for path, leaf in leaves:
         spec = spec_of(path, leaf, patterns)
-        if spec is not None and stored_dim(path, leaf, patterns) is not None and lies_along(spec, leaf):
-            stored.append((path, leaf, spec))
+        if spec is None or stored_dim(path, leaf, patterns) is None or not lies_along(spec, leaf) or is_on_host(leaf):
+            continue
+        stored.append((path, leaf, spec))
     wrong = stored_otherwise([leaf for _, leaf, _ in stored], [spec.dim for *_, spec in stored], share)
     if not wrong:
         return
