@@ -516,3 +516,26 @@ def test_minibatches_of_a_reshaped_batch_are_divided_among_the_nodes(count: int,
     virtual = vnode.virtualize(epoch, virtual_nodes=NODES).on(jax.devices()[:1])
     assert [len(inner.passes) for inner in virtual.explain(w, x).nested] == [1] * divided
     np.testing.assert_allclose(virtual(w, x), jax.jit(epoch)(w, x), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("add", "initial", "split"),
+    [
+        (lambda sum, term: sum + term.sum(), 0.0, True),  # jax converts the weakly typed sum to its own type
+        (lambda sum, term: jax.lax.optimization_barrier(sum) + term, np.zeros(5, np.float32), True),
+        (lambda sum, term: sum[::-1] + term, np.zeros(5, np.float32), False),  # the order of the examples matters
+    ],
+    ids=["weak type", "barrier", "reversal"],
+)
+def test_a_loop_over_examples_that_carries_a_sum_is_divided(add: Any, initial: Any, split: bool) -> None:
+    """Also if the body hands the sum on unchanged before it adds to it."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda sum, row: (add(sum, jnp.tanh(row * w)), None), initial, x)[0]
+
+    w, x = normal(5), normal(BATCH, 5)
+    virtual = vnode.virtualize(step, virtual_nodes=NODES)
+    assert virtual.on(jax.devices()[:1]).explain(w, x).all_passes == split
+    results = [np.asarray(virtual.on(jax.devices()[:devices])(w, x)) for devices in (1, 3)]
+    np.testing.assert_array_equal(*results)
+    np.testing.assert_allclose(results[0], jax.jit(step)(w, x), rtol=1e-5)

@@ -161,7 +161,9 @@ def accumulated_values(body: Program, carry: Var, out: Atom) -> set[Var]:
             return set()
         (eqn,) = users[carry]
         description = body.describe(eqn) if region_of(eqn) is None else None
-        if description is None or not description.has(Algebra.ADDS):
+        if description is None or not (description.has(Algebra.ADDS) or description.keeps_elements):
+            return set()
+        if carry.aval.dtype != eqn.outvars[0].aval.dtype:
             return set()
         (carry,) = eqn.outvars
         added.add(carry)

@@ -239,6 +239,12 @@ class OperatorDescription:
         return all(isinstance(x.split, Free | Shifted) for x in self.factors) and not self.has(Algebra.CONTRACTS)
 
     @property
+    def keeps_elements(self) -> bool:
+        """Whether the result is the only operand, each element in its place (a copy, a barrier)."""
+        free = all(x.split is FREE and not x.positional for x in self.factors)
+        return free and self.has(Algebra.MOVES) and len(self.operands) == 1 and self.operands == self.results
+
+    @property
     def nonlinear(self) -> frozenset[int]:
         """The operands in which the equation is not linear, alone or together with others."""
         return frozenset(range(len(self.operands))).difference(*self.linear)

@@ -183,8 +183,9 @@ def keeps_sums(old: Any, new: Any) -> bool:
 
 @rule("convert_element_type")
 def convert_element_type(eqn: JaxprEqn) -> OperatorDescription:
-    kept = keeps_sums(eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype)
-    description = elementwise(eqn, ({0},) if kept else ())
+    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    same = NOTHING if old != new else Algebra.MOVES  # jax converts a type to itself where it was a weak one
+    description = elementwise(eqn, ({0},) if old == new or keeps_sums(old, new) else (), same)
     return dataclasses.replace(description, widen=lambda params, dtype: {**params, "new_dtype": np.dtype(dtype)})
 
 
