@@ -539,3 +539,102 @@ def test_a_loop_over_examples_that_carries_a_sum_is_divided(add: Any, initial: A
     results = [np.asarray(virtual.on(jax.devices()[:devices])(w, x)) for devices in (1, 3)]
     np.testing.assert_array_equal(*results)
     np.testing.assert_allclose(results[0], jax.jit(step)(w, x), rtol=1e-5)
+
+
+def scan_of_layers(ws: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The loss of each layer is computed in a call, and added up after the loop."""
+
+    @jax.jit
+    def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = jnp.tanh(h @ w)
+        return h, h.mean() ** 2
+
+    h, losses = jax.lax.scan(layer, x, ws)
+    return h, losses.sum()
+
+
+def scan_in_scan(ws: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both loops carry a sum of losses."""
+
+    def turn(carry: Any, _: None) -> Any:
+        def layer(carry: Any, w: jax.Array) -> Any:
+            h, loss = carry
+            h = jnp.tanh(h @ w)
+            return (h, loss + h.mean() ** 2), None
+
+        return jax.lax.scan(layer, carry, ws)[0], None
+
+    return jax.lax.scan(turn, (x, jnp.zeros(())), None, length=2)[0]
+
+
+def while_loop(ws: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The trip count is known from an argument only."""
+
+    def turn(carry: Any) -> Any:
+        i, h, loss = carry
+        h = jnp.tanh(h @ ws[i])
+        return i + 1, h, loss + h.mean() ** 2
+
+    start = jnp.int32(0), x, jnp.zeros(())
+    return jax.lax.while_loop(lambda carry: carry[0] < 2 + (ws[0, 0, 0] > 9), turn, start)[1:]
+
+
+def branch(ws: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def first(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.tanh(x @ ws[0]), jnp.zeros(())
+
+    def second(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = jnp.tanh(x @ ws[1])
+        return h / 2, h.mean() ** 2 + jax.nn.softmax(h, 0).max()
+
+    return jax.lax.cond(ws[0, 0, 0] > 9, first, second, x)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("model", [scan_of_layers, scan_in_scan, while_loop, branch])
+def test_unused_results_of_loops_cost_nothing(model: Any) -> None:
+    """A loss that is computed in a loop and not added is not computed, and takes no passes in the loop."""
+
+    def train(weight: float) -> Any:
+        def step(ws: jax.Array, x: jax.Array) -> Any:
+            def loss_fn(ws: jax.Array) -> Any:
+                h, loss = model(ws, x)
+                return ((h**2).sum() + weight * loss if weight else (h**2).sum()), h
+
+            if model is while_loop:  # has no derivative in reverse mode
+                return loss_fn(ws)
+            grad, h = jax.grad(loss_fn, has_aux=True)(ws)
+            return ws - 0.1 * grad, h
+
+        return step
+
+    ws, x = normal(2, 5, 5), normal(BATCH, 5)
+    virtual = vnode.virtualize(train(0.0), virtual_nodes=NODES)
+    without, within = (vnode.virtualize(train(w), virtual_nodes=NODES).explain(ws, x) for w in (0.0, 1.0))
+    assert without.all_passes == 1 and not without.couplings and not without.kept_around
+    assert without.flops < within.flops and within.couplings
+    results = [virtual.on(jax.devices()[:devices])(ws, x) for devices in (1, 3)]
+    for one, three, plain in zip(*results, jax.jit(train(0.0))(ws, x), strict=True):
+        np.testing.assert_array_equal(one, three)
+        np.testing.assert_allclose(one, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.newest
+def test_effects_of_unused_results_are_kept() -> None:
+    """Also arguments that only an unused result reads stay arguments."""
+    seen: list[float] = []
+
+    def step(ws: jax.Array, x: jax.Array, unused: jax.Array) -> Any:
+        def layer(carry: Any, w: jax.Array) -> Any:
+            h, norm = carry
+            norm = norm + (w**2).sum() * unused
+            jax.debug.callback(lambda value: seen.append(float(value)), norm)
+            return (jnp.tanh(h @ w), norm), norm
+
+        return jax.lax.scan(layer, (x, jnp.zeros(())), ws)[0][0].sum()
+
+    ws, x = normal(2, 5, 5), normal(BATCH, 5)
+    found = vnode.virtualize(step, virtual_nodes=NODES).on(jax.devices()[:1])(ws, x, jnp.ones(()))
+    jax.effects_barrier()
+    np.testing.assert_allclose(sorted(set(seen)), np.cumsum((ws**2).sum((1, 2))), rtol=1e-5)
+    np.testing.assert_allclose(found, jax.jit(step)(ws, x, jnp.ones(())), rtol=1e-5)

@@ -2,8 +2,8 @@
 
     def f(w, x): return jit(g)(w, x)   ->   Program: inputs w, x; the equations of g; no meshes, references, or calls
 
-Knows the order: trace, remove the mesh, discharge references, clamp the starts of slices, inline calls. Must not know
-batches or devices.
+Knows the order: trace, remove the mesh, discharge references, clamp the starts of slices, inline calls, remove unused
+results. Must not know batches or devices.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vnode.analysis.clamp_slice_starts import clamp_slice_starts
 from vnode.analysis.discharge_references import discharge_references
 from vnode.analysis.meshless import PmapFound, UnsupportedShardMap, remove_mesh
 from vnode.analysis.program import Program, inline, message_about, source_line_of_error
+from vnode.analysis.unused_results import remove_unused_results
 from vnode.analysis.wide_types import has_wide_values, own_type, wide_context
 from vnode.errors import UnsupportedPrimitiveError, VnodeError
 
@@ -45,7 +46,7 @@ class Traced:
 
 
 def trace(fun: Callable[..., Any], *args: Any) -> Traced:
-    """Traces `fun` abstractly, removes meshes and references, and inlines calls.
+    """Traces `fun` abstractly, removes meshes, references and unused results, and inlines calls.
 
     Args:
       fun: any function of pytrees of arrays.
@@ -71,7 +72,8 @@ def trace(fun: Callable[..., Any], *args: Any) -> Traced:
     wide = has_wide_values(closed.jaxpr)
     with wide_context(wide):
         plain = discharge_references(ClosedJaxpr(jaxpr, closed.consts))
-        return Traced(inline(clamp_slice_starts(plain.jaxpr), plain.consts), captured, function, wide)
+        program = remove_unused_results(inline(clamp_slice_starts(plain.jaxpr), plain.consts))
+        return Traced(program, captured, function, wide)
 
 
 def meshless_function(fun: Callable[..., Any], *args: Any) -> Callable[..., list[Any]]:

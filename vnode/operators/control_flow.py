@@ -415,6 +415,37 @@ def with_bodies(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr]) -> JaxprEqn:
     return eqn.replace(params={**eqn.params, **params})
 
 
+def restrict_region(
+    eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr], operands: Sequence[int], results: Sequence[int]
+) -> JaxprEqn:
+    """A loop or branch with some of its operands and results.
+
+    Args:
+      eqn: the loop or branch.
+      bodies: in the region's order; their inputs and outputs are those of the operands and results that stay.
+      operands: the operands that stay, in order.
+      results: the results that stay, in order.
+    """
+    region = region_of(eqn)
+    assert region is not None
+
+    def count(*bounds: int) -> int:
+        return sum(i in range(*bounds) for i in operands)
+
+    if isinstance(region, Loop):
+        (body,) = bodies
+        carries = count(region.carried.start, region.carried.stop)
+        params = scan_like(eqn, body, count(region.constants), carries)
+    else:
+        params = with_bodies(eqn, bodies).params
+    if isinstance(region, While):
+        split = region.condition_constants
+        params |= {"cond_nconsts": count(split), "body_nconsts": count(split, region.carried.start)}
+    return eqn.replace(
+        invars=[eqn.invars[i] for i in operands], outvars=[eqn.outvars[k] for k in results], params=params
+    )
+
+
 def scan_like(eqn: JaxprEqn, body: ClosedJaxpr, constants: int, carries: int | None = None) -> dict[str, Any]:
     """The parameters of a scan like a given one, with another body.
 
