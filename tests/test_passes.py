@@ -519,6 +519,56 @@ def test_minibatches_of_a_reshaped_batch_are_divided_among_the_nodes(count: int,
 
 
 @pytest.mark.parametrize(
+    ("batch", "chunks", "nodes", "passes", "rematerialized"),
+    [
+        (24, 12, 4, 1, True),  # a node has three chunks of two examples
+        (24, 6, 4, 1, True),  # two chunks of four examples; the last node has none
+        (24, 6, 4, 1, False),
+        (9, 12, 3, 1, True),  # four chunks of three quarters of an example
+        (12, 3, 4, 3, True),  # fewer chunks than nodes: a chunk's tokens are divided, in passes of its own
+    ],
+)
+def test_chunks_of_several_examples_are_divided(
+    batch: int, chunks: int, nodes: int, passes: int, rematerialized: bool
+) -> None:
+    """A loss is summed over chunks of flattened tokens, and each chunk's share is returned."""
+    tokens, features, words = 4, 3, 7
+
+    def step(w: jax.Array, x: jax.Array, y: jax.Array, mask: jax.Array) -> Any:
+        def chunk_loss(w: jax.Array, h: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:
+            logits = h @ w
+            chosen = jnp.take_along_axis(logits, y[:, None], 1)[:, 0]
+            return (mask * (jax.nn.logsumexp(logits, 1) - chosen)).sum()
+
+        part = jax.checkpoint(chunk_loss) if rematerialized else chunk_loss
+
+        def loss_fn(w: jax.Array) -> Any:
+            def turn(total: Any, chunk: Any) -> Any:
+                loss = part(w, *chunk)
+                return total + loss, loss
+
+            chunked = (a.reshape(chunks, -1, *a.shape[2:]) for a in (jnp.sin(x), y, mask))
+            return jax.lax.scan(turn, 0.0, tuple(chunked))
+
+        (loss, losses), grad = jax.value_and_grad(loss_fn, has_aux=True)(w)
+        return w - 0.1 * grad, loss, losses
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(batch)
+        w, x = rng.standard_normal((features, words)), rng.standard_normal((batch, tokens, features))
+        y, mask = rng.integers(0, words, (batch, tokens)), rng.integers(0, 2, (batch, tokens)).astype(float)
+        virtual = vnode.virtualize(step, virtual_nodes=nodes)
+        report = virtual.on(jax.devices()[:1]).explain(w, x, y, mask)
+        assert sum(inner.all_passes for inner in report.nested) + len(report.passes) == passes
+        assert report.pass_flops > 0.9 * report.flops
+        results = [virtual.on(jax.devices()[:devices])(w, x, y, mask) for devices in (1, 2, 3)]
+        for one, two, three, plain in zip(*results, jax.jit(step)(w, x, y, mask), strict=True):
+            np.testing.assert_array_equal(one, two)
+            np.testing.assert_array_equal(one, three)
+            np.testing.assert_allclose(one, plain, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
     ("add", "initial", "split"),
     [
         (lambda sum, term: sum + term.sum(), 0.0, True),  # jax converts the weakly typed sum to its own type

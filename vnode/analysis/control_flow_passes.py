@@ -81,11 +81,16 @@ def nested_step(follower: BatchFollower, view: EquationView, region: Region) -> 
 
 
 def example_dims_beside(form: Slice, shape: Sequence[int], nodes: int) -> frozenset[int]:
-    """The dimensions beside the batched one that may hold examples, as in ``[microbatches, size]``.
+    """The dimensions beside the batched one that may hold examples: ``[microbatches, size]``, ``[chunks, tokens]``.
 
     Empty if such a dimension has fewer examples than there are nodes.
     """
-    return frozenset(d for d, n in enumerate(shape) if d != form.dim and n == form.grain >= max(nodes, 2))
+    grain = form.grain
+    if grain < max(nodes, 2):
+        return frozenset()
+    return frozenset(
+        d for d, n in enumerate(shape) if (d != form.dim and n == grain) or (d == form.dim + 1 and n % grain == 0)
+    )
 
 
 def body_flows(

@@ -115,7 +115,7 @@ def loop_over_batch(
     """
     first, split = loop.carried.start, loop.scanned.start
     (form, *others) = scanned
-    if others or form.outer != 1 or form.ratio.denominator != 1:
+    if others or form.outer != 1 or not divides_turns(follower, form):
         raise CoupledInBody(view.eqn, CouplingReason.SEVERAL)
     for i, other in enumerate(view.forms):
         if i >= split and isinstance(other, Whole):
@@ -146,6 +146,16 @@ def loop_over_batch(
     flow.output_forms[carries:] = [VARYING] * len(ys)
     results = (*view.forms[first:split], *(form for _ in view.eqn.outvars[carries:]))
     return view.evaluate_per_node(results, None, region=loop, bodies=(flow,), over_batch=True)
+
+
+def divides_turns(follower: BatchFollower, turns: Slice) -> bool:
+    """Whether nodes should have turns of their own of a loop over the examples.
+
+    A turn may take several examples, as many as the grain. If there are fewer turns than nodes, and each turn has an
+    example for each node, then all nodes together work on each turn.
+    """
+    shared = turns.grain > 1 and turns.units < follower.nodes <= turns.grain
+    return not shared and follower.accept(turns)
 
 
 def accumulated_values(body: Program, carry: Var, out: Atom) -> set[Var]:

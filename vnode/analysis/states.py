@@ -266,6 +266,10 @@ class BatchFollower(Protocol):
         """The batches that are divided."""
         ...
 
+    def accept(self, form: Slice | Location) -> bool:
+        """Whether nodes may hold multiples of the form's grain; remembers it if so."""
+        ...
+
     def follow(self, program: Program, inputs: Sequence[State], *, body: bool = False) -> Flow:
         """Batch flow of a program."""
         ...
