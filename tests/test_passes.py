@@ -286,6 +286,36 @@ def test_contrastive_loss_holds_activations_per_node() -> None:
     assert not any(hidden in shape for shape in whole)
 
 
+@pytest.mark.parametrize("batch", [16, 14])
+def test_contrastive_loss_of_concatenated_views_gathers_embeddings_only(batch: int) -> None:
+    """The gradient of the embeddings is divided as the views' activations are: each node's part of both views.
+
+    The last of four nodes has padding if the batch has 14 examples.
+    """
+    hidden = 11
+
+    def step(params: Any, a: jax.Array, b: jax.Array) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            h = jnp.tanh(jnp.concatenate([a, b]) @ params["w1"])
+            z = jnp.tanh(h @ params["w2"]) @ params["w3"]
+            labels = jnp.roll(jnp.arange(2 * batch), batch)
+            return optax.softmax_cross_entropy_with_integer_labels(z @ z.T, labels).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
+
+    params = {"w1": normal(3, hidden), "w2": normal(hidden, hidden), "w3": normal(hidden, 2)}
+    virtual = vnode.virtualize(step, virtual_nodes=NODES)
+    with jax.enable_x64(True):
+        args = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, normal(batch, 3), normal(batch, 3) + 1))
+        report = virtual.on(jax.devices()[:1]).explain(*args)
+        assert report.all_passes == 2 and {line.bytes for line in report.gathered} == {8 * 2 * batch * 2}
+        results = [virtual.on(jax.devices()[:devices])(*args) for devices in (1, 3)]
+        for one, three, plain in zip(*map(jax.tree.leaves, (*results, jax.jit(step)(*args))), strict=True):
+            np.testing.assert_array_equal(one, three)
+            np.testing.assert_allclose(one, plain, rtol=1e-12, atol=1e-13)
+
+
 # Accumulators
 
 

@@ -416,8 +416,9 @@ class Follower:
         for dim in sorted(view.states[i].examples, key=lambda d: -shape[d]):
             # Concatenated batches without a common number of parts become a batch of their own.
             own = [Batch(shape[dim])] if len(self.batches) > 1 else []
-            for batch in (self.batch, *own):
-                form = Slice(batch, dim, 1, Fraction(shape[dim], batch.size))
+            default = [Slice(batch, dim, 1, Fraction(shape[dim], batch.size)) for batch in (self.batch, *own)]
+            # as activations hold it: two concatenated views of the batch are two runs of it
+            for form in (*view.flow.slices_of(shape[dim], dim), *default):
                 location = locate(form, description.operands[i], description.sizes)
                 if location is None or location.factor in description.whole or location.factor in description.reduced:
                     continue

@@ -214,6 +214,11 @@ class Flow:
             self._wholes[key] = self.interned(State(WHOLE, level, local, ghost, model=model))
         return self._wholes[key]
 
+    def slices_of(self, size: int, dim: int) -> list[Slice]:
+        """The ways in which batched values so far hold the batch along a dimension of a size, as forms along `dim`."""
+        forms = (state.form for state in self._interned if isinstance(state.form, Slice))
+        return list(dict.fromkeys(form.move(dim) for form in forms if form.outer * form.units == size))
+
     def needs_no_padding(self, nodes: int) -> bool:
         """Whether a number of nodes holds every batch without padding."""
         return all(nodes * size == batch.size for batch, size in self.node_sizes.items())
