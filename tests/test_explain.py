@@ -319,6 +319,31 @@ def test_epochs_of_minibatches_are_described_within_the_report() -> None:
     assert "share: of the body's work" in text
 
 
+@pytest.mark.parametrize("epochs", [2, 3])
+def test_a_loop_around_loops_has_their_passes(epochs: int) -> None:
+    """All sums are those of one epoch, times the epochs."""
+
+    def epoch(w: jax.Array, x: jax.Array) -> Any:
+        def update(w: jax.Array, part: jax.Array) -> Any:
+            return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(part @ w) ** 2))(w), None
+
+        order = jax.random.permutation(jax.random.key(0), B)
+        return jax.lax.scan(update, w, x[order].reshape(2, -1, IN))[0]
+
+    def train(w: jax.Array, x: jax.Array) -> Any:
+        return jax.lax.scan(lambda w, _: (epoch(w, x), None), w, None, length=epochs)[0]
+
+    one, report = (explain(step, normal(IN, OUT), normal(B, IN), **LARGE) for step in (epoch, train))
+    (outer,) = report.nested
+    (inner,) = outer.nested
+    assert not outer.passes and (outer.turns, inner.turns) == (epochs, 2)
+    assert (report.all_passes, report.sent, report.pass_flops) == tuple(
+        epochs * count for count in (one.all_passes, one.sent, one.pass_flops)
+    )
+    assert report.accumulated == one.accumulated > 0 and report.exchanges == 2 * epochs
+    assert f"{2 * epochs} passes, {2 * epochs} of them in {epochs} turns of a loop" in words(report)
+
+
 # The text
 
 

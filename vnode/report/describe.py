@@ -64,7 +64,6 @@ def describe_schedule(
         for stage in made.stages
         for action in stage.once_actions
         for inner in action.schedules
-        if inner.passes
     ]
     defined = flow.program.definitions
     return Report(
@@ -79,7 +78,7 @@ def describe_schedule(
             if isinstance(flow.states[var].form, Slice)
         ),
         passes=tuple(pass_report(made, number, placement, reduction, names) for number in range(len(made.passes))),
-        nested=tuple(nested),
+        nested=tuple(inner for inner in nested if inner.passes or inner.nested),
         once=sum(len(stage.once_actions) for stage in made.stages),
         hoisted=len(made.stages[0].once_actions) if made.passes else 0,
         gathered=tuple(
