@@ -621,6 +621,33 @@ def test_a_loop_over_examples_that_carries_a_sum_is_divided(add: Any, initial: A
     np.testing.assert_allclose(results[0], jax.jit(step)(w, x), rtol=1e-5)
 
 
+def test_a_sum_that_begins_with_zeros_from_outside_of_the_step_is_one_over_nodes() -> None:
+    """As with zeros made in the step: a loop over time that adds up a loss takes one pass."""
+    zeros, ones = jnp.zeros(()), jnp.ones(())
+
+    def train(initial: jax.Array) -> Any:
+        def step(w: jax.Array, x: jax.Array) -> jax.Array:
+            def loss_fn(w: jax.Array) -> jax.Array:
+                return jax.lax.scan(
+                    lambda sum, part: (sum + jnp.tanh(part @ w).sum(), None), initial, x.swapaxes(0, 1)
+                )[0]
+
+            loss, grad = jax.value_and_grad(loss_fn)(w)
+            return w - 0.1 * grad, loss
+
+        return step
+
+    w, x = normal(5, 2), normal(BATCH, 3, 5)
+    virtual = vnode.virtualize(train(zeros), virtual_nodes=NODES)
+    assert virtual.on(jax.devices()[:1]).explain(w, x).all_passes == 1
+    results = [virtual.on(jax.devices()[:devices])(w, x) for devices in (1, 3)]
+    for one, three, plain in zip(*results, jax.jit(train(zeros))(w, x), strict=True):
+        np.testing.assert_array_equal(one, three)
+        np.testing.assert_allclose(one, plain, rtol=1e-5)
+    loss = vnode.virtualize(train(ones), virtual_nodes=NODES).on(jax.devices()[:1])(w, x)[1]
+    np.testing.assert_allclose(loss, jax.jit(train(ones))(w, x)[1], rtol=1e-5)
+
+
 def scan_of_layers(ws: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The loss of each layer is computed in a call, and added up after the loop."""
 

@@ -39,7 +39,16 @@ from vnode.analysis.forms import (
 from vnode.analysis.low_precision_sums import may_overflow
 from vnode.analysis.node_control_flow import region_step
 from vnode.analysis.program import Program, message_about
-from vnode.analysis.states import NONZERO, CoupledInBody, Coupling, CouplingMode, CouplingReason, Flow, State, Step
+from vnode.analysis.states import (
+    CoupledInBody,
+    Coupling,
+    CouplingMode,
+    CouplingReason,
+    Flow,
+    State,
+    Step,
+    constant_state,
+)
 from vnode.errors import CouplingError, UnsupportedPrimitiveError
 from vnode.operators import Algebra, Monoid, OperatorDescription, advice
 from vnode.operators.control_flow import Region, region_of
@@ -147,7 +156,7 @@ class Follower:
         """Runs batch flow over `program` once."""
         flow = Flow(program, {}, [])
         flow.states.update(zip(program.inputs, map(flow.interned, inputs), strict=True))
-        flow.states.update((var, NONZERO) for var in program.constants)
+        flow.states.update((var, constant_state(value)) for var, value in program.constants.items())
         for state in inputs:
             if isinstance(state.form, Slice):
                 self.grains.setdefault(state.form.batch, 1)

@@ -16,6 +16,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -241,6 +243,20 @@ def literal_state(value: Any) -> State:
     """The state of a literal: a whole value, zero or not."""
     value = np.asarray(value)
     return ZERO if value.dtype.names is None and not value.any() else NONZERO  # float0 has names, and no values
+
+
+LARGEST_READ = 1 << 16
+"""Elements of the largest constant whose values are read to see whether they are zeros."""
+
+
+def constant_state(value: Any) -> State:
+    """The state of an array that a step closes over, as of a literal; nonzero if it is large, or may change."""
+    known = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    if not known or jnp.issubdtype(value.dtype, jax.dtypes.extended) or value.size > LARGEST_READ:
+        return NONZERO
+    if value.is_deleted() or not value.is_fully_addressable:
+        return NONZERO
+    return literal_state(jax.device_get(value))
 
 
 class CoupledInBody(Exception):
