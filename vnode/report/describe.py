@@ -13,10 +13,12 @@ from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.forms import Slice, Whole
 from vnode.analysis.passes import Pass, Schedule, nbytes
-from vnode.analysis.program import signature, source_line
+from vnode.analysis.program import Program, signature, source_line
 from vnode.analysis.recipe import Conversion, Evaluation
 from vnode.analysis.states import Coupling, CouplingReason, Flow
+from vnode.operators import Algebra
 from vnode.operators.control_flow import Loop, region_of
+from vnode.operators.splits import FREE
 from vnode.placement.node_layout import Layout
 from vnode.placement.placement import Placement
 from vnode.report.coupling_text import coupling_line
@@ -117,16 +119,34 @@ def value_lines(values: Sequence[Var], defined: Mapping[Var, JaxprEqn], names: N
 
 
 def drawn_lines(made: Schedule) -> Iterator[Line]:
-    """Random draws that are made once for the whole step, and have as many indices along a dimension as examples."""
-    program = made.flow.program
+    """Random draws as long as the batch that are made once, and whose rows go through products one by one."""
+    program, examples = made.flow.program, made.flow.batch.size
     for stage in made.stages:
         for action in stage.once_actions:
             eqn = action.step.eqn
             description = program.describe(eqn) if eqn.invars else None  # without operands: an iota
             if description is None:
                 continue
-            if any(factor.positional and factor.size == made.flow.batch.size for factor in description.factors):
+            drawn = any(factor.positional and factor.size == examples for factor in description.factors)
+            if drawn and is_multiplied_by_rows(program, eqn.outvars, examples):
                 yield from (Line(type_text(var.aval), source_line(eqn), nbytes(var)) for var in eqn.outvars)
+
+
+def is_multiplied_by_rows(program: Program, values: Sequence[Var], rows: int) -> bool:
+    """Whether values reach, element by element, a product that has a free dimension of so many rows."""
+    reached = set(values)
+    for eqn in program.equations:
+        read = [i for i, atom in enumerate(eqn.invars) if isinstance(atom, Var) and atom in reached]
+        description = program.describe(eqn) if read else None
+        if description is None:
+            continue
+        if description.by_element:
+            reached.update(eqn.outvars)
+        elif description.has(Algebra.CONTRACTS):
+            factors = [description.factors[f] for i in read for dim in description.operands[i] for f in dim]
+            if any(factor.split is FREE and factor.size == rows for factor in factors):
+                return True
+    return False
 
 
 def coupling_lines(made: Schedule, couplings: Sequence[Coupling]) -> Iterator[Line]:

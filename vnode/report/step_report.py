@@ -40,7 +40,8 @@ class Report(Drawn):
       gathered: values that are needed whole, by every device.
       sliced: whole values with a batch dimension that nodes cannot produce for themselves (a permutation, the draws of
         a generator that cannot be sliced): built whole, then sliced.
-      drawn: random draws as long as the batch that no example's value meets, so that all of them are made once.
+      drawn: random draws as long as the batch that meet no example before they go through products row by row: all of
+        this is done once.
       undescribed: primitives that are run once on the whole batch, because no description says how they split; with the
         bytes that are collected for each.
       couplings: where examples influence each other.
@@ -315,7 +316,7 @@ class Report(Drawn):
         accumulators = [(str(p.number), line) for p in self.passes for line in p.accumulators]
         kept = [(str(p.number), line) for p in self.passes for line in p.collected]
         tables: list[Table | Page] = []
-        if self.passes:
+        if self.passes or self.nested:
             tables.append(passes_table(self.passes, self.once, self.flops + self.recomputed, self.pass_flops, of))
         if accumulators:
             tables.append(
