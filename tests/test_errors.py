@@ -68,7 +68,7 @@ def test_no_argument_is_batched() -> None:
 class Tensor:
     """An array of another library, which jax does not take."""
 
-    shape = (4,)
+    shape, dtype = (4,), "float32"
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return np.ones(4, np.float32)

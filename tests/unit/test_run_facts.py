@@ -51,6 +51,7 @@ def test_metrics_whose_names_are_equal() -> None:
     """Each of them has a name of its own, and others keep theirs."""
     named = by_name({"a": {"b": 1, "c": 4}, "a/b": 2, "loss": 3}, "evaluate/")
     assert named == {"evaluate/['a']['b']": 1, "evaluate/a/c": 4, "evaluate/['a/b']": 2, "evaluate/loss": 3}
+    assert sorted(by_name({"a": {"b": 1}, "a/b": 2, "['a/b']": 3}).values()) == [1, 2, 3]
 
 
 def test_batches_of_something_with_a_length() -> None:
@@ -67,8 +68,11 @@ def test_batches_of_something_with_a_length() -> None:
             return np.ones(2)
 
     assert batches_in(ByNumber(5)) == 5
-    with pytest.raises(VnodeError, match=r"batches=\.\.\."):
-        batches_in(ByNumber(sys.maxsize))
+    for endless in (sys.maxsize, 2**63):
+        with pytest.raises(VnodeError, match=r"batches=\.\.\."):
+            batches_in(ByNumber(endless))
+    with pytest.raises(VnodeError, match="has no batch"):
+        batches_in(ByNumber(0))
     with pytest.raises(BatchError, match="count twice"):
         batches_in(vnode.data.Batches(np.ones(5), 2))
 

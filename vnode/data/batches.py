@@ -56,6 +56,8 @@ class Batches:
         self.order = Order(len(self.examples), batch_size, seed, shuffle, last)
         self.reads_others = True
         """Whether this process can read the examples of others, as far as it knows."""
+        self.takes_any_rows = getattr(self.examples, "by_row", False)
+        """Whether the form of examples is known not to depend on the rows that are read at once."""
 
     def __repr__(self) -> str:
         options = dataclasses.asdict(self.order)
@@ -113,11 +115,11 @@ class Batches:
         return load_batch(len(rows), placement, take)
 
     def read_first(self, rows: np.ndarray, own: np.ndarray, parts: Parts) -> None:
-        """Reads the first example of a batch, if those that this process reads must be compared with it.
+        """Reads an example by itself, with which those that this process reads must be compared.
 
-        They must be if ``take`` may depend on the rows that it is given at once; and if another process reads the first
-        one, so that processes whose examples differ have the error of one process that reads all of them. A process
-        that cannot read the examples of others compares its own.
+        ``take`` may depend on the rows that it is given at once, and so on the number of devices: the first batch
+        tells. Records may differ, and another process may read others: then it is the first one of the batch, so that all
+        processes have the error of one that reads all of them. Examples that cannot be read so are not compared.
 
         Args:
           rows: the batch's example numbers.
@@ -126,15 +128,20 @@ class Batches:
         """
         if not len(own) or isinstance(self.examples, Arrays):
             return
-        if own[0] > 0 and self.reads_others:
-            try:
-                parts.check(self.take(rows[:1]))
-                return
-            except Exception as error:
-                self.reads_others = False
-                logger.info("examples are not compared with other processes' as these cannot be read here: %s", error)
-        if len(own) > 1 and not getattr(self.examples, "by_row", False):
-            parts.check(self.take(rows[own[:1]]))
+        other = own[0] > 0 and self.reads_others
+        if not (other if self.takes_any_rows else other or len(own) > 1):
+            return
+        try:
+            first = self.take(rows[:1] if other else rows[own[:1]])
+        except Exception as error:
+            self.reads_others = False
+            logger.info(
+                "examples of a batch are compared among themselves only, as one cannot be read alone: %s", error
+            )
+        else:
+            parts.check(first)
+        if not getattr(self.examples, "by_row", False):
+            self.takes_any_rows, self.reads_others = True, False
 
     def rows(self, step: int) -> np.ndarray:
         """The example numbers that are requested from the data, int64[batch_size]."""

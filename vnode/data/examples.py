@@ -14,7 +14,7 @@ import numpy as np
 from vnode.data.forms import check_dtypes, check_foreign, check_shapes, check_structures, host_array
 from vnode.data.source import sizes
 from vnode.errors import BatchError, limit_lines
-from vnode.placement.leaves import is_number
+from vnode.placement.leaves import is_foreign_array, is_number
 
 
 class Examples(Protocol):
@@ -92,13 +92,25 @@ def stack_examples(examples: Sequence[Any]) -> Any:
     """
 
     def stack(path: Any, *leaves: Any) -> np.ndarray:
-        arrays = [host_array(path, leaf, "an example") for leaf in leaves]
+        first = leaves[0]
+        if type(first) is np.ndarray and first.dtype.isnative:
+            dtype, shape = first.dtype, first.shape
+            if all(type(leaf) is np.ndarray and leaf.dtype == dtype and leaf.shape == shape for leaf in leaves):
+                return np.stack([host_array(path, first, "an example"), *leaves[1:]])
+        arrays = [host_array(path, in_native_order(leaf), "an example") for leaf in leaves]
         check_shapes(path, (array.shape for array in arrays))
         check_dtypes(path, (array.dtype for array in arrays))
         return np.stack(arrays)
 
     check_structures(map(jax.tree.structure, examples))
     return jax.tree_util.tree_map_with_path(stack, *examples)
+
+
+def in_native_order(leaf: Any) -> Any:
+    """An array with this machine's order of bytes; other leaves stay."""
+    if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.isnative:
+        return leaf.astype(leaf.dtype.newbyteorder("="))
+    return leaf
 
 
 def examples_of(data: Any) -> Examples:
@@ -113,8 +125,12 @@ def examples_of(data: Any) -> Examples:
     """
     if isinstance(data, np.ndarray | jax.Array | Mapping | tuple):
         return Arrays(data)
-    check_foreign((), data, "the data set") if hasattr(data, "take") else None
     if hasattr(data, "take") and hasattr(data, "__len__"):
+        if is_foreign_array(data):  # the method of that name may take other arguments
+            try:
+                data.take(np.zeros(1, np.int64))
+            except Exception:
+                check_foreign((), data, "the data set")
         return data
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return Records(data)

@@ -117,7 +117,7 @@ def check_array(path: Any, leaf: Any, what: str) -> None:
       BatchError: it has a mask; or its dtype is that of objects, text, or other values that jax has not.
     """
     name = f"{jax.tree_util.keystr(path) or 'an array'} of {what}"
-    if isinstance(leaf, np.ma.MaskedArray):
+    if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
         raise BatchError(
             f"{name} is a masked array, and jax has none: its mask would be lost.",
             facts=[f"shape {leaf.shape}"],

@@ -5,6 +5,7 @@ Knows steps as callables with placements, and batches by number. Must not know t
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import sys
@@ -109,8 +110,14 @@ def batches_in(data: Any) -> int:
             )
         return math.ceil(order.steps_per_epoch)
     by_number = hasattr(data, "__getitem__") and not hasattr(data, "load") and not callable(data)
-    if by_number and isinstance(data, Sized) and len(data) < sys.maxsize:
-        return len(data)
+    count = None
+    if by_number and isinstance(data, Sized):
+        with contextlib.suppress(TypeError, OverflowError):  # of endless data
+            count = len(data)
+    if count == 0:
+        raise VnodeError(f"{type(data).__name__} has no batch to evaluate on.", remedies=["give one batch or more"])
+    if count is not None and count < sys.maxsize:
+        return count
     raise VnodeError(f"{type(data).__name__} does not say how many batches it has: give Evaluation(..., batches=...)")
 
 

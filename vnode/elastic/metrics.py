@@ -37,9 +37,11 @@ def by_name(metrics: Any, prefix: str = "") -> dict[str, Any]:
     paths = [path for path, _ in jax.tree.leaves_with_path(metrics)]
     names = [keystr(path, simple=True, separator="/") or "loss" for path in paths]
     times, named = collections.Counter(names), {}
-    for path, name, leaf in zip(paths, names, jax.tree.leaves(metrics), strict=True):
-        name = prefix + (name if times[name] == 1 else keystr(path))
-        named[name] = leaf.item() if isinstance(leaf, np.ndarray | np.generic) and np.ndim(leaf) == 0 else leaf
+    names = [name if times[name] == 1 else keystr(path) for path, name in zip(paths, names, strict=True)]
+    if len(set(names)) < len(names):  # such a name is another one's, or two keys print alike
+        names = [f"{keystr(path)} ({i})" for i, path in enumerate(paths)]
+    for name, leaf in zip(names, jax.tree.leaves(metrics), strict=True):
+        named[prefix + name] = leaf.item() if isinstance(leaf, np.ndarray | np.generic) and np.ndim(leaf) == 0 else leaf
     return named
 
 

@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -256,7 +257,7 @@ class Reader:
             check(header.entries, leaves, name)
         depth = max((len(path) for path in header.entries), default=0) if header is not None else 0
         try:
-            with nested(depth):
+            with LIMIT.raised(FRAMES * depth):  # orbax needs frames for each level
                 arrays = self.load(number, header, where, name)
         except (VnodeError, JaxRuntimeError, MemoryError):
             raise
@@ -343,23 +344,49 @@ class Reader:
         )
 
 
-@contextlib.contextmanager
-def nested(depth: int) -> Iterator[None]:
-    """Lets Python recurse deeper while a pytree is read that is so many levels deep: orbax needs frames for each.
+class RecursionLimit:
+    """Python's recursion limit while states are read. The interpreter has one for all threads.
 
-    >>> before = sys.getrecursionlimit()
-    >>> with nested(500):
-    ...     sys.getrecursionlimit() - before
-    10000
-    >>> sys.getrecursionlimit() == before
-    True
+    Attributes:
+      wanted: frames that readings under way want in addition.
+      before: the limit before the first of them began.
     """
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(before + FRAMES * depth)
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(before)
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.wanted: list[int] = []
+        self.before = 0
+
+    @contextlib.contextmanager
+    def raised(self, frames: int) -> Iterator[None]:
+        """Raises the limit by so many frames, at least, until this reading and all others have ended.
+
+        >>> limit, before = RecursionLimit(), sys.getrecursionlimit()
+        >>> with limit.raised(500):
+        ...     with limit.raised(200):
+        ...         pass
+        ...     sys.getrecursionlimit() - before
+        500
+        >>> sys.getrecursionlimit() == before
+        True
+        """
+        with self.lock:
+            self.before = self.before if self.wanted else sys.getrecursionlimit()
+            self.wanted.append(frames)
+            self.apply()
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.wanted.remove(frames)
+                self.apply()
+
+    def apply(self) -> None:
+        """Sets the limit to the largest that is wanted; Python takes none above 2^31 - 1."""
+        sys.setrecursionlimit(min(self.before + max(self.wanted, default=0), 2**31 - 1))
+
+
+LIMIT = RecursionLimit()
 
 
 def check_folder(folder: epath.Path) -> None:

@@ -46,7 +46,8 @@ def is_foreign_array(leaf: Any) -> bool:
     """Whether a leaf is an array of a library that is neither jax nor NumPy, and jax does not take it."""
     if isinstance(leaf, np.ndarray | np.generic | type) or is_array(leaf) or hasattr(leaf, "__jax_array__"):
         return False
-    return hasattr(leaf, "shape") and hasattr(leaf, "__array__")
+    typed = hasattr(leaf, "dtype") or hasattr(leaf, "dtypes")  # else a static value may have a shape
+    return typed and hasattr(leaf, "shape") and hasattr(leaf, "__array__")
 
 
 CONVERT = ("give an array of NumPy: x.numpy() or x.float().numpy() of a tensor, x.to_numpy() of a table",)

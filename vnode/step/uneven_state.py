@@ -190,10 +190,11 @@ def check_stored(leaves: Sequence[tuple[tuple[Any, ...], Any]], patterns: Patter
         facts=[
             f"it was stored in blocks of {known.counts}, and {spec.counts} are blocks of {share.counts}"
             if known is not None
-            else "its padding is not zeros: it was stored with other counts, or computed from a stored array"
+            else "its padding is not zeros: it was stored with other counts, or computed outside of a step"
         ],
         remedies=[
             "give the state in its own shapes, as `get` of the step that stored it returns it",
+            "to compute with a state outside of steps: step.put(change(step.get(state)))",
             "or call a step with the counts that it was stored with",
         ],
     )
