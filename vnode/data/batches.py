@@ -118,8 +118,8 @@ class Batches:
         """Reads an example by itself, with which those that this process reads must be compared.
 
         ``take`` may depend on the rows that it is given at once, and so on the number of devices: the first batch
-        tells. Records may differ, and another process may read others: then it is the first one of the batch, so that all
-        processes have the error of one that reads all of them. Examples that cannot be read so are not compared.
+        tells. Records may differ, and another process may read others. Then it is the first one of the batch, so that
+        all processes have the error of one that reads all of them. Examples that cannot be read so are not compared.
 
         Args:
           rows: the batch's example numbers.
