@@ -146,3 +146,11 @@ def test_a_closed_over_value_is_an_argument(function: str, transform: str, jit: 
         return JITS[jit](TRANSFORMS[transform], FUNCTIONS[function](devices))
 
     assert_same(run(devices)(jnp.asarray(W)), run(None), jnp.asarray(W))
+
+
+def test_a_key_that_a_step_closes_over_is_compared_on_other_devices() -> None:
+    """The second program is compared with the first one, constants included, while it is traced."""
+    key = jax.random.key(0)
+    step = vnode.virtualize(lambda w, x: (jax.random.normal(key, x.shape) * x).sum(0) + w, virtual_nodes=3)
+    one, three = (step.on(jax.devices()[:devices])(W, X) for devices in (1, 3))
+    np.testing.assert_array_equal(one, three)

@@ -598,6 +598,30 @@ def test_chunks_of_several_examples_are_divided(
             np.testing.assert_allclose(one, plain, rtol=1e-12, atol=1e-13)
 
 
+def test_a_loop_over_chunks_stays_whole_where_passes_would_repeat_too_much_of_it() -> None:
+    """A loss is divided by a count that its loop carries: with turns of their own, nodes would repeat the loop."""
+
+    def step(w: jax.Array, x: jax.Array, mask: jax.Array) -> Any:
+        def loss_fn(w: jax.Array) -> jax.Array:
+            def turn(carry: Any, chunk: Any) -> Any:
+                x, mask = chunk
+                h = x @ w
+                loss = (mask * jax.nn.logsumexp(h + jax.nn.softmax(h, 0), 1)).sum()
+                return (carry[0] + loss, carry[1] + mask.sum()), None
+
+            (total, count), _ = jax.lax.scan(turn, (0.0, 0.0), (x.reshape(8, 3, 4), mask.reshape(8, 3)))
+            return total / count
+
+        loss, grad = jax.value_and_grad(loss_fn)(w)
+        return w - 0.1 * grad, loss
+
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        w, x, mask = rng.standard_normal((4, 5)), rng.standard_normal((24, 4)), rng.uniform(size=24)
+        for one, plain in zip(vnode.virtualize(step, virtual_nodes=4)(w, x, mask), step(w, x, mask), strict=True):
+            np.testing.assert_allclose(one, plain, rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize(
     ("add", "initial", "split"),
     [

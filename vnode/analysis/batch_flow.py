@@ -96,6 +96,7 @@ class Follower:
       grains: for each batch, the number of its examples that a node must hold a multiple of, so far.
       sums: values that a loop over the examples adds up in a carry.
       dispatch_sums: sums that no node can estimate, because examples pick their place in them.
+      divides_chunks: whether nodes have turns of their own of a loop whose turns take several examples each.
     """
 
     batch: Batch
@@ -105,11 +106,12 @@ class Follower:
     grains: dict[Batch, int] = dataclasses.field(default_factory=dict)
     sums: set[Var] = dataclasses.field(default_factory=set)
     dispatch_sums: set[Var] = dataclasses.field(default_factory=set)
+    divides_chunks: bool = True
 
     def for_nested_program(self, batch: Batch | None) -> Follower:
         """A follower for a program with passes of its own; for `batch` if the program has its own batch."""
         if batch is not None:
-            return Follower(batch, self.nodes, self.mode, self.couplings)
+            return Follower(batch, self.nodes, self.mode, self.couplings, divides_chunks=self.divides_chunks)
         return dataclasses.replace(self, couplings=self.couplings, grains=dict(self.grains))
 
     @property

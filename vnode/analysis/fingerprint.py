@@ -221,7 +221,8 @@ def value_text(value: Any) -> str:
     if isinstance(value, jax.sharding.Sharding | jax.sharding.Mesh | jax.sharding.AbstractMesh):
         return ""
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return f"{value.dtype} {value_text(jax.random.key_data(value))}"
+        with jax.ensure_compile_time_eval():  # the step may be traced now
+            return f"{value.dtype} {value_text(jax.random.key_data(value))}"
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         array = np.asarray(value)
         if array.ndim == 0:

@@ -155,7 +155,8 @@ def divides_turns(follower: BatchFollower, turns: Slice) -> bool:
     example for each node, then all nodes together work on each turn.
     """
     shared = turns.grain > 1 and turns.units < follower.nodes <= turns.grain
-    return not shared and follower.accept(turns)
+    takes_several = turns.ratio.denominator > 1
+    return not shared and (follower.divides_chunks or not takes_several) and follower.accept(turns)
 
 
 def accumulated_values(body: Program, carry: Var, out: Atom) -> set[Var]:

@@ -281,6 +281,7 @@ class BatchFollower(Protocol):
     couplings: list[Coupling]
     sums: set[Var]
     dispatch_sums: set[Var]
+    divides_chunks: bool
 
     @property
     def batches(self) -> set[Batch]:

@@ -227,14 +227,26 @@ def analyse_traced(flat: FlatStep, traced: Traced) -> Analysis:
 
         program = apply_memory_plan(program, plan.recomputed, batched, plan.offloaded)
 
-    def follow(option: Option) -> tuple[Schedule, list[Coupling]]:
-        follower = Follower(batch, options.virtual_nodes, functools.partial(mode_of, option))
+    def follow(option: Option, divides_chunks: bool = True) -> tuple[Schedule, list[Coupling]]:
+        mode = functools.partial(mode_of, option)
+        follower = Follower(batch, options.virtual_nodes, mode, divides_chunks=divides_chunks)
         flow = follower.follow(program, states)
         made = schedule(flow, options.accumulate_dtype, options.recompute_budget)
         return made, couplings_in_schedule(made, follower.couplings)
 
-    made, couplings = follow(options.coupling)
-    check_couplings(made, couplings, options.coupling, options.recompute_budget, follow)
+    def follow_and_check(divides_chunks: bool) -> tuple[Schedule, list[Coupling]]:
+        within = functools.partial(follow, divides_chunks=divides_chunks)
+        made, couplings = within(options.coupling)
+        check_couplings(made, couplings, options.coupling, options.recompute_budget, within)
+        return made, couplings
+
+    try:
+        made, couplings = follow_and_check(True)
+    except CouplingError as error:  # a pass that needs a loop's count repeats the loop, if nodes have turns of it
+        try:
+            made, couplings = follow_and_check(False)
+        except CouplingError:
+            raise error from None
     if plan.offloaded:
         from vnode.remat.offload import check_offloaded
 
