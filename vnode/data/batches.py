@@ -94,8 +94,8 @@ class Batches:
           placement: the placement of the step's nodes.
 
         Returns:
-          A pytree. Every device is given the examples of its nodes. Only those are read for it in this process, besides
-          the batch's first (`read_first`). If the shares are equal, the leaves are global arrays; otherwise
+          A pytree. Every device is given the examples of its nodes. Only those are read for it in this process, and at
+          times one more (`read_first`). If the shares are equal, the leaves are global arrays; otherwise
           `vnode.data.ShardedBatch`, which a step on this placement takes as they are.
 
         Raises:

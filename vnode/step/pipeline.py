@@ -337,9 +337,8 @@ def evaluate_analysed(made: Analysis, flat: FlatStep, placement: Placement, diff
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
             return emit(emitted, placement, values, mode, options.lane, division=division, far=plan.host_accumulators)
 
-    mesh = typed_mesh(values) or context_mesh(
-        placement
-    )  # arguments that are not on that mesh have no mesh in their types
+    # arguments that are not on the context's mesh have no mesh in their types
+    mesh = typed_mesh(values) or context_mesh(placement)
     if mesh is not None:
         step = with_automatic_axes(step, mesh)
     if not (differentiable or uses_references(made.program)):

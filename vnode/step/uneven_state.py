@@ -99,7 +99,7 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
     share.check(long_axes(placement.mesh), next(spec.counts for _, spec in patterns if isinstance(spec, UnevenSpec)))
     if placement.axis in share.axes:
         raise PlacementError(f"the axis {placement.axis!r} divides the nodes: shard a state along another")
-    check_stored(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sharded_batch), patterns, share)
+    kept: list[tuple[tuple[Any, ...], Any, UnevenSpec]] = []
 
     def place_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
         spec = spec_of(path, leaf, patterns)
@@ -115,12 +115,14 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
         if is_on_host(leaf):
             raise PlacementError(f"partition: {quoted(name_of(path))} is sharded unevenly, and cannot be on the host")
         if is_stored:
+            kept.append((path, leaf, spec))
             return leaf
         stored = jax.device_put(store(leaf, spec.dim, share), sharding)
         remember([stored], share)
         return stored
 
     placed = jax.tree_util.tree_map_with_path(place_leaf, tree, is_leaf=is_sharded_batch)
+    check_stored(kept, share)
     return by_name(placed, patterns, placement, host)
 
 
@@ -137,9 +139,14 @@ def restore_for_placement(tree: Any, patterns: Patterns, placement: Placement) -
 
 def lies_along(spec: UnevenSpec, leaf: Any) -> bool:
     """Whether an array is sharded along the axis of an uneven spec, on any devices."""
-    sharding = getattr(leaf, "sharding", None)
-    names = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+    names = axes_by_dimension(leaf)
     return len(names) > spec.dim and names[spec.dim] in (spec.axis, (spec.axis,))
+
+
+def axes_by_dimension(leaf: Any) -> tuple[Any, ...]:
+    """The mesh axes along which an array is sharded, as its `PartitionSpec` has them; none if it has no mesh."""
+    sharding = getattr(leaf, "sharding", None)
+    return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
 
 
 def is_known_stored(path: tuple[Any, ...], leaf: Any, spec: UnevenSpec) -> bool:
@@ -162,23 +169,16 @@ def is_known_stored(path: tuple[Any, ...], leaf: Any, spec: UnevenSpec) -> bool:
     )
 
 
-def check_stored(leaves: Sequence[tuple[tuple[Any, ...], Any]], patterns: Patterns, share: Share) -> None:
-    """Checks that the stored ones among some leaves are stored with the counts of the patterns.
+def check_stored(stored: Sequence[tuple[tuple[Any, ...], Any, UnevenSpec]], share: Share) -> None:
+    """Checks that leaves in blocks are stored with the counts of their patterns.
 
     Args:
-      leaves: paths and leaves.
-      patterns: of names.
+      stored: paths, leaves on devices, and uneven specs.
       share: the blocks of the patterns.
 
     Raises:
       PlacementError: one is stored with others.
     """
-    stored = []
-    for path, leaf in leaves:
-        spec = spec_of(path, leaf, patterns)
-        if spec is None or stored_dim(path, leaf, patterns) is None or not lies_along(spec, leaf) or is_on_host(leaf):
-            continue
-        stored.append((path, leaf, spec))
     wrong = stored_otherwise([leaf for _, leaf, _ in stored], [spec.dim for *_, spec in stored], share)
     if not wrong:
         return
@@ -207,8 +207,7 @@ def remember_results(results: Any, share: Share) -> None:
 
 def is_sharded_along(leaf: Any, share: Share) -> bool:
     """Whether an array is sharded along the axes of a share."""
-    sharding = getattr(leaf, "sharding", None)
-    names = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+    names = axes_by_dimension(leaf)
     return share.axes in names or (len(share.axes) == 1 and share.axes[0] in names)
 
 
@@ -232,7 +231,7 @@ def restore_shapes(tree: Any, patterns: Patterns) -> Any:
     if share is None:
         return tree
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sharded_batch)
-    check_stored(paths, patterns, share)
+    stored: list[tuple[tuple[Any, ...], Any, UnevenSpec]] = []
     leaves, several = [leaf for _, leaf in paths], dict[NamedSharding, dict[int, int]]()
     for i, (path, leaf) in enumerate(paths):
         spec = spec_of(path, leaf, patterns)
@@ -243,6 +242,8 @@ def restore_shapes(tree: Any, patterns: Patterns) -> Any:
             leaves[i] = own_shape(leaf, spec.dim, share)
         else:
             several.setdefault(NamedSharding(leaf.sharding.mesh, PartitionSpec()), {})[i] = spec.dim
+            stored += [] if is_on_host(leaf) else [(path, leaf, spec)]
+    check_stored(stored, share)
     for sharding, dims in several.items():
         values = restore_program(tuple(dims.values()), share, sharding)([leaves[i] for i in dims])
         for i, value in zip(dims, values, strict=True):
