@@ -96,11 +96,21 @@ class CheckpointError(VnodeError):
       message: the message.
       state: the state that could not be saved, if it still exists.
       step: the number of steps after which the state was to be saved.
+      facts: particulars, a line each.
+      remedies: things that the user can try, a line each.
     """
 
-    def __init__(self, message: str = "", *, state: Any = None, step: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        state: Any = None,
+        step: int | None = None,
+        facts: Sequence[str] = (),
+        remedies: Sequence[str] = (),
+    ) -> None:
         self.state, self.step = state, step
-        super().__init__(message)
+        super().__init__(message, facts=facts, remedies=remedies)
 
 
 class DamagedCheckpointError(CheckpointError):

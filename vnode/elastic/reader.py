@@ -325,10 +325,8 @@ class Reader:
         if not isinstance(error, RecursionError):
             return self.damage(number, error)
         return CheckpointError(
-            layout_message(
-                f"checkpoint {number} in {self.folder} is too deeply nested to be read.",
-                remedies=[f"sys.setrecursionlimit({10 * sys.getrecursionlimit()}) before"],
-            )
+            f"checkpoint {number} in {self.folder} is too deeply nested to be read.",
+            remedies=[f"sys.setrecursionlimit({10 * sys.getrecursionlimit()}) before"],
         )
 
     def damage(self, number: int, why: Exception | str) -> DamagedCheckpointError:
@@ -424,15 +422,11 @@ def located(path: str | os.PathLike[str]) -> epath.Path:
         return epath.Path(path if "://" in said else os.path.abspath(os.path.expanduser(said)))
     except FileNotFoundError as error:
         raise CheckpointError(
-            layout_message(
-                f"cannot use {said}: it is a path from the current folder, which has been deleted.",
-                remedies=["give the whole path", "or begin in a folder that is there"],
-            )
+            f"cannot use {said}: it is a path from the current folder, which has been deleted.",
+            remedies=["give the whole path", "or begin in a folder that is there"],
         ) from error
     except KeyError as error:
         raise CheckpointError(
-            layout_message(
-                f"cannot use {said}: etils.epath knows no paths that begin with {error.args[0]}.",
-                remedies=["a local folder", "gs://bucket/folder, s3://bucket/folder"],
-            )
+            f"cannot use {said}: etils.epath knows no paths that begin with {error.args[0]}.",
+            remedies=["a local folder", "gs://bucket/folder, s3://bucket/folder"],
         ) from error
